@@ -1,0 +1,1 @@
+"""Play a program over stages."""

@@ -1,0 +1,86 @@
+"""One thing that a rank does: an operation on a stage, and mostly on a microbatch of it.
+
+Actions are plain values. This module knows neither the order of actions nor what they cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import TypeAlias
+
+__all__ = ["Op", "Action", "Overlap", "Step", "action"]
+
+
+class Op(Enum):
+    """What an action does. The value is its name in text, as torch writes it."""
+
+    FORWARD = "F"
+    FULL_BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    # Members are singletons: identity is equality, and hashing by identity is several times
+    # faster than Enum's own, which hashes the name. Programs hold hundreds of thousands.
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """An operation on one stage.
+
+    Args:
+        stage: index of the stage, from 0.
+        op: what is done.
+        microbatch: index of the microbatch, from 0; None for the operations on a whole stage
+            (UNSHARD, RESHARD, REDUCE_GRAD).
+
+    Example:
+        >>> str(Action(stage=2, op=Op.FORWARD, microbatch=3))
+        '2F3'
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The action itself: what a reader of any step iterates over."""
+        return (self,)
+
+    def __str__(self) -> str:
+        """The text form, such as ``2F3`` or ``0UNSHARD``."""
+        return f"{self.stage}{self.op.value}{'' if self.microbatch is None else self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """A forward and a backward that a rank runs as one block, overlapped where it can.
+
+    Args:
+        parts: the actions of the block, in the order in which a device without streams runs them.
+    """
+
+    parts: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        """The text form, such as ``(0F3;1B2)OVERLAP_F_B``."""
+        return f"({';'.join(map(str, self.parts))})OVERLAP_F_B"
+
+
+Step: TypeAlias = Action | Overlap
+
+
+@cache
+def action(stage: int, op: Op, microbatch: int | None = None) -> Action:
+    """The action with these fields, made once and shared by all programs of this process."""
+    return Action(stage=stage, op=op, microbatch=microbatch)

@@ -1,0 +1,1 @@
+"""The families of schedules, one file each: pure functions that return a Program."""

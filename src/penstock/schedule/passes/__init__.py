@@ -1,0 +1,1 @@
+"""Pure functions from Program to Program, named by what they do."""

@@ -1,0 +1,58 @@
+"""A program: for each rank, the steps that it takes, in order.
+
+A program says what runs when; it holds no module, tensor or process group. ``CheckedProgram``
+is made by ``penstock.schedule.check.check`` alone, and is the only kind that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.schedule.action import Action, Op, Step
+from penstock.schedule.placement import Placement
+
+__all__ = ["Program", "CheckedProgram"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The steps of every rank.
+
+    Args:
+        name: the schedule's canonical name, such as ``"1f1b"``.
+        placement: which rank holds which stage.
+        num_microbatches: microbatches per step.
+        ranks: for each rank, its steps in order.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    ranks: tuple[tuple[Step, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.placement.num_stages
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the program spells out its sends and receives."""
+        return any(a.op is Op.SEND_F or a.op is Op.SEND_B for a in self.actions())
+
+    def actions(self) -> Iterator[Action]:
+        """Every action, rank by rank, overlapped blocks taken apart."""
+        for steps in self.ranks:
+            for step in steps:
+                yield from step.parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedProgram(Program):
+    """A program that ``check`` found free of problems; the only kind that the runtime runs."""

@@ -1,0 +1,83 @@
+"""What must be done before an action may start: the only copy of that rule.
+
+The checker, the passes, the simulator and the runtime all read these tables.
+
+                 stage s−1      stage s                     stage s+1
+    forward      F ─────────►   F ──────────────────────►   F
+                                │                           │
+    backward     I ◄─────────   I ◄──────────────────────   I
+                                └► W
+
+A full backward B stands for I and W at once. Between stages on different ranks an arrow is a pair
+SEND (on the producer's rank) and RECV (on the consumer's): RECV posts the receive, and what needs
+the value waits for it.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.placement import Placement
+
+__all__ = ["COMPUTE", "COVERS", "RECEIVE_FOR", "REQUIRES", "TRANSFERS", "prerequisites"]
+
+COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
+TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+
+# op → (required op, stage offset), for the same microbatch. A full backward fulfils what asks
+# for an input gradient or a weight gradient (COVERS). A requirement on a stage that does not
+# exist (before the first, after the last) is none.
+REQUIRES: dict[Op, tuple[tuple[Op, int], ...]] = {
+    Op.FORWARD: ((Op.FORWARD, -1),),
+    Op.FULL_BACKWARD: ((Op.FORWARD, 0), (Op.INPUT_GRAD, +1)),
+    Op.INPUT_GRAD: ((Op.FORWARD, 0), (Op.INPUT_GRAD, +1)),
+    Op.WEIGHT_GRAD: ((Op.INPUT_GRAD, 0),),
+    Op.SEND_F: ((Op.FORWARD, 0),),
+    Op.RECV_F: ((Op.SEND_F, -1),),
+    Op.SEND_B: ((Op.INPUT_GRAD, 0),),
+    Op.RECV_B: ((Op.SEND_B, +1),),
+    Op.UNSHARD: (),
+    Op.RESHARD: (),
+    Op.REDUCE_GRAD: (),
+}
+
+# What an action counts as, beside itself.
+COVERS: dict[Op, tuple[Op, ...]] = {Op.FULL_BACKWARD: (Op.INPUT_GRAD, Op.WEIGHT_GRAD)}
+
+# The receive (at the consumer's stage) that stands for a requirement on another rank.
+RECEIVE_FOR: dict[tuple[Op, int], Op] = {
+    (Op.FORWARD, -1): Op.RECV_F,
+    (Op.INPUT_GRAD, +1): Op.RECV_B,
+}
+
+
+def prerequisites(
+    act: Action, placement: Placement, *, transfers: bool = False
+) -> tuple[Action, ...]:
+    """The actions that must be complete before ``act`` may start.
+
+    Args:
+        act: the action asked about.
+        placement: which rank holds which stage.
+        transfers: whether the program spells out its sends and receives: then what is needed
+            from another rank is this rank's receive, else the producing action itself.
+
+    Returns:
+        The required actions, none twice. An INPUT_GRAD or WEIGHT_GRAD among them is also
+        fulfilled by the FULL_BACKWARD of the same stage and microbatch (see ``COVERS``).
+
+    Example:
+        >>> from penstock.schedule.placement import linear
+        >>> [str(a) for a in prerequisites(action(1, Op.INPUT_GRAD, 0), linear(3))]
+        ['1F0', '2I0']
+    """
+    found: list[Action] = []
+    for op, offset in REQUIRES[act.op]:
+        stage = act.stage + offset
+        if not 0 <= stage < placement.num_stages:
+            continue
+        receive = RECEIVE_FOR.get((op, offset))
+        if transfers and receive is not None and not placement.same_rank(act.stage, stage):
+            found.append(action(act.stage, receive, act.microbatch))
+        else:
+            found.append(action(stage, op, act.microbatch))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""A module and its autograd state: one stage of a pipeline."""

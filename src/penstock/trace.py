@@ -1,0 +1,82 @@
+"""What ran when, on which rank: the same record for a simulated step and a real one.
+
+This module neither measures nor draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.schedule.action import Action
+from penstock.schedule.rules import COMPUTE
+
+__all__ = ["Span", "Trace"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One action's time on its rank.
+
+    Args:
+        rank: the rank that ran it.
+        action: what ran.
+        start: start time, in the trace's unit, from the step's start.
+        end: end time.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The spans of one step, and the figures that follow from them.
+
+    Args:
+        name: the schedule's name.
+        num_ranks: number of ranks, also those without a span.
+        unit: what times are counted in: ``"s"`` for a measured step, ``"1"`` for abstract costs.
+        spans: all spans, by rank and then by start.
+    """
+
+    name: str
+    num_ranks: int
+    unit: str
+    spans: tuple[Span, ...]
+
+    def compute(self, rank: int) -> tuple[Span, ...]:
+        """The spans on ``rank`` that compute (F, B, I, W), by start."""
+        return tuple(s for s in self.spans if s.rank == rank and s.action.op in COMPUTE)
+
+    def _busy(self) -> float:
+        return sum(s.end - s.start for s in self.spans if s.action.op in COMPUTE)
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first compute start to the last compute end, over all ranks."""
+        spans = [s for s in self.spans if s.action.op in COMPUTE]
+        return max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
+
+    @property
+    def span(self) -> float:
+        """The longest of the ranks' own times from first start to last end of compute."""
+        longest = 0.0
+        for rank in range(self.num_ranks):
+            spans = self.compute(rank)
+            if spans:
+                longest = max(longest, max(s.end for s in spans) - min(s.start for s in spans))
+        return longest
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The ranks' idle time ÷ (ranks × makespan)."""
+        total = self.num_ranks * self.makespan
+        return 1 - self._busy() / total if total else 0.0
+
+    @property
+    def span_bubble_ratio(self) -> float:
+        """As ``bubble_ratio``, over the span: what is idle where steps need no barrier."""
+        total = self.num_ranks * self.span
+        return 1 - self._busy() / total if total else 0.0

@@ -1,0 +1,1 @@
+"""Show a trace: pictures, and files for other viewers."""
