@@ -1,0 +1,320 @@
+"""The one text form of actions and programs: as torch writes them, plus JSON.
+
+    step       0F1   3B0   1I2   1W2   2SEND_F0   0UNSHARD   (0F3;1B2)OVERLAP_F_B
+    program    a line per rank, steps parted by commas; empty cells are idle time, and skipped
+
+Reading what was written gives the same value back; anything that is left over is an error. This
+module knows what a program looks like, not whether it is right: ``penstock.schedule.check`` does.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from os import PathLike
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.errors import ScheduleError, Where
+from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.coding import WHOLE_STAGE
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE
+
+__all__ = [
+    "format_csv",
+    "format_step",
+    "from_json",
+    "load_csv",
+    "parse_action",
+    "parse_csv",
+    "parse_step",
+    "save_csv",
+    "to_json",
+]
+
+_OVERLAP = "OVERLAP_F_B"
+_NAMES = {op.value: op for op in Op}
+_ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(_NAMES, key=len, reverse=True))})([0-9]*)")
+_JSON_FORMAT = "penstock program 1"
+
+T = TypeVar("T")
+
+
+def parse_action(text: str) -> Action:
+    """Read one action.
+
+    Args:
+        text: such as ``"2F3"`` or ``"0UNSHARD"``; blanks around it are allowed.
+
+    Returns:
+        The action.
+
+    Raises:
+        ScheduleError: not an action, a microbatch too many or missing, or trailing text.
+
+    Example:
+        >>> parse_action("2SEND_F0").op
+        <Op.SEND_F: 'SEND_F'>
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise ScheduleError(
+            f"{text!r} is not an action; expected a stage, one of {', '.join(_NAMES)}, and a "
+            "microbatch, as in 2F3 or 0UNSHARD"
+        )
+    stage, op, microbatch = int(match[1]), _NAMES[match[2]], match[3]
+    if op in WHOLE_STAGE:
+        if microbatch:
+            raise ScheduleError(
+                f"{text!r}: {op.value} is about a whole stage; write {stage}{op.value}"
+            )
+        return action(stage, op)
+    if not microbatch:
+        raise ScheduleError(f"{text!r}: microbatch missing; write one, as in {stage}{op.value}0")
+    return action(stage, op, int(microbatch))
+
+
+def parse_step(text: str) -> Step:
+    """Read one step: an action, or several overlapped ones in a block.
+
+    Args:
+        text: such as ``"2F3"`` or ``"(0F3;1B2)OVERLAP_F_B"``; blanks around it are allowed.
+
+    Returns:
+        The step.
+
+    Raises:
+        ScheduleError: not a step, or trailing text.
+
+    Example:
+        >>> [str(a) for a in parse_step("(0F3;1B2)OVERLAP_F_B").parts]
+        ['0F3', '1B2']
+    """
+    stripped = text.strip()
+    if not stripped.startswith("("):
+        return parse_action(text)
+    inner, bracket, kind = stripped[1:].partition(")")
+    if not bracket or kind != _OVERLAP:
+        raise ScheduleError(
+            f"{text!r} is not a block; expected actions parted by ';' in brackets, then "
+            f"{_OVERLAP}, as in (0F3;1B2){_OVERLAP}"
+        )
+    try:
+        parts = tuple(parse_action(part) for part in inner.split(";"))
+    except ScheduleError as error:
+        raise ScheduleError(f"in block {text!r}: {error}") from error
+    outside = [str(a) for a in parts if a.op not in COMPUTE]
+    if outside:
+        raise ScheduleError(
+            f"in block {text!r}: only computation can be overlapped, not {', '.join(outside)}"
+        )
+    return Overlap(parts=parts)
+
+
+def format_step(step: Step) -> str:
+    """Write one step: what ``parse_step`` reads."""
+    return str(step)
+
+
+def parse_csv(
+    text: str,
+    *,
+    num_microbatches: int | None = None,
+    placement: Placement | None = None,
+    name: str = "csv",
+) -> Program:
+    """Read a program.
+
+    Args:
+        text: one line per rank, steps parted by commas; empty cells are skipped.
+        num_microbatches: microbatches per step; None for the highest in the text, plus one.
+        placement: which rank holds which stage; None to see it from who computes what.
+        name: the program's name.
+
+    Returns:
+        The program, not checked.
+
+    Raises:
+        ScheduleError: a cell that is no step (the message names row and column, from 1), no
+            steps at all, more or fewer rows than ranks, or no placement that fits the text.
+
+    Example:
+        >>> program = parse_csv("0F0,,0B0\\n1F0,1B0\\n")
+        >>> program.placement.stage_ranks, program.num_microbatches
+        ((0, 1), 1)
+        >>> format_csv(program)
+        '0F0,0B0\\n1F0,1B0\\n'
+    """
+    return _parse(text, num_microbatches, placement, name, source="")
+
+
+def format_csv(program: Program) -> str:
+    """Write a program: what ``parse_csv`` reads.
+
+    Args:
+        program: any program.
+
+    Returns:
+        One line per rank, steps parted by commas, each line ended by a newline.
+    """
+    return "".join(",".join(map(str, steps)) + "\n" for steps in program.ranks)
+
+
+def load_csv(
+    path: str | PathLike[str],
+    *,
+    num_microbatches: int | None = None,
+    placement: Placement | None = None,
+) -> Program:
+    """Read a program from a file, as ``parse_csv``; its name is the file's, without suffix.
+
+    Raises:
+        ScheduleError: as ``parse_csv``, or a file that is not text in UTF-8.
+        OSError: the file can't be read.
+    """
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path}: not a text file in UTF-8 ({error})") from error
+    return _parse(text, num_microbatches, placement, path.stem, source=f"{path}: ")
+
+
+def save_csv(program: Program, path: str | PathLike[str]) -> None:
+    """Write a program to a file, as ``format_csv``."""
+    Path(path).write_text(format_csv(program), encoding="utf-8", newline="\n")
+
+
+def to_json(program: Program) -> str:
+    """Write a program with its name and placement as JSON: what ``from_json`` reads.
+
+    Args:
+        program: any program.
+
+    Returns:
+        One JSON object; the steps are in their text form.
+    """
+    document = {
+        "format": _JSON_FORMAT,
+        "name": program.name,
+        "num_microbatches": program.num_microbatches,
+        "num_ranks": program.placement.num_ranks,
+        "stage_ranks": program.placement.stage_ranks,
+        "ranks": [[str(step) for step in steps] for steps in program.ranks],
+    }
+    return json.dumps(document)
+
+
+def from_json(text: str) -> Program:
+    """Read a program from JSON.
+
+    Args:
+        text: what ``to_json`` wrote.
+
+    Returns:
+        The program, not checked.
+
+    Raises:
+        ScheduleError: not JSON, not a program's fields, or a text that is no step (the message
+            names row and column, from 1).
+    """
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
+        raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
+    rows = _field(document, "ranks", list)
+    for row, cells in enumerate(rows):
+        if not isinstance(cells, list) or not all(isinstance(cell, str) for cell in cells):
+            raise ScheduleError(f"row {row + 1} of 'ranks': expected a list of texts")
+    stage_ranks = _field(document, "stage_ranks", list)
+    if not all(type(rank) is int for rank in stage_ranks):
+        raise ScheduleError("'stage_ranks': expected a list of whole numbers")
+    return Program(
+        name=_field(document, "name", str),
+        placement=Placement(
+            num_ranks=_field(document, "num_ranks", int), stage_ranks=tuple(stage_ranks)
+        ),
+        num_microbatches=_field(document, "num_microbatches", int),
+        ranks=tuple(_read_row(row, cells, source="") for row, cells in enumerate(rows)),
+    )
+
+
+def _field(document: dict[str, object], name: str, kind: type[T]) -> T:
+    value = document.get(name)
+    if type(value) is not kind:
+        raise ScheduleError(f"{name!r}: expected a value of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def _parse(
+    text: str,
+    num_microbatches: int | None,
+    placement: Placement | None,
+    name: str,
+    source: str,
+) -> Program:
+    try:
+        rows = list(csv.reader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise ScheduleError(f"{source}not a CSV text: {error}") from error
+    # Empty lines at the end are no ranks, unless the placement says so.
+    num_ranks = placement.num_ranks if placement is not None else 1
+    while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    ranks = tuple(_read_row(row, cells, source) for row, cells in enumerate(rows))
+    if placement is None:
+        placement = _placement_of(ranks, source)
+    elif len(ranks) != placement.num_ranks:
+        raise ScheduleError(
+            f"{source}{len(ranks)} rows; the placement has {placement.num_ranks} ranks, and each "
+            "takes a line"
+        )
+    if num_microbatches is None:
+        used = [a.microbatch for steps in ranks for step in steps for a in step.parts]
+        num_microbatches = 1 + max((m for m in used if m is not None), default=0)
+    return Program(name=name, placement=placement, num_microbatches=num_microbatches, ranks=ranks)
+
+
+def _read_row(row: int, cells: list[str], source: str) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    for column, cell in enumerate(cells):
+        if not cell or cell.isspace():
+            continue
+        try:
+            steps.append(parse_step(cell))
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"{source}row {row + 1}, column {column + 1}: {error}",
+                where=Where(rank=row, action=cell.strip()),
+            ) from error
+    return tuple(steps)
+
+
+def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement:
+    """The placement in which each stage lies where the text computes it."""
+    holders: dict[int, int] = {}
+    for rank, steps in enumerate(ranks):
+        for act in (a for step in steps for a in step.parts if a.op in COMPUTE):
+            if holders.setdefault(act.stage, rank) != rank:
+                raise ScheduleError(
+                    f"{source}stage {act.stage} is computed in row {holders[act.stage] + 1} and "
+                    f"in row {rank + 1}; one rank holds a stage",
+                    where=Where(rank=rank, stage=act.stage, action=str(act)),
+                )
+        if rank not in holders.values():
+            raise ScheduleError(
+                f"{source}row {rank + 1}: this rank computes nothing; every rank holds a stage",
+                where=Where(rank=rank),
+            )
+    missing = [stage for stage in range(max(holders, default=-1) + 1) if stage not in holders]
+    if not holders or missing:
+        what = f"stages {missing} are computed nowhere" if missing else "no steps"
+        raise ScheduleError(f"{source}{what}; the placement can't be seen from the text")
+    stage_ranks = tuple(holders[stage] for stage in range(len(holders)))
+    return Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)
