@@ -1,0 +1,197 @@
+"""Finds every problem of a program; what has none is a ``CheckedProgram``, the only kind that runs.
+
+Proven of a checked program:
+
+- every action names a stage and microbatch that exist, on the rank that holds the stage;
+- each forward runs once; so does each backward, whole (B) or in two (I, W), or there is none;
+- sends and receives stand exactly where a value crosses ranks, once each, and every directed pair
+  of ranks has them in the same order at both ends;
+- all ranks play to their end, each action after what it needs, even where a send waits until the
+  matching receive is posted;
+- a stage that is ever unsharded is so whenever it computes, and resharded at the end;
+- gradients are reduced after the last weight gradient, once, for all stages or for none.
+
+It follows that every received value is used, and so can be freed, exactly once: it has one
+receive, one action asks for it, and that action runs once.
+
+How a problem is worded is the affair of ``penstock.schedule.diagnosis``.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError, Where
+from penstock.schedule.action import Op
+from penstock.schedule.coding import Coded, encode
+from penstock.schedule.diagnosis import (
+    Problem,
+    channel_problems,
+    count_problems,
+    malformed,
+    size_problems,
+    stuck_problems,
+    text_of,
+)
+from penstock.schedule.play import Player
+from penstock.schedule.program import CheckedProgram, Program
+from penstock.schedule.rules import COVERS, RECEIVE_FOR, TRANSFERS
+from penstock.schedule.upkeep import reduction_problems, sharding_problems
+
+__all__ = ["Problem", "check", "problems"]
+
+_SHOWN = 20
+
+
+def check(program: Program) -> CheckedProgram:
+    """Prove that a program is right, or say all that is wrong with it.
+
+    Args:
+        program: any program, with or without transfers.
+
+    Returns:
+        The same program, as the type that runs.
+
+    Raises:
+        ScheduleError: it has problems. The message lists the first twenty and counts the rest;
+            the error's place is that of the first.
+
+    Example:
+        >>> from penstock.schedule.text import parse_csv
+        >>> check(parse_csv("0F0,0B0\\n1F0,1B0\\n")).num_stages
+        2
+        >>> check(parse_csv("0F0,0B0\\n1B0,1F0\\n"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        penstock.errors.ScheduleError: rank 1, action 1B0: program 'csv' has 2 problems:
+          rank 1, step 0 (1B0): 1B0 needs 1F0, which comes only at step 1
+          rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1I0 (its step 0), ...
+    """
+    found = problems(program)
+    if found:
+        number = "a problem" if len(found) == 1 else f"{len(found)} problems"
+        raise ScheduleError(
+            f"program {program.name!r} has {number}:\n{text_of(found, _SHOWN)}",
+            where=Where(rank=found[0].rank, action=found[0].action),
+        )
+    return CheckedProgram(
+        name=program.name,
+        placement=program.placement,
+        num_microbatches=program.num_microbatches,
+        ranks=program.ranks,
+    )
+
+
+def problems(program: Program) -> tuple[Problem, ...]:
+    """Everything that is wrong with a program.
+
+    What makes the rest meaningless comes first and alone: steps that can't be, then actions that
+    are doubled, missing or without need, then the order.
+
+    Args:
+        program: any program, with or without transfers.
+
+    Returns:
+        The problems; none for a program that ``check`` accepts.
+    """
+    found = size_problems(program)
+    if found:
+        return tuple(found)
+    try:
+        coded = encode(program)
+    except ScheduleError:
+        return tuple(malformed(program))
+    seen, complete = _tally(coded)
+    if not complete:
+        return tuple(count_problems(program))
+    return tuple(_order_problems(program, coded, seen))
+
+
+def _order_problems(program: Program, coded: Coded, seen: bytearray) -> list[Problem]:
+    coding = coded.coding
+    used = {op for op in Op if 1 in seen[coding.section(op)]}
+    found: list[Problem] = []
+    transfers = not used.isdisjoint(TRANSFERS)
+    if transfers:
+        channels = _channels(coded)
+        if any(sent != posted for sent, posted in channels.values()):
+            found += channel_problems(program, channels, coding)
+    player = Player(coded, coding.needs(transfers=transfers))
+    if not player.play():
+        found += stuck_problems(program, player, coding)
+    if Op.UNSHARD in used or Op.RESHARD in used:
+        found += sharding_problems(program)
+    if Op.REDUCE_GRAD in used:
+        found += reduction_problems(program, coded)
+    return found
+
+
+def _tally(coded: Coded) -> tuple[bytearray, bool]:
+    """A mark for every code that occurs, and whether each that must does so, once."""
+    coding = coded.coding
+    seen = bytearray(coding.size)
+    repeated: set[int] = set()
+    for queue in coded.queues:
+        for code in queue:
+            if code < 0:
+                for part in coded.parts(code):
+                    if seen[part]:
+                        repeated.add(part)
+                    seen[part] = 1
+                continue
+            if seen[code]:
+                repeated.add(code)
+            seen[code] = 1
+    once = not any(coding.action(code).op not in (Op.UNSHARD, Op.RESHARD) for code in repeated)
+    return seen, once and _computes_all(coded, seen) and _transfers_all(coded, seen)
+
+
+def _computes_all(coded: Coded, seen: bytearray) -> bool:
+    section = coded.coding.section
+    forward, full = seen[section(Op.FORWARD)], seen[section(Op.FULL_BACKWARD)]
+    by_input, by_weight = seen[section(Op.INPUT_GRAD)], seen[section(Op.WEIGHT_GRAD)]
+    has_backward = 1 in full or 1 in by_input or 1 in by_weight
+    # In bytes of 0 and 1: each of full and by_input where the other is not.
+    either = int.from_bytes(full) ^ int.from_bytes(by_input)
+    whole = by_input == by_weight and either == int.from_bytes(b"\1" * len(full))
+    return 0 not in forward and (whole or not has_backward)
+
+
+def _transfers_all(coded: Coded, seen: bytearray) -> bool:
+    coding = coded.coding
+    if not any(1 in seen[coding.section(op)] for op in TRANSFERS):
+        return True
+    size = coding.num_microbatches
+    for (value, _), receive in RECEIVE_FOR.items():
+        makers = (value, *(op for op, covered in COVERS.items() if value in covered))
+        made = any(1 in seen[coding.section(op)] for op in makers)
+        for op in (receive, coding.send_of(receive)):
+            for stage in range(coding.placement.num_stages):
+                start = coding.code(op, stage)
+                needed = made and coding.partner(op, stage) is not None
+                if seen[start : start + size].count(1) != (size if needed else 0):
+                    return False
+    return True
+
+
+def _channels(coded: Coded) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+    """For each directed pair of ranks its receives, by order of send and by order of post."""
+    coding = coded.coding
+    num_microbatches = coding.num_microbatches
+    channels: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    # By key: where to note a transfer, and how far the receive is from it.
+    notes: list[tuple[list[int], int] | None] = []
+    for transfer in coding.transfers_by_key():
+        partner = None if transfer is None else coding.partner(*transfer)
+        if transfer is None or partner is None:
+            notes.append(None)
+            continue
+        here, there = (coding.placement.rank_of(stage) for _, stage in (transfer, partner))
+        if transfer[0] in RECEIVE_FOR.values():
+            notes.append((channels.setdefault((there, here), ([], []))[1], 0))
+        else:
+            distance = coding.code(*partner) - coding.code(*transfer)
+            notes.append((channels.setdefault((here, there), ([], []))[0], distance))
+    for queue in coded.queues:
+        for code in queue:
+            note = notes[code // num_microbatches] if code >= 0 else None
+            if note is not None:
+                note[0].append(code + note[1])
+    return channels

@@ -1,0 +1,276 @@
+"""Actions as dense integers, and the rules' tables in that form.
+
+A program may hold hundreds of thousands of actions; what reads all of them (the checker, the
+passes) works on plain integers. The code of an action is
+
+    code = (index of its op · stages + stage) · microbatches + microbatch
+    key  = code // microbatches                         (the op and the stage alone)
+
+so that what an action needs and gives is a fixed distance from its own code, the same for every
+microbatch. The tables by key are derived from ``penstock.schedule.rules``; no rule stands here.
+An overlapped block is coded as a negative number, ``~i`` for block i of its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.errors import ScheduleError, Where
+from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE, COVERS, RECEIVE_FOR, REQUIRES, TRANSFERS
+
+__all__ = ["WHOLE_STAGE", "Coded", "Coding", "Tables", "encode", "fault_of"]
+
+WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+
+# For each key, the distances from an action's code to the codes that the table is about.
+Tables: TypeAlias = list[tuple[int, ...]]
+
+_OPS = tuple(Op)
+_INDEX = {op: index for index, op in enumerate(_OPS)}
+_SEND_OF = {receive: REQUIRES[receive][0][0] for receive in RECEIVE_FOR.values()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """The numbering of all actions that a placement and a number of microbatches allow.
+
+    Args:
+        placement: which rank holds which stage.
+        num_microbatches: microbatches per step, at least 1.
+    """
+
+    placement: Placement
+    num_microbatches: int
+
+    @property
+    def size(self) -> int:
+        """How many codes there are; every code lies below."""
+        return len(_OPS) * self.placement.num_stages * self.num_microbatches
+
+    def code(self, op: Op, stage: int, microbatch: int = 0) -> int:
+        """The code of an action; operations on a whole stage take microbatch 0."""
+        key = _INDEX[op] * self.placement.num_stages + stage
+        return key * self.num_microbatches + microbatch
+
+    def section(self, op: Op) -> slice:
+        """The codes of all actions with ``op``."""
+        return slice(self.code(op, 0), self.code(op, self.placement.num_stages))
+
+    def action(self, code: int) -> Action:
+        """The action of a code."""
+        key, microbatch = divmod(code, self.num_microbatches)
+        op, stage = self.op_and_stage(key)
+        return action(stage, op, None if op in WHOLE_STAGE else microbatch)
+
+    def op_and_stage(self, key: int) -> tuple[Op, int]:
+        """What a key stands for."""
+        index, stage = divmod(key, self.placement.num_stages)
+        return _OPS[index], stage
+
+    def _exists(self, stage: int) -> bool:
+        return 0 <= stage < self.placement.num_stages
+
+    def entries(self) -> Iterator[tuple[Op, int]]:
+        """What each key stands for, in order."""
+        return ((op, s) for op in _OPS for s in range(self.placement.num_stages))
+
+    def _distance(self, op: Op, stage: int, to_op: Op, to_stage: int) -> int:
+        return self.code(to_op, to_stage) - self.code(op, stage)
+
+    def partner(self, op: Op, stage: int) -> tuple[Op, int] | None:
+        """The receive that a send meets, or the send that a receive meets.
+
+        None where there is no such other end: ``op`` is no transfer, the other stage does not
+        exist, or it lies on the same rank.
+        """
+        for (_, offset), receive in RECEIVE_FOR.items():
+            send = _SEND_OF[receive]
+            if op is receive:
+                other_op, other = send, stage + offset
+            elif op is send:
+                other_op, other = receive, stage - offset
+            else:
+                continue
+            if self._exists(other) and not self.placement.same_rank(stage, other):
+                return other_op, other
+        return None
+
+    def send_of(self, receive: Op) -> Op:
+        """The op of the send that ``receive`` meets."""
+        return _SEND_OF[receive]
+
+    def needs(self, *, transfers: bool) -> Tables:
+        """By key: what must be done before the action can start.
+
+        With transfers, a send also needs its receive to be posted, posting a receive needs
+        nothing, and what uses a received value needs the send to be done. Reductions and
+        sharding need nothing here: their place is a matter of their own rank alone.
+        """
+        tables: Tables = []
+        for op, stage in self.entries():
+            needed: list[tuple[Op, int]] = []
+            if op not in RECEIVE_FOR.values():
+                for wanted, offset in REQUIRES[op]:
+                    if self._exists(stage + offset):
+                        needed.append(self._source(wanted, stage, offset, transfers))
+            if op in _SEND_OF.values() and (receive := self.partner(op, stage)) is not None:
+                needed.append(receive)
+            tables.append(tuple(self._distance(op, stage, *n) for n in needed))
+        return tables
+
+    def _source(self, wanted: Op, stage: int, offset: int, transfers: bool) -> tuple[Op, int]:
+        """What shows to ``stage`` that ``wanted`` is done: the action itself, or its send."""
+        receive = RECEIVE_FOR.get((wanted, offset))
+        if transfers and receive is not None:
+            send = self.partner(receive, stage)
+            if send is not None:
+                return send
+        return wanted, stage + offset
+
+    def gives(self) -> Tables:
+        """By key: what is done when the action is: itself, and what it covers."""
+        return [
+            tuple(self._distance(op, stage, given, stage) for given in (op, *COVERS.get(op, ())))
+            for op, stage in self.entries()
+        ]
+
+    def receives(self) -> Tables:
+        """By key: the receives, on the action's own rank, of the values that it needs."""
+        tables: Tables = []
+        for op, stage in self.entries():
+            wanted = [RECEIVE_FOR[r] for r in REQUIRES[op] if r in RECEIVE_FOR]
+            remote = [r for r in wanted if self.partner(r, stage) is not None]
+            tables.append(tuple(self._distance(op, stage, r, stage) for r in remote))
+        return tables
+
+    def sends(self) -> Tables:
+        """By key: the sends, on the action's own rank, of the values that it makes."""
+        tables: Tables = []
+        for op, stage in self.entries():
+            made = {op, *COVERS.get(op, ())}
+            sends = [_SEND_OF[r] for (value, _), r in RECEIVE_FOR.items() if value in made]
+            remote = [s for s in sends if self.partner(s, stage) is not None]
+            tables.append(tuple(self._distance(op, stage, s, stage) for s in remote))
+        return tables
+
+    def transfers_by_key(self) -> list[tuple[Op, int] | None]:
+        """By key: the op and stage of a transfer; None for all else."""
+        return [(op, stage) if op in TRANSFERS else None for op, stage in self.entries()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """A program in integers.
+
+    Args:
+        coding: the numbering.
+        queues: for each rank the codes of its steps; ``~i`` stands for block i.
+        blocks: for each overlapped block the codes of its parts.
+    """
+
+    coding: Coding
+    queues: list[list[int]]
+    blocks: list[tuple[int, ...]]
+
+    def parts(self, code: int) -> tuple[int, ...]:
+        """The codes of a step's actions."""
+        return (code,) if code >= 0 else self.blocks[~code]
+
+
+def fault_of(step: Step, rank: int, program: Program) -> str | None:
+    """What makes a step impossible at any place of its rank, or None.
+
+    Args:
+        step: the step.
+        rank: the rank that is to take it.
+        program: the program whose placement and microbatches count.
+    """
+    if isinstance(step, Overlap):
+        if not step.parts:
+            return "a block without actions"
+        others = [str(a) for a in step.parts if a.op not in COMPUTE]
+        if others:
+            return f"a block holds computation only, and this has {', '.join(others)}"
+    placement = program.placement
+    for act in step.parts:
+        if not 0 <= act.stage < placement.num_stages:
+            return (
+                f"stage {act.stage} does not exist: the placement has stages 0 to "
+                f"{placement.num_stages - 1}"
+            )
+        if placement.rank_of(act.stage) != rank:
+            return f"stage {act.stage} lies on rank {placement.rank_of(act.stage)}, not here"
+        if act.op in WHOLE_STAGE:
+            if act.microbatch is not None:
+                return f"{act.op.value} is about a whole stage and takes no microbatch"
+        elif act.microbatch is None:
+            return f"{act.op.value} takes a microbatch, as in {act.stage}{act.op.value}0"
+        elif not 0 <= act.microbatch < program.num_microbatches:
+            return (
+                f"microbatch {act.microbatch} does not exist: the program has microbatches 0 to "
+                f"{program.num_microbatches - 1}"
+            )
+    return None
+
+
+def encode(program: Program) -> Coded:
+    """The program in integers.
+
+    Args:
+        program: any program, right or wrong in its order.
+
+    Returns:
+        Its codes.
+
+    Raises:
+        ScheduleError: an action that no place of its rank can make right (``fault_of``).
+
+    Example:
+        >>> from penstock.schedule.placement import linear
+        >>> steps = (action(0, Op.FORWARD, 0), action(0, Op.FULL_BACKWARD, 0))
+        >>> program = Program(
+        ...     name="one", placement=linear(1), num_microbatches=1, ranks=(steps,)
+        ... )
+        >>> encode(program).queues
+        [[0, 1]]
+    """
+    coding = Coding(placement=program.placement, num_microbatches=program.num_microbatches)
+    blocks: list[tuple[int, ...]] = []
+    queues = [_encode_rank(program, rank, coding, blocks) for rank in range(program.num_ranks)]
+    return Coded(coding=coding, queues=queues, blocks=blocks)
+
+
+def _encode_rank(
+    program: Program, rank: int, coding: Coding, blocks: list[tuple[int, ...]]
+) -> list[int]:
+    # The first code of each op and stage held here: what is not found is at fault, which costs
+    # less than looking into every field of every action.
+    held = program.placement.stages_of(rank)
+    starts = {op: {s: coding.code(op, s) for s in held} for op in _OPS}
+    each = {op: {} if op in WHOLE_STAGE else starts[op] for op in _OPS}
+    whole = {op: starts[op] if op in WHOLE_STAGE else {} for op in _OPS}
+    num_microbatches = program.num_microbatches
+    queue: list[int] = []
+    for step in program.ranks[rank]:
+        start: int | None = None
+        if type(step) is Action:
+            microbatch = step.microbatch
+            if microbatch is None:
+                start = whole[step.op].get(step.stage)
+            elif 0 <= microbatch < num_microbatches:
+                start = each[step.op].get(step.stage)
+                if start is not None:
+                    start += microbatch
+        elif fault_of(step, rank, program) is None:
+            start = ~len(blocks)
+            blocks.append(tuple(coding.code(a.op, a.stage, a.microbatch or 0) for a in step.parts))
+        if start is None:
+            message = f"{fault_of(step, rank, program)}"
+            raise ScheduleError(message, where=Where(rank=rank, action=str(step)))
+        queue.append(start)
+    return queue

@@ -1,0 +1,47 @@
+"""Joins the two halves of a backward where nothing stands between them; knows no costs."""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Action, Op, Step, action
+from penstock.schedule.program import Program
+
+__all__ = ["merge_backward"]
+
+
+def merge_backward(program: Program) -> Program:
+    """Make a full backward of a W that directly follows the I of its stage and microbatch.
+
+        before   0F0 0F1 0I0 0W0 0I1 0I2 0W1        after   0F0 0F1 0B0 0I1 0I2 0W1
+
+    Keeps the order of all other steps, and leaves overlapped blocks as they are. In a program with
+    transfers an I whose gradient is sent before its W is kept, for the send stands between them.
+
+    Args:
+        program: any program.
+
+    Returns:
+        The program with B instead of each such pair.
+
+    Example:
+        >>> from penstock.schedule.text import format_csv, parse_csv
+        >>> print(format_csv(merge_backward(parse_csv("0F0,0I0,0W0\\n"))), end="")
+        0F0,0B0
+    """
+    return Program(
+        name=program.name,
+        placement=program.placement,
+        num_microbatches=program.num_microbatches,
+        ranks=tuple(_merged(steps) for steps in program.ranks),
+    )
+
+
+def _merged(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    merged: list[Step] = []
+    for step in steps:
+        if isinstance(step, Action) and step.op is Op.WEIGHT_GRAD and merged:
+            before = merged[-1]
+            if before == action(step.stage, Op.INPUT_GRAD, step.microbatch):
+                merged[-1] = action(step.stage, Op.FULL_BACKWARD, step.microbatch)
+                continue
+        merged.append(step)
+    return tuple(merged)
