@@ -1,0 +1,228 @@
+"""Plays a program over costs: a heap of events keyed (time, rank).
+
+An event is a rank that comes to its next step. If all that the step needs is under way or done,
+its start and end are known and the rank's next event is the end; otherwise the rank is parked at
+the first result that is missing, and woken when that result's time is known.
+
+    events     (0, rank 0) ─► 0F0 [0, 1] ─► (1, rank 0) ─► 0F1 [1, 2] ─► ...
+                                │ wakes
+    parked     rank 1 at 1F0 ───┴─────────► (1, rank 1) ─► 1F0 [1, 2] ─► ...
+
+Ties in time go to the lower rank, so that a simulation is the same on every machine. This module
+knows no family of schedules and nothing of real time.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from penstock.errors import ScheduleError, Where
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE
+from penstock.simulate.costs import Costs
+from penstock.simulate.result import Simulation
+from penstock.simulate.tables import Tables, tabulate
+
+__all__ = ["simulate"]
+
+_UNIT = Costs()
+
+
+def simulate(program: Program, costs: Costs = _UNIT) -> Simulation:
+    """Play ``program`` as ranks would that do nothing but wait for what each step needs.
+
+    Results go to other ranks ``costs.latency`` after they are there, whether the program spells
+    out its sends and receives or not; a send takes no compute time, and a posted receive blocks
+    nothing but the action that needs its message. A block that overlaps a forward and a backward
+    starts when all its parts can, and yields all their results at its end.
+
+    Args:
+        program: compute-only or with transfers.
+        costs: what each kind of action costs; by default 1 each, and no latency.
+
+    Returns:
+        The times of all actions, and the figures that follow from them.
+
+    Raises:
+        ScheduleError: the program can't go on (the message says who waits for what), or does
+            something twice; or there are costs for another number of stages.
+
+    Example:
+        >>> from penstock.schedule.catalog import build
+        >>> result = simulate(build("gpipe", ranks=4, microbatches=8))
+        >>> result.makespan, result.peak_in_flight
+        (33.0, (8, 8, 8, 8))
+    """
+    engine = _Engine(tabulate(program, costs))
+    engine.play()
+    if engine.parked or engine.posted:
+        raise engine.deadlock()
+    return engine.result(program)
+
+
+class _Engine:
+    """The state of one simulation."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        ranks = range(len(tables.entries))
+        self.events = [(0.0, rank) for rank in ranks if tables.entries[rank]]
+        # When the result of each slot is there for its own rank; None as long as not known.
+        self.done: list[float | None] = [None] * tables.num_slots
+        # Slot of a missing result → the ranks that wait for it.
+        self.parked: dict[int, list[int]] = {}
+        # Slot of a missing send → its receive, posted already: slot, rank, place in `ends`.
+        self.posted: dict[int, tuple[int, int, int]] = {}
+        self.position = [0 for _ in ranks]
+        # Per rank, of each action in turn, blocks taken apart.
+        self.starts: list[list[float]] = [[] for _ in ranks]
+        self.ends: list[list[float]] = [[] for _ in ranks]
+        self.busy = 0.0
+        self.messages = 0
+
+    def play(self) -> None:
+        """Take every rank through its steps, events in order of time and rank."""
+        tables, done, events = self.tables, self.done, self.events
+        # One name each: the loop below runs once per action.
+        needs, durations, messages = tables.needs, tables.durations, tables.messages
+        while events:
+            start, rank = heappop(events)
+            slot = tables.entries[rank][self.position[rank]]
+            if not isinstance(slot, int):
+                self.play_block(start, rank, slot)
+                continue
+            row = slot // tables.num_microbatches
+            if tables.receives[row]:
+                self.post(start, rank, slot, row)
+                continue
+            for offset, delay in needs[row]:
+                ready = done[slot + offset]
+                if ready is None:
+                    self.parked.setdefault(slot + offset, []).append(rank)
+                    break
+                if ready + delay > start:
+                    start = ready + delay
+            else:
+                end = start + durations[row]
+                self.starts[rank].append(start)
+                self.ends[rank].append(end)
+                self.busy += durations[row]
+                self.messages += messages[row]
+                self.finish(slot, row, end)
+                self.proceed(rank, end)
+
+    def play_block(self, start: float, rank: int, slots: tuple[int, ...]) -> None:
+        """Run the parts of a block together, if all can run."""
+        tables = self.tables
+        rows = [slot // tables.num_microbatches for slot in slots]
+        parts = list(zip(slots, rows, strict=True))
+        inner = {slot + offset for slot, row in parts for offset in tables.fulfils[row]}
+        for slot, row in parts:
+            for offset, delay in tables.needs[row]:
+                if slot + offset in inner:
+                    continue
+                ready = self.done[slot + offset]
+                if ready is None:
+                    self.parked.setdefault(slot + offset, []).append(rank)
+                    return
+                start = max(start, ready + delay)
+        serial = sum(tables.durations[row] for row in rows)
+        given = tables.overlaps[rows[0]]
+        length = serial if given is None else given
+        end = start + length
+        self.busy += length
+        for slot, row in parts:
+            # Each part is given the share of the block's time that it would have alone.
+            share = tables.durations[row] / serial if serial else 1 / len(parts)
+            self.starts[rank].append(start)
+            start += share * length
+            self.ends[rank].append(start)
+            self.messages += tables.messages[row]
+            self.finish(slot, row, end)
+        self.ends[rank][-1] = end
+        self.proceed(rank, end)
+
+    def post(self, start: float, rank: int, slot: int, row: int) -> None:
+        """Post a receive: it ends when the message is there, and the rank goes on at once."""
+        ((offset, delay),) = self.tables.needs[row]
+        sent = self.done[slot + offset]
+        self.starts[rank].append(start)
+        self.ends[rank].append(start if sent is None else max(start, sent + delay))
+        self.messages += self.tables.messages[row]
+        if sent is None:
+            self.posted[slot + offset] = (slot, rank, len(self.ends[rank]) - 1)
+        else:
+            self.finish(slot, row, self.ends[rank][-1])
+        self.proceed(rank, start)
+
+    def finish(self, slot: int, row: int, end: float) -> None:
+        """Note the time of all that an action fulfils, and wake who waits for it."""
+        for offset in self.tables.fulfils[row]:
+            if self.done[slot + offset] is not None:
+                raise self.doubled(slot + offset)
+            self.done[slot + offset] = end
+            if slot + offset in self.parked:
+                for rank in self.parked.pop(slot + offset):
+                    heappush(self.events, (end, rank))
+            if slot + offset in self.posted:
+                receive, rank, place = self.posted.pop(slot + offset)
+                receive_row = receive // self.tables.num_microbatches
+                ((_, delay),) = self.tables.needs[receive_row]
+                self.ends[rank][place] = end + delay
+                self.finish(receive, receive_row, end + delay)
+
+    def proceed(self, rank: int, free: float) -> None:
+        """Let the rank come to its next step, if it has one, at time ``free``."""
+        self.position[rank] += 1
+        if self.position[rank] < len(self.tables.entries[rank]):
+            heappush(self.events, (free, rank))
+
+    def doubled(self, slot: int) -> ScheduleError:
+        """The error for what is done a second time."""
+        act = self.tables.action_of(slot)
+        where = Where(stage=act.stage, microbatch=act.microbatch, action=str(act))
+        return ScheduleError("done twice in the program; take one of the two out", where=where)
+
+    def deadlock(self) -> ScheduleError:
+        """The error for a program that can't go on: who waits for what."""
+        tables, planned = self.tables, set[int]()
+        for entry in (entry for steps in tables.entries for entry in steps):
+            for slot in (entry,) if isinstance(entry, int) else entry:
+                row = slot // tables.num_microbatches
+                planned.update(slot + offset for offset in tables.fulfils[row])
+        waits = []
+        for missing, ranks in self.parked.items():
+            why = "comes only later" if missing in planned else "is not in the program"
+            for rank in sorted(ranks):
+                place, steps = self.position[rank], tables.entries[rank]
+                entry = steps[place]
+                slots = (entry,) if isinstance(entry, int) else entry
+                at = ";".join(str(tables.action_of(slot)) for slot in slots)
+                waits.append(
+                    f"rank {rank}, step {place} of {len(steps)} ({at}) waits for "
+                    f"{tables.action_of(missing)}, which {why}"
+                )
+        for missing, (receive, rank, _) in self.posted.items():
+            waits.append(
+                f"rank {rank} ({tables.action_of(receive)}) waits for "
+                f"{tables.action_of(missing)}, to which its rank does not come"
+            )
+        return ScheduleError("the program can't go on:\n  " + "\n  ".join(sorted(waits)))
+
+    def result(self, program: Program) -> Simulation:
+        """The figures, once all ranks are through."""
+        firsts, lasts = [], []
+        for rank, steps in enumerate(program.ranks):
+            computes = [part.op in COMPUTE for step in steps for part in step.parts]
+            if any(computes):
+                firsts.append(self.starts[rank][computes.index(True)])
+                lasts.append(self.ends[rank][len(computes) - 1 - computes[::-1].index(True)])
+        return Simulation(
+            program=program,
+            starts=tuple(map(tuple, self.starts)),
+            ends=tuple(map(tuple, self.ends)),
+            messages=self.messages,
+            busy=self.busy,
+            makespan=max(lasts, default=0.0) - min(firsts, default=0.0),
+            span=max((b - a for a, b in zip(firsts, lasts, strict=True)), default=0.0),
+        )

@@ -1,0 +1,125 @@
+"""A program and its costs as integers, for the engine's loop: rules are read once, not per action.
+
+    row    op x stage                  what all microbatches of an (op, stage) have in common
+    slot   row x microbatches + microbatch      one action
+
+A prerequisite is the same microbatch of another row, so from an action's slot it lies at a fixed
+offset that belongs to the row. This module knows neither events nor times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
+from penstock.simulate.costs import Costs
+
+__all__ = ["Entry", "Tables", "tabulate"]
+
+Entry: TypeAlias = int | tuple[int, ...]
+"""A step of a rank: an action's slot, or the slots of a block's parts."""
+
+_OPS = tuple(Op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """What the engine asks of a program; all but ``entries`` is per row.
+
+    Args:
+        num_microbatches: slots of one row.
+        entries: for each rank, its steps.
+        needs: the offset of each prerequisite, and the delay from its end until its result is
+            there.
+        fulfils: the offsets of all that is done when the action is done.
+        durations: the compute time.
+        overlaps: the time of a block whose first part this is; None as for its parts in turn.
+        receives: whether the action waits for its prerequisite in the background.
+        messages: how many messages from other ranks one action takes in.
+    """
+
+    num_microbatches: int
+    entries: tuple[list[Entry], ...]
+    needs: tuple[tuple[tuple[int, float], ...], ...]
+    fulfils: tuple[tuple[int, ...], ...]
+    durations: tuple[float, ...]
+    overlaps: tuple[float | None, ...]
+    receives: tuple[bool, ...]
+    messages: tuple[int, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots in all."""
+        return len(self.durations) * self.num_microbatches
+
+    def action_of(self, slot: int) -> Action:
+        """The action of a slot, for messages to people."""
+        row, microbatch = divmod(slot, self.num_microbatches)
+        number, stage = divmod(row, len(self.durations) // len(_OPS))
+        op = _OPS[number]
+        return action(stage, op, microbatch if op in COMPUTE | TRANSFERS else None)
+
+
+def tabulate(program: Program, costs: Costs) -> Tables:
+    """The tables of ``program`` under ``costs``.
+
+    Args:
+        program: with or without transfers.
+        costs: what each kind of action costs.
+
+    Raises:
+        ScheduleError: costs per stage for another number of stages than the program's.
+    """
+    num_stages, width = program.num_stages, program.num_microbatches
+    stages = range(num_stages)
+    rank_of = program.placement.stage_ranks
+    latency = costs.per_stage("latency", num_stages=num_stages)
+    transfers = program.has_transfers
+    first = {
+        op: tuple(range(number * num_stages * width, (number + 1) * num_stages * width, width))
+        for number, op in enumerate(_OPS)
+    }
+    rows = [(op, stage) for op in _OPS for stage in stages]
+    required = [
+        prerequisites(action(stage, op, 0), program.placement, transfers=transfers)
+        for op, stage in rows
+    ]
+
+    def delay(stage: int, producer: Action) -> float:
+        return 0.0 if rank_of[stage] == rank_of[producer.stage] else latency[producer.stage]
+
+    overlap: tuple[float | None, ...] = (None,) * num_stages
+    if costs.overlap is not None:
+        overlap = costs.per_stage("overlap", num_stages=num_stages)
+    return Tables(
+        num_microbatches=width,
+        entries=tuple(
+            [
+                first[step.op][step.stage] + (step.microbatch or 0)
+                if isinstance(step, Action)
+                else tuple(first[a.op][a.stage] + (a.microbatch or 0) for a in step.parts)
+                for step in steps
+            ]
+            for steps in program.ranks
+        ),
+        needs=tuple(
+            tuple((first[p.op][p.stage] - first[op][stage], delay(stage, p)) for p in before)
+            for (op, stage), before in zip(rows, required, strict=True)
+        ),
+        fulfils=tuple(
+            tuple(first[each][stage] - first[op][stage] for each in (op, *COVERS.get(op, ())))
+            if op in COMPUTE | TRANSFERS
+            else ()
+            for op, stage in rows
+        ),
+        durations=tuple(cost for op in _OPS for cost in costs.of(op, num_stages=num_stages)),
+        overlaps=overlap * len(_OPS),
+        receives=tuple(op is Op.RECV_F or op is Op.RECV_B for op, _ in rows),
+        messages=tuple(
+            sum(rank_of[p.stage] != rank_of[stage] for p in before)
+            for (_, stage), before in zip(rows, required, strict=True)
+        ),
+    )
