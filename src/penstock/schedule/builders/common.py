@@ -1,0 +1,177 @@
+"""What the builders share: the orders of forwards and of backwards, and how they alternate.
+
+This module knows no family: each of those says in its own file which of these it puts together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import TypeAlias
+
+from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+
+__all__ = [
+    "Chunk",
+    "Kind",
+    "Pattern",
+    "alternate",
+    "chunks",
+    "even_groups",
+    "first_microbatches",
+    "looped_order",
+    "phased",
+]
+
+Chunk: TypeAlias = tuple[int, int]
+"""A loop (which of its rank's stages, counted from the first) and a microbatch."""
+
+Kind: TypeAlias = tuple[Op, int]
+"""An operation and a loop."""
+
+Pattern: TypeAlias = Sequence[Kind | tuple[Kind, Kind] | Op]
+"""Kinds in order; a pair of kinds is one block; a lone ``Op.WEIGHT_GRAD`` is that of any loop."""
+
+
+def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Action]:
+    """``op`` on each chunk in order, where ``stages`` are the rank's stages.
+
+    Example:
+        >>> [str(a) for a in chunks(Op.FORWARD, [(0, 0), (1, 0)], stages=(1, 5))]
+        ['1F0', '5F0']
+    """
+    return [action(stages[loop], op, microbatch) for loop, microbatch in order]
+
+
+def phased(phases: Sequence[tuple[int, Pattern]], *, stages: Sequence[int]) -> list[Step]:
+    """The steps of patterns repeated, each kind taking the next microbatch whenever it comes.
+
+    Forwards count by loop, and so do backwards, whether full or for the input gradient. A weight
+    gradient is that of the oldest input gradient of the rank that has none yet.
+
+    Args:
+        phases: how often each pattern is repeated (not at all if below 1), and the pattern.
+        stages: the rank's stages.
+
+    Example:
+        >>> f, b, i = (Op.FORWARD, 0), (Op.FULL_BACKWARD, 0), (Op.INPUT_GRAD, 0)
+        >>> steps = phased([(1, [f]), (1, [(f, b)]), (2, [i, Op.WEIGHT_GRAD])], stages=(2,))
+        >>> [str(step) for step in steps]
+        ['2F0', '(2F1;2B0)OVERLAP_F_B', '2I1', '2W1', '2I2', '2W2']
+    """
+    forward: dict[int, Iterator[int]] = defaultdict(count)
+    backward: dict[int, Iterator[int]] = defaultdict(count)
+    waiting: deque[Chunk] = deque()
+
+    def following(kind: Kind) -> Action:
+        op, loop = kind
+        microbatch = next((forward if op is Op.FORWARD else backward)[loop])
+        if op is Op.INPUT_GRAD:
+            waiting.append((loop, microbatch))
+        return action(stages[loop], op, microbatch)
+
+    steps: list[Step] = []
+    for times, pattern in phases:
+        for _ in range(times):
+            for each in pattern:
+                match each:
+                    case Op():
+                        loop, microbatch = waiting.popleft()
+                        steps.append(action(stages[loop], each, microbatch))
+                    case (Op() as op, int() as loop):
+                        steps.append(following((op, loop)))
+                    case (tuple() as first, tuple() as second):
+                        steps.append(Overlap(parts=(following(first), following(second))))
+    return steps
+
+
+def even_groups(*, microbatches: int, group: int) -> tuple[int, ...]:
+    """The sizes of the groups in which microbatches go round the loop: even, none below ``group``.
+
+    A group smaller than the number of ranks leaves ranks waiting at each turn of the loop, so
+    what does not fill a group of its own is spread over the others.
+
+    Example:
+        >>> even_groups(microbatches=8, group=4), even_groups(microbatches=9, group=4)
+        ((4, 4), (5, 4))
+        >>> even_groups(microbatches=3, group=4)
+        (3,)
+    """
+    number = max(1, microbatches // group)
+    size, larger = divmod(microbatches, number)
+    return (size + 1,) * larger + (size,) * (number - larger)
+
+
+def looped_order(*, virtual: int, groups: Sequence[int]) -> list[Chunk]:
+    """Chunks group by group: each group goes through all loops before the next group starts.
+
+    Example:
+        >>> looped_order(virtual=2, groups=(2, 1))
+        [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
+    """
+    order, first = [], 0
+    for size in groups:
+        for loop in range(virtual):
+            order += [(loop, first + place) for place in range(size)]
+        first += size
+    return order
+
+
+def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -> list[Action]:
+    """``warmup`` forwards, then one forward and one backward in turn, then the other backwards.
+
+    Example:
+        >>> order = [(0, 0), (0, 1), (0, 2)]
+        >>> f, b = (chunks(op, order, stages=(0,)) for op in (Op.FORWARD, Op.FULL_BACKWARD))
+        >>> " ".join(map(str, alternate(f, b, warmup=1)))
+        '0F0 0F1 0B0 0F2 0B1 0B2'
+    """
+    warmup = min(warmup, len(forwards))
+    steady = len(forwards) - warmup
+    steps = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards[:steady], strict=True):
+        steps += pair
+    return steps + backwards[steady:]
+
+
+def first_microbatches(
+    ranks: Sequence[Sequence[Step]], *, name: str, placement: Placement, microbatches: int
+) -> Program:
+    """The program of the first ``microbatches`` of those in ``ranks``.
+
+    Microbatches depend on one another through their order alone, so that what is left when some
+    are taken out is in an order that works, and holds no more activations. Of a block with one
+    part left, that part is left as an action.
+
+    Example:
+        >>> from penstock.schedule.placement import linear
+        >>> block = Overlap(parts=(action(0, Op.FORWARD, 1), action(0, Op.FULL_BACKWARD, 0)))
+        >>> program = first_microbatches(
+        ...     [[action(0, Op.FORWARD, 0), block, action(0, Op.FULL_BACKWARD, 1)]],
+        ...     name="example", placement=linear(1), microbatches=1,
+        ... )
+        >>> " ".join(map(str, program.ranks[0]))
+        '0F0 0B0'
+    """
+    return Program(
+        name=name,
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(tuple(_kept(steps, microbatches)) for steps in ranks),
+    )
+
+
+def _kept(steps: Sequence[Step], microbatches: int) -> Iterator[Step]:
+    for step in steps:
+        parts = tuple(
+            part for part in step.parts if part.microbatch is None or part.microbatch < microbatches
+        )
+        if len(parts) == len(step.parts):
+            yield step
+        elif len(parts) > 1:
+            yield Overlap(parts=parts)
+        else:
+            yield from parts

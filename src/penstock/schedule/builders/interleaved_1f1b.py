@@ -1,0 +1,83 @@
+"""Interleaved 1F1B: 1F1B over stages that go round the ranks several times.
+
+P = 2, V = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage:
+
+    rank 0  F0 F1 f0 f1 F2 .. b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .. b2 -- .. b3 -- B2 -- B3 --
+    rank 1  .. F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .. ..
+
+Microbatches go round in groups: a group takes all V loops before the next one starts. The unit
+being a chunk (one stage of one microbatch), the bubble is (P - 1)(tF + tB + tW) for every M ≥ P:
+a share of (P - 1) / (V·M) of the work. Rank r holds (V - 1)·G + 2 (P - 1 - r) + 1 activations at
+its peak (at most V·M), G being the largest group.
+
+A group of P is the least that keeps every rank busy at the turn of the loop. Where P does not
+divide M, microbatches are spread over ⌊M / P⌋ groups as evenly as can be: no bubble is lost, for
+some memory. A larger group asks for fewer, longer loops: more memory, and a longer time from a
+result to its use on the next rank, in which messages can travel.
+
+Any P ≥ 1, V ≥ 1, M ≥ 1. Below P microbatches the loop can't be filled, and costs another
+(V - 1)(P - M)(tF + tB + tW).
+
+Source: arXiv:2104.04473, sec. 2.2; for groups of other sizes than P: arXiv:2407.21783, sec. 3.3.2.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
+from penstock.schedule.builders.common import alternate, chunks, even_groups, looped_order
+from penstock.schedule.placement import looped
+from penstock.schedule.program import Program
+
+__all__ = ["interleaved_1f1b"]
+
+
+def interleaved_1f1b(
+    *, ranks: int, microbatches: int, virtual: int, group: int | None = None
+) -> Program:
+    """One forward and one backward in turn, over ``virtual`` stages per rank.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank.
+        group: the least number of microbatches that go round together (the last loop through,
+            the next group starts); None for ``ranks``.
+
+    Raises:
+        ScheduleError: ``group`` is below ``ranks`` or above ``microbatches``.
+
+    Example:
+        >>> program = interleaved_1f1b(ranks=2, microbatches=2, virtual=2)
+        >>> " ".join(map(str, program.ranks[1]))
+        '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
+    """
+    if group is not None and not ranks <= group <= microbatches:
+        works = (
+            f"groups of {ranks} to {microbatches} work"
+            if ranks <= microbatches
+            else f"with fewer microbatches ({microbatches}) than ranks, leave it out"
+        )
+        raise ScheduleError(
+            f"interleaved-1f1b on {ranks} ranks: group={group} would leave ranks waiting; {works}"
+        )
+    groups = even_groups(microbatches=microbatches, group=group or ranks)
+    order = looped_order(virtual=virtual, groups=groups)
+    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
+    placement = looped(ranks, virtual)
+    programs = []
+    for rank in range(ranks):
+        stages = placement.stages_of(rank)
+        programs.append(
+            alternate(
+                chunks(Op.FORWARD, order, stages=stages),
+                chunks(Op.FULL_BACKWARD, backward, stages=stages),
+                warmup=(virtual - 1) * max(groups) + 2 * (ranks - 1 - rank),
+            )
+        )
+    return Program(
+        name="interleaved-1f1b",
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(map(tuple, programs)),
+    )
