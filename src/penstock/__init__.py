@@ -1,1 +1,89 @@
+"""Pipeline-parallel training on PyTorch, with the gradients of one device.
 
+The public names, each imported when it is first asked for: planning a schedule needs no torch and
+loads none. This module knows where names live, and nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# Not lazy: a subpackage has the same name. Importing any part of it binds the subpackage here, so
+# it is imported first, once, and the function bound over it for good. (The subpackage's parts are
+# reached with ``from penstock.simulate.costs import Costs`` and the like.)
+from penstock.simulate.engine import simulate
+
+if TYPE_CHECKING:
+    from penstock.errors import (
+        BoundaryError,
+        InternalError,
+        PartitionError,
+        PeerError,
+        PenstockError,
+        ScheduleError,
+        StageError,
+    )
+    from penstock.schedule.action import Action, Op
+    from penstock.schedule.catalog import build, schedules
+    from penstock.schedule.program import Program
+    from penstock.simulate.costs import Costs
+    from penstock.simulate.result import Simulation
+    from penstock.trace import Span, Trace
+
+__all__ = [
+    # planning
+    "build",
+    "schedules",
+    "simulate",
+    "Costs",
+    "Simulation",
+    "Program",
+    "Action",
+    "Op",
+    "Trace",
+    "Span",
+    # errors
+    "PenstockError",
+    "ScheduleError",
+    "PartitionError",
+    "StageError",
+    "BoundaryError",
+    "PeerError",
+    "InternalError",
+]
+
+# module → the public names that it holds; the imports above say the same to type checkers.
+_HOLDS = {
+    "penstock.errors": (
+        "PenstockError",
+        "ScheduleError",
+        "PartitionError",
+        "StageError",
+        "BoundaryError",
+        "PeerError",
+        "InternalError",
+    ),
+    "penstock.schedule.action": ("Action", "Op"),
+    "penstock.schedule.catalog": ("build", "schedules"),
+    "penstock.schedule.program": ("Program",),
+    "penstock.simulate.costs": ("Costs",),
+    "penstock.simulate.result": ("Simulation",),
+    "penstock.trace": ("Trace", "Span"),
+}
+_HOME = {name: module for module, names in _HOLDS.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module, and keep it."""
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """What is here, whether imported yet or not."""
+    return sorted({*globals(), *__all__})
