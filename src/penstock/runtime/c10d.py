@@ -1,0 +1,321 @@
+"""The transport over torch.distributed: gloo for CPU tensors, NCCL for CUDA ones.
+
+Data plane: the user's process group. On NCCL every direction has a group of its own, so that a
+send never queues behind a receive of the same pair. Control plane: a gloo group, always.
+
+Nobody hangs: a watcher thread looks at the board (``failure.py``) whenever this rank has waited
+for longer than a moment. Nothing in torch wakes a blocked gloo wait from outside, but a receive
+that times out closes its pair, and then all that waits on the pair fails at once; so that is what
+the watcher does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import PeerError, PenstockError
+from penstock.runtime import torch_private
+from penstock.runtime.failure import Board, as_error, cause_of
+from penstock.runtime.transport import empty_tensors
+from penstock.stage.boundary import TensorMeta
+
+__all__ = ["C10dTransport"]
+
+DATA_TAG = 0x5E7
+NOTE_TAG = 0x5E8
+POKE_TAG = 0x5E9
+NOTE_BYTES = 4096
+# How many sends to one peer may be on their way before the oldest is waited for. The programs
+# that run are free of deadlock even where a send blocks, so waiting is safe; held sends are
+# memory.
+MAX_HELD_SENDS = 4
+LOOK_INTERVAL_S = 0.2
+
+
+class _Receipt:
+    __slots__ = ("_peer", "_tensors", "_transport", "_works")
+
+    def __init__(
+        self, transport: C10dTransport, peer: int, tensors: list[Tensor], works: list[Any]
+    ) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._tensors = tensors
+        self._works = works
+
+    def wait(self) -> Sequence[Tensor]:
+        self._transport.wait_for(self._works, self._peer)
+        return self._tensors
+
+
+class C10dTransport:
+    """One rank's connection over process groups.
+
+    Args:
+        group: the pipeline's group; its ranks are the pipeline's ranks.
+        device: where the stages' tensors live.
+        key: names the schedule, alike on all ranks: failures of one do not reach another.
+        timeout_s: how long any wait may take.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, key: str, timeout_s: float
+    ) -> None:
+        self.rank = group.rank()
+        self.num_ranks = group.size()
+        self._group = group
+        self._device = device
+        self._up = self._down = self._control = group
+        self._connected = False
+        self._held: defaultdict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)
+        self._max_held = MAX_HELD_SENDS
+        self._store = group.get_group_store()
+        self._key = f"penstock/{key}"
+        self._board = Board(self._store, self._key)
+        self._watcher = _Watcher(self, timeout_s)
+
+    def connect(self) -> None:
+        """Make the groups that are missing. Every rank calls it at the same point."""
+        if self._connected:
+            return
+        self._connected = True
+        ranks = dist.get_process_group_ranks(self._group)
+        if self._device.type == "cuda":
+            self._down = _new_group(ranks, "nccl")
+        if not torch_private.takes_cpu_tensors(self._group):
+            self._control = _new_group(ranks, "gloo")
+
+    # --- data plane --------------------------------------------------------------------------
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        held = self._held[peer]
+        group = self._up if peer > self.rank else self._down
+        for tensor in tensors:
+            held.append((group.send([tensor], peer, DATA_TAG), tensor))
+        while len(held) > self._max_held:
+            work, tensor = held[0]
+            if self._device.type == "cuda":
+                # Waiting would stall the compute stream; what is done already may go.
+                if not work.is_completed():
+                    return
+            else:
+                self.wait_for((work,), peer)
+            held.popleft()
+
+    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receipt:
+        group = self._up if peer < self.rank else self._down
+        tensors = empty_tensors(metas, device)
+        return _Receipt(
+            self, peer, tensors, [group.recv([t], peer, DATA_TAG) for t in tensors]
+        )
+
+    def relax(self, relaxed: bool) -> None:
+        self._max_held = 1 << 30 if relaxed else MAX_HELD_SENDS
+
+    def drain(self) -> None:
+        for peer, held in self._held.items():
+            while held:
+                self.wait_for((held[0][0],), peer)
+                held.popleft()
+
+    def wait_for(self, works: Sequence[Any], peer: int | None) -> None:
+        """Wait for ``works``, under the watcher's eye."""
+        watcher = self._watcher
+        watcher.waiting_for = (peer, time.monotonic())
+        for work in works:
+            work.wait()
+        watcher.waiting_for = None
+
+    # --- control plane -----------------------------------------------------------------------
+
+    def send_note(self, peer: int, note: bytes) -> None:
+        # The first message has a fixed size and names the note's length; a longer note goes on
+        # in a second message.
+        head = len(note).to_bytes(8, "little") + note[: NOTE_BYTES - 8]
+        self._send_bytes(peer, head.ljust(NOTE_BYTES, b"\0"))
+        if len(note) > NOTE_BYTES - 8:
+            self._send_bytes(peer, note[NOTE_BYTES - 8 :])
+
+    def _send_bytes(self, peer: int, data: bytes) -> None:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._held[peer].append((self._control.send([tensor], peer, NOTE_TAG), tensor))
+
+    def receive_note(self, peer: int) -> bytes:
+        head = self._receive_bytes(peer, NOTE_BYTES)
+        length = int.from_bytes(head[:8], "little")
+        note = head[8 : 8 + length]
+        return note + self._receive_bytes(peer, length - len(note)) if length > len(note) else note
+
+    def _receive_bytes(self, peer: int, length: int) -> bytes:
+        tensor = torch.empty(length, dtype=torch.uint8)
+        self.wait_for((self._control.recv([tensor], peer, NOTE_TAG),), peer)
+        return bytes(tensor.tolist())
+
+    def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        self.wait_for((self._control.broadcast(tensor, root),), None)
+        shared: list[int] = tensor.tolist()
+        return shared
+
+    def share_tensor(self, tensor: Tensor, root: int) -> None:
+        group = self._up if tensor.is_cuda else self._control
+        self.wait_for((group.broadcast(tensor, root),), None)
+
+    def gather_notes(self, note: bytes) -> list[bytes]:
+        lengths = self._gather(torch.tensor([len(note)]))
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(note.ljust(longest, b"\0")), dtype=torch.uint8)
+        gathered = self._gather(padded)
+        return [
+            bytes(t.tolist())[: int(length)] for t, length in zip(gathered, lengths, strict=True)
+        ]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        self.wait_for((self._control.allgather([parts], [tensor]),), None)
+        return parts
+
+    # --- failure -----------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> PenstockError | None:
+        waited_for = self._watcher.stop()
+        found = self._board.read()
+        if found is None and waited_for is not None and not isinstance(error, PenstockError):
+            # A wait broke: its peer may have failed a moment before it could say so.
+            found = _poll(self._board.read, for_s=2.0)
+        if found is None:
+            if waited_for is not None:
+                error = self._broken_wait(error, waited_for)
+            cause = cause_of(error, self.rank)
+            stands = self._board.write(cause)
+            if stands == cause:
+                return error if isinstance(error, PeerError) else None
+            found = stands
+        if found.rank == self.rank:
+            return None
+        return as_error(found)
+
+    def _broken_wait(self, error: BaseException, waited_for: tuple[int | None, float]) -> PeerError:
+        peer, since = waited_for
+        whom = "the other ranks" if peer is None else f"rank {peer}"
+        waited_s = time.monotonic() - since
+        if self._watcher.timed_out:
+            told = f"no word from {whom} within {waited_s:.0f} s, and no rank reports a failure"
+        else:
+            told = f"the connection to {whom} broke; its process may have died ({error})"
+        raised = PeerError(told)
+        raised.__cause__ = error
+        return raised
+
+    def wake(self, peer: int | None) -> None:
+        """Break the wait of the main thread for ``peer`` (None: for whomever). Called by the
+        watcher, in its own thread."""
+        peers = [r for r in range(self.num_ranks) if r != self.rank] if peer is None else [peer]
+        for other in peers:
+            with contextlib.suppress(RuntimeError):
+                scrap = torch.empty(1, dtype=torch.uint8)
+                self._control.recv([scrap], other, POKE_TAG).wait(timedelta(milliseconds=1))
+        if self._device.type == "cuda":
+            for group in (self._up, self._down):
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
+
+    def store_clone(self) -> Board:
+        """A board for another thread."""
+        return Board(self._store.clone(), self._key)
+
+    def close(self) -> None:
+        self._watcher.stop()
+
+    def begin(self) -> None:
+        self.connect()
+        self._watcher.start()
+
+    def end(self) -> None:
+        self._watcher.rest()
+
+
+class _Watcher:
+    """Looks at the board from a thread of its own while the main thread waits.
+
+    Attributes:
+        waiting_for: the peer that the main thread waits for (None: several) and since when;
+            None while it does not wait.
+        timed_out: whether a wait took longer than it may.
+    """
+
+    def __init__(self, transport: C10dTransport, timeout_s: float) -> None:
+        self.waiting_for: tuple[int | None, float] | None = None
+        self.timed_out = False
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._awake = threading.Event()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        if self._thread is None and not self._stopped.is_set():
+            self._thread = threading.Thread(
+                target=self._look, name="penstock-watcher", daemon=True
+            )
+            self._thread.start()
+        self._awake.set()
+
+    def rest(self) -> None:
+        """No step is running: nothing to look at."""
+        self._awake.clear()
+
+    def stop(self) -> tuple[int | None, float] | None:
+        """End the thread; returns what the main thread was waiting for, if it was."""
+        self._stopped.set()
+        self._awake.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        waiting, self.waiting_for = self.waiting_for, None
+        return waiting
+
+    def _look(self) -> None:
+        board = self._transport.store_clone()
+        while not self._stopped.wait(LOOK_INTERVAL_S):
+            self._awake.wait()
+            waiting = self.waiting_for
+            if waiting is None:
+                continue
+            peer, since = waiting
+            waited_s = time.monotonic() - since
+            if waited_s < LOOK_INTERVAL_S:
+                continue
+            if waited_s > self._timeout_s:
+                self.timed_out = True
+            elif board.read() is None:
+                continue
+            if self.waiting_for == waiting:
+                self._transport.wake(peer)
+
+
+def _poll(read: Callable[[], Any], *, for_s: float) -> Any:
+    """What ``read`` finds within ``for_s`` seconds, or None."""
+    end = time.monotonic() + for_s
+    while time.monotonic() < end:
+        found = read()
+        if found is not None:
+            return found
+        time.sleep(0.05)
+    return None
+
+
+def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

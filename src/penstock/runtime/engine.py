@@ -1,0 +1,389 @@
+"""A checked program, stages and transports, put together: it trains and evaluates.
+
+The engine serves one rank of a distributed pipeline as well as all ranks of a pipeline in one
+process; which of the two, it learns from the transports that it is given. What a user calls
+stands above it (``schedules.py``, ``pipeline.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
+from penstock.runtime.batch import Batch
+from penstock.stage.data_parallel import Replicas, replicas_of
+from penstock.runtime.executor import Executor
+from penstock.runtime.inbox import Inbox
+from penstock.runtime.player import Call, LossFn, Player, Role
+from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
+from penstock.runtime.shapes import ShapeBook
+from penstock.runtime.transport import Transport
+from penstock.schedule.action import Op
+from penstock.schedule.order import global_order
+from penstock.schedule.passes import forward_only, insert_sharding, lower
+from penstock.schedule.check import check
+from penstock.schedule.program import CheckedProgram, Program
+from penstock.schedule.rules import COMPUTE
+from penstock.schedule.text import format_csv
+from penstock.stage.stage import Stage
+from penstock.trace import Trace
+
+__all__ = ["Engine", "Options"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How an engine runs.
+
+    Args:
+        loss_fn: ``loss_fn(output, target)`` gives a scalar, or ``(scalar, metrics)``.
+        scale_grads: whether each microbatch's loss is divided by their number.
+        dynamic_shapes: whether shapes may change from microbatch to microbatch.
+    """
+
+    loss_fn: LossFn | None = None
+    scale_grads: bool = True
+    dynamic_shapes: bool = False
+
+
+class Engine:
+    """Plays a program over this process's stages.
+
+    Args:
+        program: the compute-only program to train by; its forwards alone are the one for eval.
+        stages: this process's stages, by index.
+        transports: one per rank that this process plays, in rank order.
+        options: how it runs.
+
+    Raises:
+        ScheduleError: the program has problems, or the stages are not those of these ranks.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        transports: Sequence[Transport],
+        options: Options,
+    ) -> None:
+        self.options = options
+        self.stages = dict(stages)
+        self.transports = tuple(transports)
+        self.failure: PenstockError | None = None
+        self._agreed = False
+        self._num_steps = 0
+        self._check_stages(program)
+        replicas = {i: replicas_of(stage.submod) for i, stage in self.stages.items()}
+        self._replicas = {i: r for i, r in replicas.items() if r is not None}
+        if any(r.sharded for r in self._replicas.values()):
+            program = insert_sharding(program)
+        self.program = check(lower(program))
+        self.eval_program = check(lower(forward_only(program)))
+        self._train = _Act(self, self.program, train=True)
+        self._eval = _Act(self, self.eval_program, train=False)
+        self._last = self._train
+
+    def _check_stages(self, program: Program) -> None:
+        placement = program.placement
+        for transport in self.transports:
+            wanted = set(placement.stages_of(transport.rank))
+            if missing := sorted(wanted - set(self.stages)):
+                raise ScheduleError(
+                    f"rank {transport.rank} needs the stages {sorted(wanted)} for {program.name} "
+                    f"(stage → rank: {placement.stage_ranks}), but was given {sorted(self.stages)}; "
+                    f"missing: {missing}"
+                )
+        ranks = {t.rank for t in self.transports}
+        foreign = [i for i in sorted(self.stages) if placement.rank_of(i) not in ranks]
+        if foreign:
+            raise ScheduleError(
+                f"stages {foreign} lie on other ranks than {sorted(ranks)} in {program.name} "
+                f"(stage → rank: {placement.stage_ranks})"
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step."""
+        return self.program.num_microbatches
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the program computes gradients."""
+        return any(a.op is not Op.FORWARD and a.op in COMPUTE for a in self.program.actions())
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the model's inputs enter in this process."""
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the model's outputs leave in this process."""
+        return self.program.num_stages - 1 in self.stages
+
+    def run(self, batch: Batch, *, train: bool) -> list[Tensor]:
+        """Run one step.
+
+        Args:
+            batch: this process's inputs and targets; outputs and metrics are left in it.
+            train: whether to compute gradients, or outputs alone.
+
+        Returns:
+            The losses by microbatch, on every rank; empty if none were computed.
+
+        Raises:
+            PenstockError: this rank failed, or another one did.
+        """
+        if self.failure is not None:
+            raise PeerError(
+                f"an earlier step failed, and this schedule can't go on: {self.failure}"
+            ) from self.failure
+        act = self._last = self._train if train else self._eval
+        try:
+            return self._run(act, batch)
+        except BaseException as error:
+            raised = self._failed(act, error)
+            if raised is None:
+                raise
+            raise raised from error
+
+    def _run(self, act: _Act, batch: Batch) -> list[Tensor]:
+        for transport in self.transports:
+            transport.begin()
+        self._agree()
+        act.open(batch)
+        for replicas in self._replicas.values():
+            replicas.begin()
+        with torch.set_grad_enabled(act.train):
+            act.executor.run()
+        for transport in self.transports:
+            transport.drain()
+        for replicas in self._replicas.values():
+            replicas.end()
+        losses = act.share_losses(batch)
+        for transport in self.transports:
+            transport.end()
+        self._num_steps += 1
+        return losses
+
+    def _failed(self, act: _Act, error: BaseException) -> BaseException | None:
+        """What to raise for ``error``; the others are told."""
+        call = act.executor.failed
+        placed = _placed(error, call, self.program) if call is not None else error
+        told = [t.fail(placed) for t in self.transports]
+        raised: BaseException = next((e for e in told if e is not None), placed)
+        if isinstance(raised, PenstockError):
+            self.failure = raised
+        else:
+            self.failure = PeerError(f"{type(raised).__name__}: {raised}")
+        for player in act.players.values():
+            player.reset(player.batch)
+        act.executor.marks = []
+        return None if raised is error else raised
+
+    def _agree(self) -> None:
+        """Once: do all ranks play the same program, each with its own stages?
+
+        Raises:
+            ScheduleError: no; the same on every rank.
+        """
+        if self._agreed:
+            return
+        facts = {
+            "program": hashlib.sha256(format_csv(self.program).encode()).hexdigest()[:16],
+            "name": self.program.name,
+            "microbatches": self.num_microbatches,
+            "stages": self.program.num_stages,
+            "dynamic_shapes": self.options.dynamic_shapes,
+            "has a loss": self.options.loss_fn is not None,
+        }
+        for transport in self.transports:
+            notes = [json.loads(n) for n in transport.gather_notes(json.dumps(facts).encode())]
+            for key in facts:
+                values = [note[key] for note in notes]
+                if any(value != values[0] for value in values):
+                    shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
+                    raise ScheduleError(f"the ranks do not agree on {key} ({shown})")
+        self._agreed = True
+
+    def trace(self) -> Trace:
+        """What ran when in the last step, on all ranks. Every rank calls it."""
+        placement = self.program.placement
+        spans = spans_of(self._last.executor, placement)
+        if len(self.transports) < self.program.num_ranks:
+            transport = self.transports[0]
+            transport.begin()
+            notes = transport.gather_notes(encode_spans(spans))
+            transport.end()
+            spans = [span for note in notes for span in decode_spans(note)]
+        return merge_spans(self.program.name, self.program.num_ranks, spans)
+
+    def close(self) -> None:
+        """Let go of the transports' threads."""
+        for transport in self.transports:
+            transport.close()
+
+
+class _Act:
+    """One program, bound: its players, its executor, and the shapes that it has met."""
+
+    def __init__(self, engine: Engine, program: CheckedProgram, *, train: bool) -> None:
+        self._engine = engine
+        self._program = program
+        self.train = train
+        options = engine.options
+        self._role = Role(
+            train=train,
+            loss_fn=options.loss_fn,
+            loss_divisor=program.num_microbatches if options.scale_grads else 1,
+            dynamic_shapes=options.dynamic_shapes,
+        )
+        self._shapes = ShapeBook()
+        self._loss_dtype: torch.dtype | None = None
+        self.players = self._make_players()
+        self.executor = Executor(self._bind())
+
+    def _make_players(self) -> dict[int, Player]:
+        engine, program = self._engine, self._program
+        placement = program.placement
+        deferred: dict[int, set[int]] = {i: set() for i in engine.stages}
+        for action in program.actions():
+            if action.op is Op.INPUT_GRAD and action.stage in deferred:
+                assert action.microbatch is not None
+                deferred[action.stage].add(action.microbatch)
+        players: dict[int, Player] = {}
+        for transport in engine.transports:
+            stages = [engine.stages[i] for i in placement.stages_of(transport.rank)]
+            peers = {placement.rank_of(s.stage_index + d) for s in stages for d in (-1, 1)
+                     if 0 <= s.stage_index + d < placement.num_stages}
+            inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
+            for stage in stages:
+                players[stage.stage_index] = Player(
+                    stage,
+                    self._role,
+                    program.num_microbatches,
+                    transport,
+                    inboxes,
+                    frozenset(deferred[stage.stage_index]),
+                    engine._replicas.get(stage.stage_index),
+                )
+        for index, player in players.items():
+            player.connect(
+                self._neighbour(players, index, index - 1),
+                self._neighbour(players, index, index + 1),
+            )
+        return players
+
+    def _neighbour(
+        self, players: Mapping[int, Player], index: int, other: int
+    ) -> Player | int | None:
+        placement = self._program.placement
+        if not 0 <= other < placement.num_stages:
+            return None
+        same = placement.same_rank(index, other)
+        return players[other] if same else placement.rank_of(other)
+
+    def _bind(self) -> list[Call]:
+        program = self._program
+        if len(self._engine.transports) == program.num_ranks:
+            steps = [step for _, step in global_order(program)]
+        else:
+            steps = list(program.ranks[self._engine.transports[0].rank])
+        return [
+            call
+            for step in steps
+            for action in step.parts
+            for call in self.players[action.stage].bind(action)
+        ]
+
+    def open(self, batch: Batch) -> None:
+        """Begin a step: all ranks learn which shapes come, from the rank of the first stage."""
+        engine, placement = self._engine, self._program.placement
+        root = placement.rank_of(0)
+        num = self._program.num_microbatches
+        ids = [0] * num
+        if engine.has_first:
+            if batch.args is None:
+                raise StageError(
+                    "no inputs: the rank of the first stage passes them to step() or eval()",
+                    where=Where(rank=root, stage=0),
+                )
+            ids = self._shapes.ids(batch.args, batch.kwargs)
+        if self.train and engine.has_last and engine.options.loss_fn and batch.targets is None:
+            raise StageError(
+                "no target, where the loss is computed: the rank of the last stage passes "
+                "target= (or target_mbs=) to step()",
+                where=Where(rank=placement.rank_of(placement.num_stages - 1),
+                            stage=placement.num_stages - 1),
+            )
+        header = [engine._num_steps, int(self.train)]
+        for transport in sorted(engine.transports, key=lambda t: t.rank != root):
+            shared = transport.share_numbers([*header, *ids], root)
+            if shared[:2] != header:
+                raise ScheduleError(
+                    f"rank {root} is at {_moment(shared)}, rank {transport.rank} at "
+                    f"{_moment(header)}: call step() and eval() in the same order on every rank"
+                )
+            batch.shape_ids = shared[2:]
+        fresh = self._shapes.learn(batch.shape_ids)
+        for transport in engine.transports:
+            transport.relax(fresh or engine.options.dynamic_shapes)
+        for player in self.players.values():
+            player.reset(batch)
+
+    def share_losses(self, batch: Batch) -> list[Tensor]:
+        """The losses on every rank, as the rank of the last stage has them."""
+        engine, placement = self._engine, self._program.placement
+        if engine.options.loss_fn is None:
+            return []
+        if engine.has_last and len(engine.transports) == self._program.num_ranks:
+            return [loss for loss in batch.losses if loss is not None]
+        root = placement.rank_of(placement.num_stages - 1)
+        (transport,) = engine.transports
+        device = next(iter(engine.stages.values())).device
+        mine = [loss for loss in batch.losses if loss is not None]
+        # Doubles hold every narrower loss exactly; the dtype is told along, as is "no losses".
+        code = _LOSS_DTYPES.index(mine[0].dtype) if mine else -1
+        if self._loss_dtype is None or not self.train:
+            (code,) = transport.share_numbers([code], root)
+            self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
+        if self._loss_dtype is None:
+            return []
+        table = torch.zeros(self._program.num_microbatches, dtype=torch.float64, device=device)
+        if mine:
+            table.copy_(torch.stack(mine))
+        transport.share_tensor(table, root)
+        return mine or list(table.to(self._loss_dtype).unbind())
+
+
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _moment(header: Sequence[int]) -> str:
+    return f"{'step' if header[1] else 'eval'}(), after {header[0]} others"
+
+
+def _placed(error: BaseException, call: Call, program: Program) -> BaseException:
+    """``error`` with its place; what the user's code raised becomes a StageError."""
+    if not isinstance(error, Exception):
+        return error
+    action = call.action
+    where = Where(
+        rank=program.placement.rank_of(action.stage),
+        stage=action.stage,
+        microbatch=action.microbatch,
+        action=str(action),
+    )
+    if isinstance(error, PenstockError):
+        return error if error.where.rank is not None else type(error)(str(error), where=where)
+    if call.waits:
+        return error
+    placed = StageError(f"{type(error).__name__}: {error}", where=where)
+    placed.__cause__ = error
+    return placed

@@ -1,0 +1,131 @@
+"""All ranks in one process and one thread: messages are kept in lists until they are asked for.
+
+The runtime plays the ranks in an order in which nothing ever waits (``schedule.order``); a
+message that is not there when it is waited for is therefore a fault of ours, not a delay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.errors import InternalError, PenstockError
+from penstock.stage.boundary import TensorMeta
+
+__all__ = ["LoopbackTransport", "loopback"]
+
+Edge = tuple[int, int]  # from rank, to rank
+
+
+@dataclass(slots=True)
+class _Fabric:
+    """What lies between the ranks."""
+
+    # Per edge, the messages by number: receives may be posted early and waited for out of order.
+    messages: defaultdict[Edge, dict[int, Sequence[Tensor]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    num_sent: defaultdict[Edge, int] = field(default_factory=lambda: defaultdict(int))
+    num_posted: defaultdict[Edge, int] = field(default_factory=lambda: defaultdict(int))
+    notes: defaultdict[Edge, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
+    # Shared values wait, per root and rank, for the ranks that come after the root.
+    numbers: defaultdict[Edge, deque[list[int]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    tensors: defaultdict[Edge, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
+
+
+class _LoopbackReceipt:
+    __slots__ = ("_edge", "_fabric", "_number")
+
+    def __init__(self, fabric: _Fabric, edge: Edge, number: int) -> None:
+        self._fabric = fabric
+        self._edge = edge
+        self._number = number
+
+    def wait(self) -> Sequence[Tensor]:
+        try:
+            return self._fabric.messages[self._edge].pop(self._number)
+        except KeyError:
+            source, target = self._edge
+            raise InternalError(
+                f"message {self._number} from rank {source} to rank {target} is waited for "
+                "before it is sent"
+            ) from None
+
+
+class LoopbackTransport:
+    """One rank's end of the fabric. Made by ``loopback``."""
+
+    def __init__(self, fabric: _Fabric, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._fabric = fabric
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        edge = (self.rank, peer)
+        number = self._fabric.num_sent[edge]
+        self._fabric.num_sent[edge] = number + 1
+        self._fabric.messages[edge][number] = tensors
+
+    def receive(
+        self, peer: int, metas: Sequence[TensorMeta], device: torch.device
+    ) -> _LoopbackReceipt:
+        edge = (peer, self.rank)
+        number = self._fabric.num_posted[edge]
+        self._fabric.num_posted[edge] = number + 1
+        return _LoopbackReceipt(self._fabric, edge, number)
+
+    def send_note(self, peer: int, note: bytes) -> None:
+        self._fabric.notes[self.rank, peer].append(note)
+
+    def receive_note(self, peer: int) -> bytes:
+        return self._fabric.notes[peer, self.rank].popleft()
+
+    def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+        if self.rank != root:
+            return self._fabric.numbers[root, self.rank].popleft()
+        for peer in range(self.num_ranks):
+            if peer != root:
+                self._fabric.numbers[root, peer].append(list(numbers))
+        return list(numbers)
+
+    def share_tensor(self, tensor: Tensor, root: int) -> None:
+        if self.rank != root:
+            tensor.copy_(self._fabric.tensors[root, self.rank].popleft())
+            return
+        for peer in range(self.num_ranks):
+            if peer != root:
+                self._fabric.tensors[root, peer].append(tensor)
+
+    def gather_notes(self, note: bytes) -> list[bytes]:
+        # One process: every rank is built from the same arguments, so all would say the same.
+        return [note] * self.num_ranks
+
+    def relax(self, relaxed: bool) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> PenstockError | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def loopback(num_ranks: int) -> list[LoopbackTransport]:
+    """The ends of a fabric that joins ``num_ranks`` ranks in this process."""
+    fabric = _Fabric()
+    return [LoopbackTransport(fabric, rank, num_ranks) for rank in range(num_ranks)]

@@ -1,0 +1,181 @@
+"""Split a batch into microbatches, and merge outputs again.
+
+Rows are shared out as evenly as they go: 10 rows in 4 microbatches are 3, 3, 2, 2. Nothing is
+dropped or padded. What is no tensor (or a tensor without dimensions) is given to every
+microbatch as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from penstock.stage.boundary import NAMESPACE, flatten
+
+__all__ = [
+    "TensorChunkSpec",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+    "split_tree",
+]
+
+
+class TensorChunkSpec:
+    """Along which dimension a tensor is split into microbatches.
+
+    Args:
+        split_dim: the dimension.
+
+    Example:
+        >>> TensorChunkSpec.from_tuple((0, 1))
+        (TensorChunkSpec(0), TensorChunkSpec(1))
+    """
+
+    def __init__(self, split_dim: int) -> None:
+        self.split_dim = split_dim
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
+        """A spec per positional argument, from their dimensions."""
+        return tuple(TensorChunkSpec(dim) for dim in chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
+        """A spec per keyword argument, from their dimensions."""
+        return {name: TensorChunkSpec(dim) for name, dim in chunk_dims.items()}
+
+
+_BATCH_DIM = TensorChunkSpec(0)
+
+
+def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
+    """Split every tensor of a tree.
+
+    Args:
+        tree: tensors and plain values in any containers.
+        chunks: into how many.
+        spec: a ``TensorChunkSpec`` for all leaves, a tree of them that begins like ``tree``, or
+            None for dimension 0. Where a spec has None, the value is given to every chunk.
+
+    Returns:
+        ``chunks`` trees.
+
+    Raises:
+        ValueError: a tensor has fewer rows than there are chunks, or the spec does not fit.
+    """
+    leaves, treedef = flatten(tree)
+    specs = _leaf_specs(tree, len(leaves), spec)
+    columns = [_split_leaf(leaf, chunks, s) for leaf, s in zip(leaves, specs, strict=True)]
+    return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
+
+
+def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[TensorChunkSpec | None]:
+    if spec is None:
+        return [_BATCH_DIM] * num_leaves
+    if isinstance(spec, TensorChunkSpec):
+        return [spec] * num_leaves
+    try:
+        return optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=NAMESPACE)
+    except ValueError as error:
+        raise ValueError(f"the chunk spec {spec!r} does not fit the arguments: {error}") from error
+
+
+def _split_leaf(leaf: Any, chunks: int, spec: TensorChunkSpec | None) -> Sequence[Any]:
+    if spec is None or not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return [leaf] * chunks
+    if not isinstance(spec, TensorChunkSpec):
+        raise ValueError(f"a chunk spec holds {spec!r}; use TensorChunkSpec(dim) or None")
+    rows = leaf.size(spec.split_dim)
+    if rows < chunks:
+        raise ValueError(
+            f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "
+            f"along dimension {spec.split_dim}; pass at least {chunks} rows, or use "
+            f"n_microbatches={rows}"
+        )
+    return torch.tensor_split(leaf, chunks, dim=spec.split_dim)
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: dict[str, Any] | None = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Split a call's arguments into microbatches.
+
+    Args:
+        args: positional arguments; any trees of tensors and values.
+        kwargs: keyword arguments, likewise.
+        chunks: number of microbatches.
+        args_chunk_spec: per argument its ``TensorChunkSpec``; None splits dimension 0.
+        kwargs_chunk_spec: likewise by name.
+
+    Returns:
+        The positional and the keyword arguments of each microbatch. Shape (rows, …) becomes
+        ``chunks`` shapes (rows/chunks, …), the first ones a row longer where it does not divide.
+
+    Raises:
+        ValueError: a tensor has fewer rows than there are microbatches.
+
+    Example:
+        >>> args, kwargs = split_args_kwargs_into_chunks((torch.arange(5),), {"scale": 2}, 2)
+        >>> args, kwargs
+        ([(tensor([0, 1, 2]),), (tensor([3, 4]),)], [{'scale': 2}, {'scale': 2}])
+    """
+    split_args = split_tree(args, chunks, args_chunk_spec) if args else [()] * chunks
+    split_kwargs = split_tree(kwargs, chunks, kwargs_chunk_spec) if kwargs else [{}] * chunks
+    return split_args, split_kwargs
+
+
+def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
+    """Merge the outputs of the microbatches into one.
+
+    Args:
+        chunks: one tree per microbatch, all of the same structure.
+        chunk_spec: as for splitting: along which dimension tensors are joined (default 0). A
+            tensor without dimensions is stacked with its like; where the spec has None, and for
+            what is no tensor, the chunks must agree and their value is kept.
+
+    Raises:
+        ValueError: chunks differ in structure, or in a value that can't be joined.
+    """
+    flats = [flatten(chunk) for chunk in chunks]
+    treedef = flats[0][1]
+    if any(other != treedef for _, other in flats):
+        raise ValueError("the microbatches' outputs differ in structure and can't be merged")
+    specs = _leaf_specs(chunks[0], len(flats[0][0]), chunk_spec)
+    columns = zip(*(leaves for leaves, _ in flats), strict=True)
+    merged = [_merge_leaf(column, spec) for column, spec in zip(columns, specs, strict=True)]
+    return optree.tree_unflatten(treedef, merged)
+
+
+def _merge_leaf(column: tuple[Any, ...], spec: TensorChunkSpec | None) -> Any:
+    first = column[0]
+    if isinstance(first, Tensor) and spec is not None:
+        return torch.cat(column, dim=spec.split_dim) if first.dim() else torch.stack(column)
+    same = torch.equal if isinstance(first, Tensor) else lambda a, b: bool(a == b)
+    if not all(same(first, other) for other in column[1:]):
+        raise ValueError(
+            f"the microbatches' outputs hold different values that can't be joined: {column}"
+        )
+    return first
+
+
+def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
+    """The common length of lists of ready microbatches; None where no list is given.
+
+    Raises:
+        ValueError: they differ.
+    """
+    lengths = {name: len(chunks) for name, chunks in mappings.items() if chunks is not None}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the lists of microbatches differ in length: {lengths}")
+    return next(iter(lengths.values()), None)

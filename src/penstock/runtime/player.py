@@ -1,0 +1,378 @@
+"""One stage at play: what each action does with a microbatch's slot, the batch and the transport.
+
+The player binds actions to calls once (``bind``); the executor then runs the calls. It knows the
+neighbours of its stage, but no schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, assert_never
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.errors import BoundaryError, StageError
+from penstock.runtime.batch import Batch
+from penstock.stage.data_parallel import Replicas
+from penstock.runtime.inbox import Inbox
+from penstock.runtime.transport import Transport
+from penstock.schedule.action import Action, Op
+from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
+from penstock.stage.slots import Slot
+from penstock.stage.stage import Stage
+
+__all__ = ["Call", "Player", "Role"]
+
+LossFn = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A bound piece of an action.
+
+    Args:
+        action: the action that it is a piece of.
+        run: what to call.
+        waits: whether it only waits for a message: such time is idle, not work.
+    """
+
+    action: Action
+    run: Callable[[], None]
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What the players of one mode (training, or evaluation) have in common.
+
+    Args:
+        train: whether gradients are computed.
+        loss_fn: ``loss_fn(output, target)`` gives a scalar, or ``(scalar, metrics)``.
+        loss_divisor: what each microbatch's loss is divided by in the backward.
+        dynamic_shapes: whether shapes may change from microbatch to microbatch.
+    """
+
+    train: bool
+    loss_fn: LossFn | None
+    loss_divisor: int
+    dynamic_shapes: bool
+
+
+class Player:
+    """One stage, its microbatches' slots, and its neighbours.
+
+    Args:
+        stage: the stage.
+        role: what it plays.
+        num_microbatches: how many slots it needs.
+        transport: its rank's connection.
+        inboxes: its rank's inboxes, by peer.
+        deferred: the microbatches whose weight gradients are left to W.
+        replicas: the data-parallel wrapper of its module, if any.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        role: Role,
+        num_microbatches: int,
+        transport: Transport,
+        inboxes: dict[int, Inbox],
+        deferred: frozenset[int],
+        replicas: Replicas | None,
+    ) -> None:
+        self.stage = stage
+        self.slots = [Slot(m) for m in range(num_microbatches)]
+        self.batch = Batch(num_microbatches)
+        self._role = role
+        self._transport = transport
+        self._inboxes = inboxes
+        self._deferred = deferred
+        self._replicas = replicas
+        # The neighbours: players on this rank, or peers.
+        self._before: Player | int | None = None
+        self._after: Player | int | None = None
+        # By shape id: what comes in, what goes out, and which gradients come back.
+        self._in_specs: dict[int, BoundarySpec] = {}
+        self._out_specs: dict[int, BoundarySpec] = {}
+        self._grads_out: dict[int, tuple[bool, ...]] = {}
+        self._grads_in: dict[int, tuple[bool, ...]] = {}
+        self._seeds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def connect(self, before: Player | int | None, after: Player | int | None) -> None:
+        """Set the neighbours: a player on this rank, a peer's rank, or none."""
+        self._before = before
+        self._after = after
+
+    def reset(self, batch: Batch) -> None:
+        """Start a step on this batch."""
+        self.batch = batch
+        for slot in self.slots:
+            slot.clear()
+
+    def bind(self, action: Action) -> list[Call]:
+        """The calls that carry out ``action``, in order."""
+        if action.microbatch is None:
+            return self._bind_whole_stage(action)
+        slot = self.slots[action.microbatch]
+        match action.op:
+            case Op.FORWARD:
+                wait = self._wait_input if isinstance(self._before, int) else None
+                return self._calls(action, wait, self._forward, slot)
+            case Op.FULL_BACKWARD:
+                return self._calls(action, self._grad_wait, self._backward, slot)
+            case Op.INPUT_GRAD:
+                return self._calls(action, self._grad_wait, self._input_grad, slot)
+            case Op.WEIGHT_GRAD:
+                return [Call(action, partial(self.stage.weight_grad, slot))]
+            case Op.SEND_F:
+                return [Call(action, partial(self._send_forward, slot))]
+            case Op.RECV_F:
+                return [Call(action, partial(self._expect_input, slot))]
+            case Op.SEND_B:
+                return [Call(action, partial(self._send_backward, slot))]
+            case Op.RECV_B:
+                return [Call(action, partial(self._expect_grads, slot))]
+            case Op.UNSHARD | Op.RESHARD | Op.REDUCE_GRAD:
+                raise AssertionError(f"{action} names a microbatch")
+            case _:
+                assert_never(action.op)
+
+    @property
+    def _grad_wait(self) -> Callable[[Slot], None] | None:
+        return self._wait_grads if isinstance(self._after, int) else None
+
+    def _calls(
+        self,
+        action: Action,
+        wait: Callable[[Slot], None] | None,
+        run: Callable[[Slot], None],
+        slot: Slot,
+    ) -> list[Call]:
+        calls = [Call(action, partial(run, slot))]
+        if wait is not None:
+            calls.insert(0, Call(action, partial(wait, slot), waits=True))
+        return calls
+
+    def _bind_whole_stage(self, action: Action) -> list[Call]:
+        # A stage that is not replicated or sharded has nothing to gather or reduce.
+        replicas = self._replicas
+        if replicas is None:
+            return []
+        match action.op:
+            case Op.UNSHARD:
+                return [Call(action, replicas.unshard)]
+            case Op.RESHARD:
+                return [Call(action, replicas.reshard)]
+            case Op.REDUCE_GRAD:
+                return [Call(action, replicas.reduce_grads)]
+            case _:
+                raise AssertionError(f"{action} names no microbatch")
+
+    # --- forward -----------------------------------------------------------------------------
+
+    def _expect_input(self, slot: Slot) -> None:
+        assert isinstance(self._before, int)
+        inbox = self._inboxes[self._before]
+        slot.arrival = inbox.expect(partial(self._input_metas, slot))
+
+    def _input_metas(self, slot: Slot, note: bytes | None) -> Sequence[TensorMeta] | None:
+        shape_id = self.batch.shape_ids[slot.microbatch]
+        if note is not None:
+            slot.in_spec = self._in_specs[shape_id] = BoundarySpec.decode(note)
+            slot.in_spec.check_static(self.stage.static_inputs, "input")
+        elif self._role.dynamic_shapes or shape_id not in self._in_specs:
+            return None
+        else:
+            slot.in_spec = self._in_specs[shape_id]
+        return slot.in_spec.metas
+
+    def _wait_input(self, slot: Slot) -> None:
+        slot.arrival = slot.arrival.wait()
+
+    def _arguments(self, slot: Slot) -> tuple[Any, ...]:
+        if self.stage.is_first:
+            if self.batch.args is None:
+                raise StageError("the first stage has no inputs: pass them to step() on this rank")
+            return self.batch.args[slot.microbatch]
+        tensors, spec = slot.arrival, slot.in_spec
+        slot.arrival = None
+        assert spec is not None
+        return self.stage.enter(slot, tensors, spec)
+
+    def _forward(self, slot: Slot) -> None:
+        mb = slot.microbatch
+        args = self._arguments(slot)
+        output = self.stage.forward(
+            slot, args, self.batch.kwargs[mb], defer=mb in self._deferred
+        )
+        if self.stage.is_last:
+            self._finish(slot, output)
+        else:
+            self._pass_on(slot, output)
+
+    def _pass_on(self, slot: Slot, output: Any) -> None:
+        shape_id = self.batch.shape_ids[slot.microbatch]
+        spec = self._out_specs.get(shape_id)
+        if spec is None or self._role.dynamic_shapes:
+            spec = self._out_specs[shape_id] = describe(output)
+            spec.check_static(self.stage.static_outputs, "output")
+            if isinstance(self._after, int):
+                slot.note = spec.encode()
+        self.stage.leave(slot, output, spec)
+        if isinstance(self._after, Player):
+            self._after.accept(slot.microbatch, slot.outgoing, spec)
+            slot.outgoing = None
+
+    def accept(
+        self, microbatch: int, tensors: Sequence[Tensor] | None, spec: BoundarySpec
+    ) -> None:
+        """Take the activations from a stage on the same rank."""
+        slot = self.slots[microbatch]
+        slot.arrival = tensors
+        slot.in_spec = spec
+
+    def _send_forward(self, slot: Slot) -> None:
+        assert isinstance(self._after, int)
+        assert slot.outgoing is not None
+        if slot.note is not None:
+            self._transport.send_note(self._after, slot.note)
+            slot.note = None
+        self._transport.send(self._after, slot.outgoing)
+        slot.outgoing = None
+
+    # --- loss --------------------------------------------------------------------------------
+
+    def _finish(self, slot: Slot, output: Any) -> None:
+        batch = self.batch
+        mb = slot.microbatch
+        if batch.keep_outputs:
+            batch.outputs[mb] = _detached(output)
+        if self._role.loss_fn is None or (batch.targets is None and not self._role.train):
+            return
+        if batch.targets is None:
+            raise StageError(
+                "a loss is to be computed here, but no target was given: "
+                "pass target= (or target_mbs=) to step() on this rank"
+            )
+        result = self._role.loss_fn(output, batch.targets[mb], **batch.loss_kwargs)
+        if isinstance(result, tuple) and len(result) == 2:
+            result, batch.metrics[mb] = result
+        loss = _scalar(result)
+        batch.losses[mb] = loss.detach()
+        if not self._role.train:
+            return
+        if not loss.requires_grad:
+            raise StageError(
+                "the loss does not depend on any parameter that requires grad, or the loss "
+                "function detached it"
+            )
+        slot.roots = (get_gradient_edge(loss),)
+        slot.grad_arrival = (self._seed(loss),)
+
+    def _seed(self, loss: Tensor) -> Tensor:
+        """The gradient that the backward starts from: scaling the loss, not the gradients."""
+        key = (loss.dtype, loss.device)
+        if key not in self._seeds:
+            one = torch.ones((), dtype=loss.dtype, device=loss.device)
+            # Divided in the loss's own dtype, as (loss / n).backward() would.
+            self._seeds[key] = one / self._role.loss_divisor
+        return self._seeds[key]
+
+    # --- backward ----------------------------------------------------------------------------
+
+    def _expect_grads(self, slot: Slot) -> None:
+        assert isinstance(self._after, int)
+        inbox = self._inboxes[self._after]
+        slot.grad_arrival = inbox.expect(partial(self._grad_metas, slot))
+
+    def _grad_metas(self, slot: Slot, note: bytes | None) -> Sequence[TensorMeta] | None:
+        shape_id = self.batch.shape_ids[slot.microbatch]
+        if note is not None:
+            self._grads_in[shape_id] = tuple(bool(b) for b in note)
+        elif self._role.dynamic_shapes or shape_id not in self._grads_in:
+            return None
+        slot.grads_present = present = self._grads_in[shape_id]
+        # A receive may be posted before this microbatch's forward has described its own output.
+        spec = slot.spec or self._out_specs[shape_id]
+        return [spec.metas[i] for i, there in zip(spec.grad_slots, present, strict=True) if there]
+
+    def _wait_grads(self, slot: Slot) -> None:
+        tensors = slot.grad_arrival.wait()
+        present = slot.grads_present
+        if len(tensors) != len(present):
+            arrived = iter(tensors)
+            tensors = [next(arrived) if there else None for there in present]
+        slot.grad_arrival = tensors
+
+    def _backward(self, slot: Slot) -> None:
+        grads, slot.grad_arrival = slot.grad_arrival, None
+        self.stage.backward(slot, grads)
+        self._pass_back(slot)
+
+    def _input_grad(self, slot: Slot) -> None:
+        grads, slot.grad_arrival = slot.grad_arrival, None
+        self.stage.input_grad(slot, grads)
+        self._pass_back(slot)
+
+    def _pass_back(self, slot: Slot) -> None:
+        if self._before is None:
+            slot.outgoing_grads = None
+        elif isinstance(self._before, Player):
+            self._before.slots[slot.microbatch].grad_arrival = slot.outgoing_grads
+            slot.outgoing_grads = None
+
+    def _send_backward(self, slot: Slot) -> None:
+        assert isinstance(self._before, int)
+        grads = slot.outgoing_grads
+        assert grads is not None
+        slot.outgoing_grads = None
+        shape_id = self.batch.shape_ids[slot.microbatch]
+        present = self._grads_out.get(shape_id)
+        if present is None or self._role.dynamic_shapes:
+            present = self._grads_out[shape_id] = tuple(g is not None for g in grads)
+            self._transport.send_note(self._before, bytes(present))
+        self._transport.send(self._before, self._present_grads(slot, grads, present))
+
+    def _present_grads(
+        self, slot: Slot, grads: Sequence[Tensor | None], present: tuple[bool, ...]
+    ) -> list[Tensor]:
+        sent = []
+        spec = slot.in_spec
+        assert spec is not None
+        for i, grad, wanted in zip(spec.grad_slots, grads, present, strict=True):
+            if grad is not None and not wanted:
+                raise BoundaryError(
+                    f"input {i} has a gradient in this microbatch and had none in earlier ones; "
+                    "pass dynamic_shapes=True where this may change"
+                )
+            if wanted:
+                # A missing gradient counts as zero where the other side waits for one.
+                sent.append(self._zeros(spec.metas[i]) if grad is None else grad.contiguous())
+        return sent
+
+    def _zeros(self, meta: TensorMeta) -> Tensor:
+        return torch.zeros(meta.shape, dtype=meta.dtype, device=self.stage.device)
+
+
+def _detached(output: Any) -> Any:
+    return optree.tree_map(
+        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
+        output,
+        namespace="penstock",
+    )
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise StageError(
+            f"the loss function returned {shown}, expected a scalar tensor, "
+            "or (scalar tensor, metrics)"
+        )
+    return loss.reshape(()) if loss.dim() else loss

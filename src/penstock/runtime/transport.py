@@ -1,0 +1,102 @@
+"""How ranks reach each other: the protocol that the runtime speaks, whatever lies below.
+
+Two planes. Tensors travel on the *data plane*: between each ordered pair of ranks in the order in
+which they are sent. Notes (short byte strings: descriptions, agreements) travel on the *control
+plane*, likewise in order. Nothing here knows stages, microbatches or programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.stage.boundary import TensorMeta
+
+__all__ = ["Receipt", "Transport", "empty_tensors"]
+
+
+class Receipt(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """The tensors, once they have come (on CUDA: once the current stream may use them)."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's connection to the others.
+
+    Attributes:
+        rank: this rank, from 0.
+        num_ranks: how many there are.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def begin(self) -> None:
+        """A step begins: every rank calls it, so that what takes all of them can be set up."""
+        ...
+
+    def end(self) -> None:
+        """The step is over; nothing is waited for until the next one."""
+        ...
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        """Send contiguous tensors to ``peer``; held until they are gone, then dropped."""
+        ...
+
+    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Receipt:
+        """Post the receive of the next tensors from ``peer``, into buffers made now."""
+        ...
+
+    def send_note(self, peer: int, note: bytes) -> None:
+        """Send a note to ``peer``."""
+        ...
+
+    def receive_note(self, peer: int) -> bytes:
+        """The next note from ``peer``; blocks until it is here."""
+        ...
+
+    def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+        """``numbers`` as ``root`` has them; every rank passes equally many, and blocks."""
+        ...
+
+    def share_tensor(self, tensor: Tensor, root: int) -> None:
+        """Overwrite ``tensor`` on every rank by that of ``root``."""
+        ...
+
+    def gather_notes(self, note: bytes) -> list[bytes]:
+        """Every rank's note, by rank; every rank calls it."""
+        ...
+
+    def relax(self, relaxed: bool) -> None:
+        """Whether sends may pile up: while receives are posted late, waiting for one could
+        block both ends."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until all that was sent is gone."""
+        ...
+
+    def fail(self, error: BaseException) -> PenstockError | None:
+        """This rank has met ``error``: tell the others, or learn who failed first.
+
+        Returns:
+            What to raise here: another rank's failure, where that was the cause; None where the
+            error is this rank's own.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and groups made for this connection."""
+        ...
+
+
+def empty_tensors(metas: Sequence[TensorMeta], device: torch.device) -> list[Tensor]:
+    """Uninitialised tensors of these shapes and dtypes."""
+    return [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas]

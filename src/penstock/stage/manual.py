@@ -1,0 +1,413 @@
+"""PipelineStage: a stage that the user cut by hand, with the API of torch's class of that name.
+
+A schedule drives a stage through ``Stage``'s methods. Those here are for people who drive one by
+hand: they keep a slot per microbatch, and hand out ``dist.P2POp`` lists.
+
+    for op in stage.get_fwd_recv_ops(mb): ...          # post, wait
+    out = stage.forward_one_chunk(mb, args)
+    for op in stage.get_fwd_send_ops(mb): ...
+    for op in stage.get_bwd_recv_ops(mb): ...
+    stage.backward_one_chunk(mb, loss=loss)            # loss on the last stage
+    for op in stage.get_bwd_send_ops(mb): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.errors import BoundaryError, StageError
+from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.data_parallel import replicas_of
+from penstock.stage.slots import Phase, Slot
+from penstock.stage.stage import Stage
+
+__all__ = ["PipelineStage"]
+
+GetMesh = Callable[..., Any]
+
+
+class PipelineStage(Stage):
+    """A stage of a model that was cut by hand.
+
+    Args:
+        submodule: this stage's module. It is called with what the stage before returned (the
+            items of a tuple or list as positional arguments), plus the step's keyword arguments.
+        stage_index: its place, from 0.
+        num_stages: number of stages in all.
+        device: where the module lives.
+        input_args: example inputs of one microbatch (shapes and dtypes count, values do not).
+            Optional: shapes are learned from the first microbatch; if given, they are held to.
+        output_args: example outputs, likewise.
+        output_grads: example gradients of the outputs; None where an output takes none.
+        input_grads: example gradients of the inputs; None where an input takes none.
+        group: the pipeline's process group; the default group if None.
+        dw_builder: makes, after each backward, a callable that computes the weight gradients,
+            for modules that split their backward by themselves.
+        get_mesh: accepted for compatibility: tensors cross as local tensors.
+
+    Raises:
+        StageError: the index is out of range, or static gradients do not match static values.
+
+    Example:
+        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+        >>> stage.forward_one_chunk(0, (torch.ones(2, 4),)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        input_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: GetMesh | None = None,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, dw_builder=dw_builder)
+        self.get_mesh = get_mesh
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group = group
+        self.group_rank: int = group.rank() if group is not None else 0
+        self.group_size: int = group.size() if group is not None else 1
+        self.static_inputs = _static_spec(input_args, input_grads, "input", stage_index)
+        self.static_outputs = _static_spec(output_args, output_grads, "output", stage_index)
+        self.has_backward = True
+        self.chunks: int | None = None
+        self._slots: dict[int, Slot] = {}
+        self._outputs_spec: BoundarySpec | None = self.static_outputs
+        self._inputs_spec: BoundarySpec | None = self.static_inputs
+
+    # --- driven by hand ----------------------------------------------------------------------
+
+    def _slot(self, chunk_id: int) -> Slot:
+        if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
+            bound = "" if self.chunks is None else f", expected 0 to {self.chunks - 1}"
+            raise StageError(f"stage {self.stage_index}: microbatch {chunk_id}{bound}")
+        return self._slots.setdefault(chunk_id, Slot(chunk_id))
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run one microbatch forward.
+
+        Args:
+            fwd_chunk_id: the microbatch.
+            args: positional arguments of the first stage; ignored on later ones, which take
+                what was received (``get_fwd_recv_ops``) or set (``set_local_fwd_input``).
+            kwargs: keyword arguments.
+            save_forward_output: accepted for compatibility: a sent output is never kept.
+
+        Returns:
+            What the module returned.
+        """
+        slot = self._slot(fwd_chunk_id)
+        if not self.is_first:
+            args = self._received_args(slot)
+        with self._no_sync():
+            output = self.forward(
+                slot, args, kwargs or {}, defer=self.has_backward and torch.is_grad_enabled()
+            )
+        slot.phase = Phase.FORWARD
+        if self.is_last:
+            slot.output = output
+        else:
+            spec = self._outputs_spec = self._outputs_spec or describe(output)
+            self.leave(slot, output, spec)
+        return output
+
+    def _received_args(self, slot: Slot) -> tuple[Any, ...]:
+        if slot.arrival is None:
+            raise StageError(
+                f"stage {self.stage_index}, microbatch {slot.microbatch}: no input has come; run "
+                "get_fwd_recv_ops() or set_local_fwd_input() first"
+            )
+        tensors, slot.arrival = slot.arrival, None
+        spec = slot.in_spec
+        assert spec is not None
+        spec.check_received(tensors)
+        return self.enter(slot, tensors, spec)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run one microbatch backward.
+
+        Args:
+            bwd_chunk_id: the microbatch.
+            loss: its loss, on the last stage.
+            full_backward: False leaves the weight gradients to ``backward_weight_one_chunk``.
+            last_backward: accepted for compatibility: gradients of replicas are reduced by
+                ``perform_reduce_grad``, whichever backward is last.
+
+        Raises:
+            StageError: the forward has not run, or the backward has run already.
+        """
+        slot = self._slot(bwd_chunk_id)
+        self._expect_phase(slot, Phase.FORWARD, "a backward")
+        grads = self._output_grads(slot, loss)
+        if full_backward:
+            self.backward_maybe_with_nosync("full", {"slot": slot, "grads": grads})
+            if slot.work is not None:
+                slot.work.accumulate()
+                slot.work = None
+            slot.phase = Phase.DONE
+        else:
+            self.backward_maybe_with_nosync("input", {"slot": slot, "grads": grads})
+            slot.phase = Phase.INPUT_GRAD
+
+    def _output_grads(self, slot: Slot, loss: Tensor | None) -> Sequence[Tensor | None]:
+        if not self.is_last:
+            if slot.grad_arrival is None:
+                raise StageError(
+                    f"stage {self.stage_index}, microbatch {slot.microbatch}: no gradient has "
+                    "come; run get_bwd_recv_ops() or set_local_bwd_input() first"
+                )
+            grads: Sequence[Tensor | None] = slot.grad_arrival
+            slot.grad_arrival = None
+            return grads
+        if loss is None:
+            raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
+        slot.roots = (get_gradient_edge(loss),)
+        slot.output = None
+        return (torch.ones_like(loss),)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the weight gradients that ``backward_one_chunk(full_backward=False)`` left.
+
+        Raises:
+            StageError: that has not run for this microbatch, or its weights are done already.
+        """
+        slot = self._slot(bwd_chunk_id)
+        self._expect_phase(slot, Phase.INPUT_GRAD, "a weight gradient")
+        self.weight_grad(slot)
+        slot.phase = Phase.DONE
+
+    def _expect_phase(self, slot: Slot, expected: Phase, asked: str) -> None:
+        if slot.phase is not expected:
+            raise StageError(
+                f"stage {self.stage_index}, microbatch {slot.microbatch}: {asked} is asked for, "
+                f"which comes after '{expected.value}', but this microbatch is at "
+                f"'{slot.phase.value}'"
+            )
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, without a reduction of gradients by a data-parallel wrapper."""
+        with self._no_sync():
+            return self.submod(*args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> None:
+        """Run a backward without a reduction of gradients by a data-parallel wrapper.
+
+        Args:
+            backward_type: ``"full"``, ``"input"`` or ``"weight"``.
+            bwd_kwargs: ``slot``, and but for the weights ``grads``, of ``Stage``'s methods.
+            last_backward: accepted for compatibility (see ``backward_one_chunk``).
+        """
+        with self._no_sync():
+            match backward_type:
+                case "full":
+                    if bwd_kwargs["slot"].work is None:
+                        self.backward(**bwd_kwargs)
+                    else:  # the forward deferred: nothing is lost, W follows at once
+                        self.input_grad(**bwd_kwargs)
+                case "input":
+                    self.input_grad(**bwd_kwargs)
+                case "weight":
+                    self.weight_grad(**bwd_kwargs)
+                case _:
+                    raise StageError(
+                        f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'"
+                    )
+
+    def _no_sync(self) -> Any:
+        no_sync = getattr(self.submod, "no_sync", None)
+        return no_sync() if no_sync is not None else _NOTHING
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide every gradient of the module by ``grad_scale_factor``."""
+        if grad_scale_factor != 1:
+            for param in self.submod.parameters():
+                if param.grad is not None:
+                    param.grad.div_(grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Average the gradients over the module's replicas, once after a step's last backward.
+
+        Args:
+            grad_scale_factor: what to divide the gradients by, too (see ``scale_grads``).
+        """
+        replicas = replicas_of(self.submod)
+        if replicas is not None:
+            replicas.reduce_grads()
+        self.scale_grads(grad_scale_factor)
+
+    def clear_runtime_states(self) -> None:
+        """Forget all microbatches."""
+        self._slots.clear()
+
+    # --- messages by hand --------------------------------------------------------------------
+
+    def _p2p(self, op: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[Any]:
+        """Operations with the rank of ``stage``; ranks hold stages round robin, as in torch."""
+        if self.group is None:
+            raise StageError("messages need a process group: call init_process_group first")
+        peer = dist.get_global_rank(self.group, stage % self.group_size)
+        return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
+
+    def _buffers(self, spec: BoundarySpec) -> list[Tensor]:
+        return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in spec.metas]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of this microbatch's inputs; none on the first stage.
+
+        Raises:
+            StageError: the shapes of the inputs are not known: pass ``input_args``.
+        """
+        if self.is_first:
+            return []
+        slot = self._slot(fwd_chunk_id)
+        slot.in_spec = self._known(self._inputs_spec, "input_args")
+        slot.arrival = self._buffers(slot.in_spec)
+        return self._p2p(dist.irecv, slot.arrival, self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of this microbatch's outputs; none on the last stage."""
+        if self.is_last:
+            return []
+        slot = self._slot(fwd_chunk_id)
+        if slot.outgoing is None:
+            raise StageError(
+                f"stage {self.stage_index}, microbatch {fwd_chunk_id}: nothing to send; run "
+                "forward_one_chunk() first, and send once"
+            )
+        tensors, slot.outgoing = slot.outgoing, None
+        return self._p2p(dist.isend, tensors, self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of the gradients of this microbatch's outputs; none on the last stage."""
+        if self.is_last or not self.has_backward:
+            return []
+        slot = self._slot(bwd_chunk_id)
+        spec = self._known(slot.spec or self._outputs_spec, "output_args")
+        metas = [spec.metas[i] for i in spec.grad_slots]
+        slot.grad_arrival = [
+            torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas
+        ]
+        return self._p2p(dist.irecv, slot.grad_arrival, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of the gradients of this microbatch's inputs; none on the first stage.
+
+        A missing gradient is sent as zeros: the other side waits for it.
+        """
+        if self.is_first or not self.has_backward:
+            return []
+        return self._p2p(dist.isend, self.get_local_bwd_output(bwd_chunk_id), self.stage_index - 1)
+
+    def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
+        if spec is None:
+            raise StageError(
+                f"stage {self.stage_index}: shapes are not known yet; pass {argument} to "
+                "PipelineStage, or let a schedule run the stage"
+            )
+        return spec
+
+    # --- neighbours on the same rank ---------------------------------------------------------
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take a microbatch's inputs from the previous stage on the same rank, no message sent."""
+        slot = self._slot(mb_index)
+        slot.in_spec = spec = describe(prev_stage_outputs)
+        slot.arrival = [t.detach() for t in spec.tensors(prev_stage_outputs)]
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
+        """The gradients of a microbatch's inputs, for the previous stage; given out once."""
+        slot = self._slot(mb_index)
+        grads, spec = slot.outgoing_grads, slot.in_spec
+        if grads is None or spec is None:
+            raise StageError(
+                f"stage {self.stage_index}, microbatch {mb_index}: no input gradients; run "
+                "backward_one_chunk() first, and take them once"
+            )
+        slot.outgoing_grads = None
+        metas = [spec.metas[i] for i in spec.grad_slots]
+        return tuple(
+            torch.zeros(m.shape, dtype=m.dtype, device=self.device) if g is None else g
+            for m, g in zip(metas, grads, strict=True)
+        )
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take the gradients of a microbatch's outputs from the next stage on the same rank."""
+        if not isinstance(next_stage_bwd_outputs, tuple):
+            raise StageError(
+                f"stage {self.stage_index}: gradients come as a tuple, got "
+                f"{type(next_stage_bwd_outputs).__name__}"
+            )
+        self._slot(mb_index).grad_arrival = next_stage_bwd_outputs
+
+    def get_outputs_meta(self) -> tuple[Tensor, ...]:
+        """The outputs of one microbatch as meta tensors: shapes and dtypes without data.
+
+        Raises:
+            StageError: they are not known yet.
+        """
+        spec = self._known(self._outputs_spec, "output_args")
+        return tuple(torch.empty(m.shape, dtype=m.dtype, device="meta") for m in spec.metas)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+def _static_spec(
+    values: Any, grads: Any, what: str, stage_index: int
+) -> BoundarySpec | None:
+    """The spec of statically given values; floating ones take gradients unless told otherwise."""
+    if values is None:
+        return None
+    given = values if isinstance(values, tuple) else (values,)
+    takes: list[bool]
+    if grads is None:
+        takes = [v.is_floating_point() or v.is_complex() for v in given]
+    else:
+        listed = grads if isinstance(grads, tuple) else (grads,)
+        if len(listed) != len(given):
+            raise BoundaryError(
+                f"stage {stage_index}: {len(listed)} {what}_grads for {len(given)} {what}_args"
+            )
+        takes = [g is not None for g in listed]
+    described = tuple(
+        v.detach().to("meta").requires_grad_(take) for v, take in zip(given, takes, strict=True)
+    )
+    return describe(described)

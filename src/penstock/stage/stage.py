@@ -1,0 +1,164 @@
+"""Forward and backward of one microbatch in one stage.
+
+A stage takes tensors in, runs its module, and leaves behind two things: detached tensors to send
+on, and the autograd edges to start its backward from. It knows neither schedules nor messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.errors import StageError
+from penstock.stage.boundary import BoundarySpec
+from penstock.stage.deferred import DeferredWeights
+from penstock.stage.slots import Slot
+
+__all__ = ["Stage"]
+
+
+class Stage:
+    """One cut of a model, and how a microbatch runs through it.
+
+    Args:
+        submod: the module. It may be reassigned (wrapped, compiled) between steps.
+        stage_index: its place in the model, from 0.
+        num_stages: how many stages the model has.
+        device: where the module lives.
+        dw_builder: makes, after each backward, a callable that computes the weight gradients,
+            for modules that split their backward by themselves.
+
+    Raises:
+        StageError: ``stage_index`` is out of range.
+    """
+
+    def __init__(
+        self,
+        submod: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
+        if not 0 <= stage_index < num_stages:
+            raise StageError(
+                f"stage_index is {stage_index}, expected 0 to {num_stages - 1} "
+                f"for num_stages={num_stages}"
+            )
+        self.submod = submod
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.dw_builder = dw_builder
+        # What crosses its boundaries, where the user has said so in advance.
+        self.static_inputs: BoundarySpec | None = None
+        self.static_outputs: BoundarySpec | None = None
+        # One per stage: it remembers which parameters can't be deferred.
+        self._deferral = DeferredWeights
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model's inputs enter here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage_index == self.num_stages - 1
+
+    def enter(self, slot: Slot, tensors: Sequence[Tensor], spec: BoundarySpec) -> tuple[Any, ...]:
+        """Received tensors as this stage's arguments; those that take gradients become leaves."""
+        slot.in_spec = spec
+        slot.leaves = [tensors[i].requires_grad_() for i in spec.grad_slots]
+        return spec.arguments(tensors)
+
+    def forward(
+        self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
+    ) -> Any:
+        """Run the module.
+
+        Args:
+            slot: the microbatch's state.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            defer: whether weight gradients are to be left to W.
+        """
+        if not defer or self.dw_builder is not None:
+            return self.submod(*args, **kwargs)
+        slot.work = work = self._deferral(self.submod)
+        with work:
+            return self.submod(*args, **kwargs)
+
+    def leave(self, slot: Slot, output: Any, spec: BoundarySpec) -> None:
+        """Take the output apart: detached tensors to send, edges to start the backward from.
+
+        The output itself is not kept, so that its memory is free once it is sent.
+
+        Raises:
+            BoundaryError: the output is not what ``spec`` says.
+        """
+        tensors = spec.tensors(output)
+        slot.spec = spec
+        slot.roots = [get_gradient_edge(tensors[i]) for i in spec.grad_slots]
+        slot.outgoing = [t.detach().contiguous() for t in tensors]
+
+    def backward(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
+        """Full backward of a microbatch: input and weight gradients.
+
+        Args:
+            slot: the microbatch's state, after its forward.
+            grads: for each of the roots its gradient, None where there is none.
+        """
+        self._run_backward(slot, grads)
+        if self.dw_builder is not None:
+            self.dw_builder()()
+
+    def input_grad(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
+        """Input gradients of a microbatch; its weight gradients are left to ``weight_grad``."""
+        work = slot.work
+        if work is None:
+            self._run_backward(slot, grads)
+            if self.dw_builder is not None:
+                slot.work = _Runner(self.dw_builder())
+            return
+        with work:  # type: ignore[attr-defined]
+            self._run_backward(slot, grads)
+
+    def weight_grad(self, slot: Slot) -> None:
+        """Weight gradients of a microbatch, after its input gradients."""
+        work = slot.work
+        slot.work = None
+        if work is None:
+            raise StageError(
+                "weight gradients are asked for, but no input gradient has left any: run the "
+                "input gradient of this microbatch first, once, and its weight gradient once"
+            )
+        work.accumulate()
+
+    def _run_backward(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
+        roots = slot.roots
+        slot.roots = ()
+        if any(grad is None for grad in grads):
+            kept = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None]
+            roots = [r for r, _ in kept]
+            grads = [g for _, g in kept]
+        if roots:
+            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+        leaves = slot.leaves
+        slot.leaves = ()
+        slot.outgoing_grads = [leaf.grad for leaf in leaves]
+
+
+class _Runner:
+    """The user's own weight-gradient callable, as work left to W."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def accumulate(self) -> None:
+        self._run()
