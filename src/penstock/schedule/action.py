@@ -81,6 +81,16 @@ Step: TypeAlias = Action | Overlap
 
 
 @cache
+def _made(stage: int, op: Op) -> dict[int | None, Action]:
+    return {}
+
+
 def action(stage: int, op: Op, microbatch: int | None = None) -> Action:
     """The action with these fields, made once and shared by all programs of this process."""
-    return Action(stage=stage, op=op, microbatch=microbatch)
+    # A dictionary per stage and op: one cache over all three would make a tuple per action, which
+    # for large programs costs as much again as the actions, most of it in the garbage collector.
+    made = _made(stage, op)
+    found = made.get(microbatch)
+    if found is None:
+        found = made[microbatch] = Action(stage=stage, op=op, microbatch=microbatch)
+    return found

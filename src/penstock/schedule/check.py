@@ -119,7 +119,7 @@ def _order_problems(program: Program, coded: Coded, seen: bytearray) -> list[Pro
     if Op.UNSHARD in used or Op.RESHARD in used:
         found += sharding_problems(program)
     if Op.REDUCE_GRAD in used:
-        found += reduction_problems(program, coded)
+        found += reduction_problems(program)
     return found
 
 

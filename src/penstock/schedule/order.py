@@ -45,7 +45,7 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
     ended = player.play()
     assert ended, "a checked program plays to its end"
     return tuple(
-        (run.rank, step)
-        for run in player.runs
-        for step in checked.ranks[run.rank][run.start : run.stop]
+        (rank, step)
+        for rank, start, stop in player.runs
+        for step in checked.ranks[rank][start:stop]
     )

@@ -5,15 +5,15 @@ Both are matters of one rank's own order; no other rank is looked at.
 
 from __future__ import annotations
 
-from penstock.schedule.action import Op
-from penstock.schedule.coding import Coded
+from penstock.schedule.action import Op, Step
 from penstock.schedule.diagnosis import Problem
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 
 __all__ = ["reduction_problems", "sharding_problems"]
 
-_WEIGHT_GRADS = (Op.FULL_BACKWARD, Op.WEIGHT_GRAD)
+_WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
+_REDUCTION = frozenset({Op.REDUCE_GRAD})
 
 
 def sharding_problems(program: Program) -> list[Problem]:
@@ -44,31 +44,37 @@ def sharding_problems(program: Program) -> list[Problem]:
     return found
 
 
-def reduction_problems(program: Program, coded: Coded) -> list[Problem]:
+def reduction_problems(program: Program) -> list[Problem]:
     """Where gradients are reduced too early, or for some stages and not for others."""
     found: list[Problem] = []
-    coding = coded.coding
-    num_microbatches = coding.num_microbatches
-    for rank, queue in enumerate(coded.queues):
-        last: dict[int, int] = {}
-        for index, code in enumerate(queue):
-            for part in coded.parts(code):
-                last[part // num_microbatches] = index
-        for stage in program.placement.stages_of(rank):
-            keys = [coding.code(op, stage) // num_microbatches for op in _WEIGHT_GRADS]
-            made = max((last[key] for key in keys if key in last), default=None)
-            reduced = last.get(coding.code(Op.REDUCE_GRAD, stage) // num_microbatches)
+    for rank, steps in enumerate(program.ranks):
+        stages = program.placement.stages_of(rank)
+        made, reduced = _last(steps, _WEIGHT_GRADS, stages), _last(steps, _REDUCTION, stages)
+        for stage in stages:
             text = f"{stage}REDUCE_GRAD"
-            if made is None and reduced is not None:
-                message = f"stage {stage} has no weight gradient to reduce"
-                found.append(Problem(rank=rank, step=reduced, action=text, message=message))
-            elif made is not None and reduced is None:
+            step = reduced.get(stage)
+            if step is None and stage in made:
                 message = f"{text} is missing: gradients are reduced for all stages or for none"
-                found.append(Problem(rank=rank, step=None, action=text, message=message))
-            elif made is not None and reduced is not None and reduced < made:
+            elif step is not None and stage not in made:
+                message = f"stage {stage} has no weight gradient to reduce"
+            elif step is not None and step < made[stage]:
                 message = (
-                    f"reduced before the last weight gradient of stage {stage}, at step {made} "
-                    f"({program.ranks[rank][made]})"
+                    f"reduced before the last weight gradient of stage {stage}, at step "
+                    f"{made[stage]} ({steps[made[stage]]})"
                 )
-                found.append(Problem(rank=rank, step=reduced, action=text, message=message))
+            else:
+                continue
+            found.append(Problem(rank=rank, step=step, action=text, message=message))
     return found
+
+
+def _last(steps: tuple[Step, ...], ops: frozenset[Op], stages: tuple[int, ...]) -> dict[int, int]:
+    """For each stage the index of the last step with one of ``ops``, where there is one."""
+    last: dict[int, int] = {}
+    for index in range(len(steps) - 1, -1, -1):
+        for act in steps[index].parts:
+            if act.op in ops:
+                last.setdefault(act.stage, index)
+        if len(last) == len(stages):
+            break
+    return last

@@ -14,6 +14,7 @@ This module knows no times: how early is best for given costs is not asked here.
 from __future__ import annotations
 
 import heapq
+from typing import TypeAlias
 
 from penstock.errors import InternalError, ScheduleError
 from penstock.schedule.action import Action, Step, action
@@ -24,6 +25,9 @@ from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, RECEIVE_FOR, TRANSFERS
 
 __all__ = ["insert_transfers"]
+
+# By key of what is computed: the distance to each send, to its receive, and the receiving rank.
+_Sends: TypeAlias = list[list[tuple[int, int, int]]]
 
 
 def insert_transfers(program: Program) -> Program:
@@ -72,38 +76,50 @@ def insert_transfers(program: Program) -> Program:
 
 def _planned(computed: Coded) -> list[list[int]]:
     """For each rank its codes with transfers where they stand if nobody gets stuck."""
+    sends = _sends_by_key(computed.coding)
+    post_at, messages = _messages(computed, sends)
+    arriving: list[list[int]] = [[] for _ in computed.queues]
+    for (_, target), channel in messages.items():
+        _keep_order(channel, post_at)
+        arriving[target] += channel
+    queues = []
+    for rank, receives in enumerate(arriving):
+        # Stable, so that the order within a channel is kept.
+        receives.sort(key=post_at.__getitem__)
+        places = [post_at[receive] for receive in receives]
+        queues.append(_merged(computed, rank, sends, receives, places))
+    return queues
+
+
+def _messages(
+    computed: Coded, sends: _Sends
+) -> tuple[dict[int, int], dict[tuple[int, int], list[int]]]:
+    """Where each receive is posted if order asks for no more, and the receives of each directed
+    pair of ranks by order of their sends."""
     coding = computed.coding
     num_microbatches = coding.num_microbatches
-    receives, sends = coding.receives(), _sends_by_key(coding)
+    receives = coding.receives()
     is_compute = [op in COMPUTE for op, _ in coding.entries()]
     post_at: dict[int, int] = {}
     messages: dict[tuple[int, int], list[int]] = {}
-    sent: list[dict[int, list[int]]] = []
     for rank, queue in enumerate(computed.queues):
+        outgoing: dict[int, list[int]] = {}
         ahead: int | None = None
-        sent_after: dict[int, list[int]] = {}
         for index, code in enumerate(queue):
             for part in (code,) if code >= 0 else computed.parts(code):
                 key = part // num_microbatches
                 for distance in receives[key]:
                     post_at[part + distance] = index if ahead is None else ahead
-                for distance, to_receive, target in sends[key]:
-                    sent_after.setdefault(index, []).append(part + distance)
-                    messages.setdefault((rank, target), []).append(part + to_receive)
+                for _, to_receive, target in sends[key]:
+                    outgoing.setdefault(target, []).append(part + to_receive)
             if code < 0 or is_compute[code // num_microbatches]:
                 ahead = index
-        sent.append(sent_after)
-    posted: list[dict[int, list[int]]] = [{} for _ in computed.queues]
-    for (_, target), channel in messages.items():
-        _keep_order(channel, post_at)
-        for receive in channel:
-            posted[target].setdefault(post_at[receive], []).append(receive)
-    return [_merged(queue, posted[rank], sent[rank]) for rank, queue in enumerate(computed.queues)]
+        messages.update({(rank, target): channel for target, channel in outgoing.items()})
+    return post_at, messages
 
 
-def _sends_by_key(coding: Coding) -> list[list[tuple[int, int, int]]]:
-    """By key of what is computed: the distance to each send, to its receive, and the rank."""
-    table: list[list[tuple[int, int, int]]] = []
+def _sends_by_key(coding: Coding) -> _Sends:
+    table: _Sends = []
     for (op, stage), distances in zip(coding.entries(), coding.sends(), strict=True):
         start = coding.code(op, stage)
         row = []
@@ -126,15 +142,24 @@ def _keep_order(channel: list[int], post_at: dict[int, int]) -> None:
 
 
 def _merged(
-    queue: list[int], posted: dict[int, list[int]], sent: dict[int, list[int]]
+    computed: Coded,
+    rank: int,
+    sends: _Sends,
+    receives: list[int],
+    places: list[int],
 ) -> list[int]:
+    """The codes of one rank, with each receive before the step at its place, and the sends."""
+    num_microbatches = computed.coding.num_microbatches
     merged: list[int] = []
-    for index, code in enumerate(queue):
-        if index in posted:
-            merged += posted[index]
+    posted = 0
+    for index, code in enumerate(computed.queues[rank]):
+        while posted < len(places) and places[posted] == index:
+            merged.append(receives[posted])
+            posted += 1
         merged.append(code)
-        if index in sent:
-            merged += sent[index]
+        for part in (code,) if code >= 0 else computed.parts(code):
+            for distance, _, _ in sends[part // num_microbatches]:
+                merged.append(part + distance)
     return merged
 
 
@@ -151,8 +176,8 @@ def _hoists(planned: Coded) -> list[dict[int, list[int]]]:
     looked_at = 0
     while not player.play():
         # A rank comes to a send by taking the step before, so it is in a run since last time.
-        for run in player.runs[looked_at:]:
-            heapq.heappush(stopped, run.rank)
+        for rank, _, _ in player.runs[looked_at:]:
+            heapq.heappush(stopped, rank)
         looked_at = len(player.runs)
         receive = _unposted(player, stopped, coding)
         target = coding.placement.rank_of(receive.stage)
