@@ -6,9 +6,9 @@ P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, ``+`` join
     rank 1  .. F0 f0 F1 f1 F2 b0 -- f2+B0 -- F3+b1 -- f3+B1 -- b2 -- B2 -- .. i3 I3 w3 W3
 
 In the steady state every step is a block of a forward and a full backward, whose messages hide
-behind the other's compute. With blocks as long as F, B and W in turn and M ≥ 2P, the bubble is
-(P - 1)(F&B + B - 3W) in chunks, F&B being the block's time, B the full backward's and W that of
-a weight gradient; rank r holds 2P + 1 activations at its peak.
+behind the other's compute. Where tF = tB ≥ tW, M ≥ 2P and a block takes as long as its parts in
+turn, the bubble is (P - 1)(F&B + B - 3W) in chunks, F&B being the block's time, B the full
+backward's and W that of a weight gradient. Each rank holds 2P + 1 activations at its peak.
 
 Any P ≥ 1, M ≥ 1; below 2P microbatches the steady state can't be reached, and bubbles appear.
 

@@ -16,7 +16,8 @@ P - 1 - r, since an input gradient comes back sooner than a full backward. On ra
 gradients trail the input gradients by r, so that the ranks that are done first with their
 forwards have them left for the end, where they would else wait.
 
-With a chunk as the unit the bubble is (P - 1)(tF + tB - tW) where the three are equal and M ≥ P.
+With a chunk as the unit the bubble is (P - 1)(tF + tB - tW) where tW is neither above tF nor above
+tB, and M ≥ 2P (with equal costs, M ≥ P).
 Rank r holds (V - 1)·G + P activations at its peak (at most V·M), G being the largest of the groups
 in which microbatches go round (as in interleaved 1F1B): P·V where P divides M.
 
