@@ -1,0 +1,300 @@
+"""Every builder: its timeline as its file draws it, and the laws that hold for all of them."""
+
+import sys
+from collections import Counter
+from textwrap import dedent, indent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op, Overlap
+from penstock.schedule.catalog import Arrangement, Family, build, family, schedules
+from penstock.schedule.check import check
+from penstock.schedule.passes import lower
+from penstock.schedule.placement import linear, looped, v_shape
+from penstock.schedule.program import Program
+from penstock.simulate.engine import simulate
+from tests.schedule.drawing import draw
+
+TIMELINES = [
+    (
+        "forward-only",
+        3,
+        4,
+        1,
+        """
+        rank 0  F0 F1 F2 F3 .. ..
+        rank 1  .. F0 F1 F2 F3 ..
+        rank 2  .. .. F0 F1 F2 F3
+        """,
+    ),
+    (
+        "forward-only",
+        2,
+        4,
+        2,
+        """
+        rank 0  F0 F1 f0 f1 F2 F3 f2 f3 ..
+        rank 1  .. F0 F1 f0 f1 F2 F3 f2 f3
+        """,
+    ),
+    (
+        "gpipe",
+        3,
+        4,
+        1,
+        """
+        rank 0  F0 F1 F2 F3 .. .. .. .. .. .. B0 -- B1 -- B2 -- B3 --
+        rank 1  .. F0 F1 F2 F3 .. .. .. B0 -- B1 -- B2 -- B3 -- .. ..
+        rank 2  .. .. F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .. .. .. ..
+        """,
+    ),
+    (
+        "1f1b",
+        3,
+        4,
+        1,
+        """
+        rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
+        rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
+        rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
+        """,
+    ),
+    (
+        "interleaved-1f1b",
+        2,
+        4,
+        2,
+        """
+        rank 0  F0 F1 f0 f1 F2 .. b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .. b2 -- .. b3 -- B2 -- B3 --
+        rank 1  .. F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .. ..
+        """,
+    ),
+    (
+        "looped-bfs",
+        2,
+        3,
+        2,
+        """
+        rank 0  F0 F1 F2 f0 f1 f2 .. .. .. b0 -- b1 -- b2 -- B0 -- B1 -- B2 --
+        rank 1  .. F0 F1 F2 f0 f1 f2 b0 -- b1 -- b2 -- B0 -- B1 -- B2 -- .. ..
+        """,
+    ),
+    (
+        "interleaved-zb",
+        3,
+        5,
+        1,
+        """
+        rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+        rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+        rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+        """,
+    ),
+    (
+        "interleaved-zb",
+        2,
+        4,
+        2,
+        """
+        rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
+        rank 1  .. F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
+        """,
+    ),
+    (
+        "zbv",
+        2,
+        4,
+        2,
+        """
+        rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 ..
+        rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
+        """,
+    ),
+    (
+        "dualpipev",
+        2,
+        4,
+        2,
+        """
+        rank 0  F0 F1 F2 f0 i0 w0 f1 F3+b1 -- .. f2+B0 -- b2 -- .. f3+B1 -- b3 -- I2 W2 I3 W3
+        rank 1  .. F0 f0 F1 f1 F2 b0 -- f2+B0 -- F3+b1 -- f3+B1 -- b2 -- B2 -- .. i3 I3 w3 W3
+        """,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "virtual", "drawn"), TIMELINES)
+def test_timeline_is_as_drawn(
+    name: str, ranks: int, microbatches: int, virtual: int, drawn: str
+) -> None:
+    program = build(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
+    timeline = dedent(drawn).strip()
+    assert draw(program) == timeline
+    documentation = sys.modules[family(name).builder.__module__].__doc__
+    assert documentation is not None and indent(timeline, "    ") in documentation
+
+
+NAMES = [each.name for each in schedules()]
+TRAINING = [name for name in NAMES if name != "forward-only"]
+
+
+@st.composite
+def programs(draw: st.DrawFn, names: list[str] = NAMES) -> Program:
+    """A program of any family, for any numbers that it works with."""
+    name = draw(st.sampled_from(names))
+    virtuals = family(name).virtuals or (1, 2, 3, 4)
+    return build(
+        name,
+        ranks=draw(st.integers(1, 9)),
+        microbatches=draw(st.integers(1, 30)),
+        virtual=draw(st.sampled_from(virtuals)),
+    )
+
+
+def whole(program: Program) -> list[str]:
+    """What every step of training does, once each: F, and B or else I and W."""
+    found = []
+    for act in program.actions():
+        found.append(f"{act.stage} {act.op.value} {act.microbatch}")
+        if act.op is Op.FULL_BACKWARD:
+            found[-1:] = [f"{act.stage} {half} {act.microbatch}" for half in "IW"]
+    return sorted(found)
+
+
+@settings(deadline=None, max_examples=150)
+@given(programs())
+def test_each_microbatch_goes_once_through_each_stage_and_back(program: Program) -> None:
+    ops = "F" if program.name == "forward-only" else "FIW"
+    assert whole(program) == sorted(
+        f"{stage} {op} {microbatch}"
+        for stage in range(program.num_stages)
+        for op in ops
+        for microbatch in range(program.num_microbatches)
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(programs())
+def test_program_is_valid_before_and_after_lowering(program: Program) -> None:
+    check(program)
+    check(lower(program))
+
+
+@settings(deadline=None, max_examples=150)
+@given(programs())
+def test_simulation_ends_and_no_rank_is_busier_than_the_makespan(program: Program) -> None:
+    result = simulate(program)
+    chunks = program.num_stages // program.num_ranks * program.num_microbatches
+    work = chunks * (1 if program.name == "forward-only" else 3)
+    assert result.busy == work * program.num_ranks
+    assert result.makespan >= result.span >= work
+
+
+@settings(deadline=None, max_examples=150)
+@given(programs(TRAINING))
+def test_gradients_are_summed_in_the_order_of_microbatches(program: Program) -> None:
+    """One device sums them in that order: only so are sums equal to the last bit."""
+    summed: dict[int, list[int | None]] = {}
+    for act in program.actions():
+        if act.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD):
+            summed.setdefault(act.stage, []).append(act.microbatch)
+    every = list(range(program.num_microbatches))
+    assert summed == dict.fromkeys(range(program.num_stages), every)
+
+
+def largest_group(ranks: int, microbatches: int) -> int:
+    """The largest of ⌊M / P⌋ even groups: P where P divides M."""
+    return -(-microbatches // max(1, microbatches // ranks))
+
+
+@settings(deadline=None, max_examples=300)
+@given(programs(TRAINING))
+def test_memory_stays_in_its_bound(program: Program) -> None:
+    ranks, microbatches = program.num_ranks, program.num_microbatches
+    virtual = program.num_stages // ranks
+    group = largest_group(ranks, microbatches)
+    for rank, peak in enumerate(simulate(program).peak_in_flight):
+        bound = {
+            "gpipe": microbatches,
+            "1f1b": ranks - rank,
+            "interleaved-1f1b": (virtual - 1) * group + 2 * (ranks - rank - 1) + 1,
+            "looped-bfs": virtual * microbatches,
+            "interleaved-zb": (virtual - 1) * group + ranks,
+            "zbv": 2 * ranks,
+            "dualpipev": 2 * ranks + 1,
+        }[program.name]
+        assert peak <= min(bound, virtual * microbatches)
+
+
+@pytest.mark.parametrize("each", schedules(), ids=lambda each: each.name)
+def test_stages_lie_as_the_catalog_says(each: Family) -> None:
+    program = build(each.name, ranks=3, microbatches=7)
+    virtual = each.default_virtual
+    expected = {
+        Arrangement.LINEAR: linear(3),
+        Arrangement.LOOPED: looped(3, virtual),
+        Arrangement.V_SHAPE: v_shape(3),
+    }[each.arrangement]
+    assert program.placement == expected
+    assert program.name == each.name
+    assert program.num_microbatches == 7
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    ranks=st.integers(1, 6),
+    microbatches=st.integers(1, 24),
+    virtual=st.integers(1, 4),
+    more=st.integers(0, 20),
+)
+def test_any_group_from_ranks_to_microbatches_works(
+    ranks: int, microbatches: int, virtual: int, more: int
+) -> None:
+    microbatches += ranks
+    group = min(ranks + more, microbatches)
+    program = build(
+        "interleaved-1f1b", ranks=ranks, microbatches=microbatches, virtual=virtual, group=group
+    )
+    check(program)
+    result = simulate(program)
+    assert result.makespan == 3 * microbatches * virtual + 3 * (ranks - 1)
+    largest = largest_group(group, microbatches)
+    assert result.peak_in_flight == tuple(
+        min(virtual * microbatches, (virtual - 1) * largest + 2 * (ranks - rank - 1) + 1)
+        for rank in range(ranks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "group", "works"),
+    [(8, 3, "groups of 4 to 8 work"), (8, 9, "groups of 4 to 8 work"), (2, 2, "leave it out")],
+)
+def test_a_group_that_can_not_keep_ranks_busy_is_refused(
+    microbatches: int, group: int, works: str
+) -> None:
+    with pytest.raises(ScheduleError, match=works):
+        build("interleaved-1f1b", ranks=4, microbatches=microbatches, group=group)
+
+
+def test_dualpipev_overlaps_a_forward_with_a_full_backward_in_its_steady_state() -> None:
+    program = build("dualpipev", ranks=4, microbatches=20)
+    for rank, steps in enumerate(program.ranks):
+        blocks = [step for step in steps if isinstance(step, Overlap)]
+        assert all(
+            [part.op for part in block.parts] == [Op.FORWARD, Op.FULL_BACKWARD] for block in blocks
+        )
+        # 2 (M - 2P + r + 1) in the steady state, less the lone pair at the turn of the V, and
+        # P - 1 - r in the cool-down.
+        assert len(blocks) == 2 * (20 - 8 + rank + 1) - (rank == 3) + 3 - rank
+
+
+def test_microbatches_are_dropped_where_a_v_is_not_full() -> None:
+    few = build("zbv", ranks=3, microbatches=2)
+    many = build("zbv", ranks=3, microbatches=6)
+    for rank in range(3):
+        kept = [act for act in many.ranks[rank] if str(act)[-1] in "01"]
+        assert list(few.ranks[rank]) == kept
+    assert Counter(act.op for act in few.actions())[Op.FORWARD] == 12

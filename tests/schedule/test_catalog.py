@@ -1,0 +1,88 @@
+"""Names, and what is said of numbers that don't work."""
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalog import Family, build, family, schedules
+
+
+@pytest.mark.parametrize("each", schedules(), ids=lambda each: each.name)
+def test_case_and_separators_do_not_count(each: Family) -> None:
+    for name in (each.name, *each.aliases):
+        for written in (name.upper(), name.replace("-", "_"), name.replace("-", " ").title()):
+            assert family(written) is each
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("_ScheduleForwardOnly", "forward-only"),
+        ("ScheduleForwardOnly", "forward-only"),
+        ("ScheduleGPipe", "gpipe"),
+        ("GPipe", "gpipe"),
+        ("Schedule1F1B", "1f1b"),
+        ("1F1B", "1f1b"),
+        ("ScheduleInterleaved1F1B", "interleaved-1f1b"),
+        ("Interleaved1F1B", "interleaved-1f1b"),
+        ("ScheduleLoopedBFS", "looped-bfs"),
+        ("ScheduleInterleavedZeroBubble", "interleaved-zb"),
+        ("ScheduleZBVZeroBubble", "zbv"),
+        ("ScheduleDualPipeV", "dualpipev"),
+    ],
+)
+def test_class_names_of_torch_are_understood(theirs: str, ours: str) -> None:
+    assert family(theirs).name == ours
+
+
+def test_no_two_families_share_a_name() -> None:
+    names = [name for each in schedules() for name in (each.name, *each.aliases)]
+    assert len(names) == len(set(names))
+
+
+def test_an_unknown_name_gets_the_nearest_as_a_hint() -> None:
+    with pytest.raises(ScheduleError, match=r"no schedule 'intrleaved'; did you mean 'interleaved"):
+        build("intrleaved", ranks=2, microbatches=2)
+    with pytest.raises(ScheduleError, match=r"no schedule 'q'; The schedules are: forward-only,"):
+        build("q", ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True, None])
+@pytest.mark.parametrize("what", ["ranks", "microbatches"])
+def test_numbers_must_be_whole_and_positive(what: str, wrong: object) -> None:
+    numbers: dict[str, object] = {"ranks": 2, "microbatches": 2, what: wrong}
+    with pytest.raises(ScheduleError, match=f"{what}={wrong!r} must be a whole number from 1 on"):
+        build("gpipe", **numbers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "works"),
+    [("gpipe", 2, "1 does"), ("1f1b", 3, "1 does"), ("zbv", 1, "2 does"), ("dualpipev", 4, "2 d")],
+)
+def test_stages_per_rank_that_do_not_work_are_refused(name: str, wrong: int, works: str) -> None:
+    with pytest.raises(
+        ScheduleError, match=f"virtual={wrong} stages per rank do not work; {works}"
+    ):
+        build(name, ranks=2, microbatches=4, virtual=wrong)
+    with pytest.raises(ScheduleError, match="virtual=0 must be"):
+        build(name, ranks=2, microbatches=4, virtual=0)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="gpipe has no option 'group'; it has none"):
+        build("gpipe", ranks=2, microbatches=4, group=2)
+    with pytest.raises(ScheduleError, match="no option 'groups'; its options are: group"):
+        build("interleaved-1f1b", ranks=2, microbatches=4, groups=2)
+
+
+def test_defaults_are_one_stage_per_rank_where_linear_and_two_elsewhere() -> None:
+    stages = {each.name: build(each.name, ranks=3, microbatches=6) for each in schedules()}
+    assert {name: program.num_stages // 3 for name, program in stages.items()} == {
+        "forward-only": 1,
+        "gpipe": 1,
+        "1f1b": 1,
+        "interleaved-1f1b": 2,
+        "looped-bfs": 2,
+        "interleaved-zb": 2,
+        "zbv": 2,
+        "dualpipev": 2,
+    }
