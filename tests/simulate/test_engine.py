@@ -1,0 +1,245 @@
+"""The engine: against a slow simulation that is right by inspection, and case by case."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.catalog import build, family, schedules
+from penstock.schedule.passes import lower
+from penstock.schedule.placement import linear
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE, COVERS, prerequisites
+from penstock.schedule.text import parse_csv
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+
+COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
+    """A program of any family, and any costs per stage."""
+    name = draw(st.sampled_from([each.name for each in schedules()]))
+    program = build(
+        name,
+        ranks=draw(st.integers(1, 5)),
+        microbatches=draw(st.integers(1, 9)),
+        virtual=draw(st.sampled_from(family(name).virtuals or (1, 2, 3))),
+    )
+    per_stage = st.lists(COST, min_size=program.num_stages, max_size=program.num_stages)
+    return program, Costs(
+        forward=draw(per_stage),
+        input_grad=draw(per_stage),
+        weight_grad=draw(per_stage),
+        latency=draw(per_stage),
+        overlap=draw(st.none() | per_stage),
+    )
+
+
+def slowly(program: Program, costs: Costs) -> dict[Action, float]:
+    """The end of each action of a compute-only program: again and again, until nothing moves."""
+    stages = program.num_stages
+    lengths = {op: costs.of(op, num_stages=stages) for op in COMPUTE}
+    latency = costs.per_stage("latency", num_stages=stages)
+    ends: dict[Action, float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for steps in program.ranks:
+            free = 0.0
+            for step in steps:
+                start: float | None = free
+                for part in step.parts:
+                    for need in prerequisites(part, program.placement):
+                        end = ends.get(need)
+                        if end is None:
+                            start = None
+                            break
+                        if not program.placement.same_rank(need.stage, part.stage):
+                            end += latency[need.stage]
+                        start = max(start, end)
+                    if start is None:
+                        break
+                if start is None:
+                    break
+                length = sum(lengths[part.op][part.stage] for part in step.parts)
+                if len(step.parts) > 1 and costs.overlap is not None:
+                    length = costs.per_stage("overlap", num_stages=stages)[step.parts[0].stage]
+                free = start + length
+                for part in step.parts:
+                    for op in (part.op, *COVERS.get(part.op, ())):
+                        done = action(part.stage, op, part.microbatch)
+                        moved = moved or ends.get(done) != free
+                        ends[done] = free
+    return ends
+
+
+@settings(deadline=None, max_examples=120)
+@given(cases())
+def test_times_are_those_of_a_simulation_that_is_right_by_inspection(
+    case: tuple[Program, Costs],
+) -> None:
+    program, costs = case
+    expected, result = slowly(program, costs), simulate(program, costs)
+    for rank, steps in enumerate(program.ranks):
+        ends = iter(result.ends[rank])
+        for step in steps:
+            # Results of a block are there at its end, which is that of its last part.
+            *_, end = [next(ends) for _ in step.parts]
+            assert all(end == pytest.approx(expected[part]) for part in step.parts)
+
+
+@settings(deadline=None, max_examples=120)
+@given(cases())
+def test_spelling_out_the_transfers_changes_no_time(case: tuple[Program, Costs]) -> None:
+    program, costs = case
+    plain, lowered = simulate(program, costs), simulate(lower(program), costs)
+    for rank in range(program.num_ranks):
+        spans = [(span.action, span.start, span.end) for span in plain.trace.compute(rank)]
+        other = [(span.action, span.start, span.end) for span in lowered.trace.compute(rank)]
+        assert spans == other
+    assert lowered.messages == plain.messages
+    assert lowered.makespan == plain.makespan
+    assert lowered.busy == pytest.approx(plain.busy)
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases())
+def test_no_rank_does_two_things_at_once(case: tuple[Program, Costs]) -> None:
+    result = simulate(*case)
+    for starts, ends in zip(result.starts, result.ends, strict=True):
+        assert all(end >= start >= 0 for start, end in zip(starts, ends, strict=True))
+        assert all(later >= end - 1e-9 for end, later in zip(ends, starts[1:], strict=False))
+
+
+def test_the_same_simulation_twice_is_the_same() -> None:
+    program = build("zbv", ranks=4, microbatches=9)
+    assert simulate(program) == simulate(program)
+
+
+def test_latency_is_paid_between_ranks_only() -> None:
+    linear_result = simulate(build("gpipe", ranks=2, microbatches=1), Costs(latency=5))
+    assert linear_result.makespan == 6 + 2 * 5
+    # At the turn of a V neighbouring stages share a rank.
+    v_result = simulate(build("zbv", ranks=2, microbatches=1), Costs(latency=5))
+    assert v_result.makespan == simulate(build("zbv", ranks=2, microbatches=1)).makespan + 4 * 5
+
+
+def test_costs_per_stage() -> None:
+    costs = Costs(forward=[1, 4], input_grad=[2, 3], weight_grad=[1, 0])
+    result = simulate(build("1f1b", ranks=2, microbatches=2), costs)
+    assert result.ends == ((1, 2, 11, 18), (5, 8, 12, 15))
+
+
+def test_a_receive_holds_up_only_what_needs_its_message() -> None:
+    program = parse_csv(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+    )
+    trace = simulate(program, Costs(latency=0.5)).trace
+    times = {str(span.action): (span.start, span.end) for span in trace.spans}
+    # Both receives are posted at once and end when their messages come.
+    assert times["1RECV_F0"] == (0.0, 1.5)
+    assert times["1RECV_F1"] == (0.0, 2.5)
+    assert times["1F0"] == (1.5, 2.5)
+    assert times["0SEND_F1"] == (2.0, 2.0)
+    assert times["0RECV_B0"] == (2.0, 5.0)
+    assert times["0B0"] == (5.0, 7.0)
+    # The message came while the rank was busy: posted late, a receive ends at once.
+    assert times["1F1"] == (4.5, 5.5)
+    assert times["0RECV_B1"] == (7.0, 8.0)
+
+
+def test_actions_on_whole_stages_take_no_time() -> None:
+    program = parse_csv("0UNSHARD,0F0,0B0,0RESHARD,0UNSHARD,0F1,0B1,0RESHARD,0REDUCE_GRAD\n")
+    result = simulate(program)
+    assert (result.makespan, result.messages, result.peak_in_flight) == (6.0, 0, (1,))
+    assert result.ends[0] == (0, 1, 3, 3, 3, 4, 6, 6, 6)
+
+
+def block_program(*last: Step) -> Program:
+    f0, f1, b0, b1 = (action(0, op, mb) for op in (Op.FORWARD, Op.FULL_BACKWARD) for mb in (0, 1))
+    return Program(
+        name="test",
+        placement=linear(1),
+        num_microbatches=2,
+        ranks=((f0, Overlap(parts=(f1, b0)), b1, *last),),
+    )
+
+
+def test_a_block_lasts_as_long_as_its_parts_unless_told() -> None:
+    assert simulate(block_program()).ends == ((1, 2, 4, 6),)
+    told = simulate(block_program(), Costs(overlap=1.5))
+    # The block runs from 1 to 2.5, of which the forward has a third as it has of the parts.
+    assert told.ends == ((1, 1.5, 2.5, 4.5),)
+    assert told.busy == told.makespan == 4.5
+    free = simulate(block_program(), Costs(forward=0, input_grad=0, weight_grad=0, overlap=2))
+    assert free.ends == ((0, 1, 2, 2),)
+
+
+def test_parts_of_a_block_may_need_each_other() -> None:
+    """A device without streams runs them in their order."""
+    f0, b0 = action(0, Op.FORWARD, 0), action(0, Op.FULL_BACKWARD, 0)
+    program = Program(
+        name="test",
+        placement=linear(1),
+        num_microbatches=1,
+        ranks=((Overlap(parts=(f0, b0)),),),
+    )
+    assert simulate(program).makespan == 3
+
+
+def test_no_actions_no_time() -> None:
+    empty = Program(name="test", placement=linear(2), num_microbatches=1, ranks=((), ()))
+    result = simulate(empty)
+    assert (result.makespan, result.span, result.bubble_ratio) == (0.0, 0.0, 0.0)
+    assert result.span_bubble_ratio == 0.0
+    assert result.trace.spans == ()
+
+
+@pytest.mark.parametrize(
+    ("csv", "said"),
+    [
+        (
+            "0F0,0B0\n1B0,1F0\n",
+            r"can't go on:\n"
+            r"  rank 0, step 1 of 2 \(0B0\) waits for 1I0, which comes only later\n"
+            r"  rank 1, step 0 of 2 \(1B0\) waits for 1F0, which comes only later$",
+        ),
+        (
+            "0F0,0I0\n1F0\n",
+            r"rank 0, step 1 of 2 \(0I0\) waits for 1I0, which is not in the program",
+        ),
+        (
+            "0F0\n1RECV_F0,1F0,1SEND_B0\n",
+            r"rank 1, step 1 of 3 \(1F0\) waits for 1RECV_F0, which comes only later",
+        ),
+        (
+            "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1\n",
+            r"rank 0, step 1 of 3 \(0F1;0B0\) waits for 1I0, which is not in the program",
+        ),
+        ("0F0,0F0,0B0\n", r"stage 0, microbatch 0, action 0F0: done twice"),
+        ("0F0,0B0,0I0\n", r"stage 0, microbatch 0, action 0I0: done twice"),
+    ],
+)
+def test_a_program_that_can_not_run_says_who_waits_for_what(csv: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        simulate(parse_csv(csv))
+
+
+def test_a_receive_without_its_send_is_named() -> None:
+    program = Program(
+        name="test",
+        placement=linear(2),
+        num_microbatches=1,
+        ranks=((action(0, Op.FORWARD, 0),), (action(1, Op.RECV_F, 0),)),
+    )
+    with pytest.raises(ScheduleError, match=r"rank 1 \(1RECV_F0\) waits for 0SEND_F0, to which"):
+        simulate(program)
+
+
+def test_costs_for_another_number_of_stages_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"Costs\(latency=.* has 2 numbers, .* has 3 stages"):
+        simulate(build("gpipe", ranks=3, microbatches=1), Costs(latency=[1, 2]))
