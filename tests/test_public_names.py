@@ -1,0 +1,60 @@
+"""The public surface: what is there, where it comes from, and what importing it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import penstock
+
+
+def run(code: str) -> None:
+    """Run code in a fresh interpreter: imports happen once per process."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", penstock.__all__)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(penstock, name)
+    assert value.__doc__
+    assert name in dir(penstock)
+    assert getattr(penstock, name) is value
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'penstock' has no attribute 'nothing'"):
+        penstock.nothing  # noqa: B018
+
+
+def test_importing_and_planning_loads_no_torch() -> None:
+    run(
+        "import sys, penstock\n"
+        "program = penstock.build('1f1b', ranks=2, microbatches=4)\n"
+        "assert penstock.simulate(program, penstock.Costs(latency=1)).makespan > 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import penstock",
+        "import penstock.simulate.engine; import penstock",
+        "import penstock; import penstock.simulate.engine",
+        "from penstock.simulate.costs import Costs; import penstock",
+        "import penstock; from penstock.simulate.memory import peak_in_flight",
+        "import penstock; penstock.simulate; from penstock.simulate import engine",
+    ],
+)
+def test_simulate_is_the_function_in_any_order_of_imports(imports: str) -> None:
+    """A subpackage has the same name, and its import would bind it over a lazy function."""
+    run(
+        f"{imports}\n"
+        "program = penstock.build('gpipe', ranks=4, microbatches=8)\n"
+        "assert penstock.simulate(program).makespan == 33\n"
+        "from penstock import simulate\n"
+        "assert simulate is penstock.simulate\n"
+        "from penstock.simulate.engine import simulate as same\n"
+        "assert simulate is same\n"
+    )
