@@ -40,6 +40,7 @@ _OVERLAP = "OVERLAP_F_B"
 _NAMES = {op.value: op for op in Op}
 _ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(_NAMES, key=len, reverse=True))})([0-9]*)")
 _JSON_FORMAT = "penstock program 1"
+_JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "ranks"}
 
 T = TypeVar("T")
 
@@ -228,6 +229,9 @@ def from_json(text: str) -> Program:
         raise ScheduleError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
         raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
+    unknown = sorted(document.keys() - _JSON_FIELDS)
+    if unknown:
+        raise ScheduleError(f"not a program: unknown fields {unknown}")
     rows = _field(document, "ranks", list)
     for row, cells in enumerate(rows):
         if not isinstance(cells, list) or not all(isinstance(cell, str) for cell in cells):
