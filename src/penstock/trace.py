@@ -62,12 +62,12 @@ class Trace:
     @property
     def span(self) -> float:
         """The longest of the ranks' own times from first start to last end of compute."""
-        longest = 0.0
-        for rank in range(self.num_ranks):
-            spans = self.compute(rank)
-            if spans:
-                longest = max(longest, max(s.end for s in spans) - min(s.start for s in spans))
-        return longest
+        bounds: dict[int, tuple[float, float]] = {}
+        for s in self.spans:
+            if s.action.op in COMPUTE:
+                start, end = bounds.get(s.rank, (s.start, s.end))
+                bounds[s.rank] = (min(start, s.start), max(end, s.end))
+        return max((end - start for start, end in bounds.values()), default=0.0)
 
     @property
     def bubble_ratio(self) -> float:
