@@ -50,20 +50,17 @@ def slowly(program: Program, costs: Costs) -> dict[Action, float]:
         for steps in program.ranks:
             free = 0.0
             for step in steps:
-                start: float | None = free
-                for part in step.parts:
-                    for need in prerequisites(part, program.placement):
-                        end = ends.get(need)
-                        if end is None:
-                            start = None
-                            break
-                        if not program.placement.same_rank(need.stage, part.stage):
-                            end += latency[need.stage]
-                        start = max(start, end)
-                    if start is None:
-                        break
-                if start is None:
+                needs = [
+                    (part, need)
+                    for part in step.parts
+                    for need in prerequisites(part, program.placement)
+                ]
+                if not all(need in ends for _, need in needs):
                     break
+                start = free
+                for part, need in needs:
+                    local = program.placement.same_rank(need.stage, part.stage)
+                    start = max(start, ends[need] + (0.0 if local else latency[need.stage]))
                 length = sum(lengths[part.op][part.stage] for part in step.parts)
                 if len(step.parts) > 1 and costs.overlap is not None:
                     length = costs.per_stage("overlap", num_stages=stages)[step.parts[0].stage]
@@ -147,9 +144,16 @@ def test_a_receive_holds_up_only_what_needs_its_message() -> None:
     assert times["0SEND_F1"] == (2.0, 2.0)
     assert times["0RECV_B0"] == (2.0, 5.0)
     assert times["0B0"] == (5.0, 7.0)
-    # The message came while the rank was busy: posted late, a receive ends at once.
     assert times["1F1"] == (4.5, 5.5)
     assert times["0RECV_B1"] == (7.0, 8.0)
+
+
+def test_a_receive_posted_after_its_message_came_ends_at_once() -> None:
+    program = parse_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n")
+    trace = simulate(program, Costs(forward=[1, 9])).trace
+    times = {str(span.action): (span.start, span.end) for span in trace.spans}
+    assert times["1RECV_F1"] == (10.0, 10.0)
+    assert times["1F1"] == (10.0, 19.0)
 
 
 def test_actions_on_whole_stages_take_no_time() -> None:
