@@ -57,8 +57,8 @@ def dualpipev(*, ranks: int, microbatches: int) -> Program:
 
 def _phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, Pattern]]:
     above = ranks - 1 - rank
-    # At the turn of the V the first backward is on its own: its result starts the way back of
-    # all ranks, and as part of a block it would come later.
+    # At the turn of the V the first pair runs apart, as published: in a block, the backward that
+    # all other ranks wait for would share its device with a forward.
     turn = int(above == 0)
     half, odd = divmod(rank + 1, 2)
     return [
