@@ -44,7 +44,9 @@ class Program:
     @property
     def has_transfers(self) -> bool:
         """Whether the program spells out its sends and receives."""
-        return any(a.op is Op.SEND_F or a.op is Op.SEND_B for a in self.actions())
+        # Blocks hold computations only; taking none apart makes this several times faster.
+        ops = {s.op for steps in self.ranks for s in steps if isinstance(s, Action)}
+        return Op.SEND_F in ops or Op.SEND_B in ops
 
     def actions(self) -> Iterator[Action]:
         """Every action, rank by rank, overlapped blocks taken apart."""

@@ -83,33 +83,43 @@ class _Engine:
     def play(self) -> None:
         """Take every rank through its steps, events in order of time and rank."""
         tables, done, events = self.tables, self.done, self.events
-        # One name each: the loop below runs once per action.
-        needs, durations, messages = tables.needs, tables.durations, tables.messages
+        # One name each, and no calls but the heap's: the loop below runs once per action.
+        width, receives, needs = tables.num_microbatches, tables.receives, tables.needs
+        durations, messages, fulfils = tables.durations, tables.messages, tables.fulfils
+        entries, position, starts, ends = tables.entries, self.position, self.starts, self.ends
+        parked, posted = self.parked, self.posted
         while events:
             start, rank = heappop(events)
-            slot = tables.entries[rank][self.position[rank]]
+            slot = entries[rank][position[rank]]
             if not isinstance(slot, int):
                 self.play_block(start, rank, slot)
                 continue
-            row = slot // tables.num_microbatches
-            if tables.receives[row]:
+            row = slot // width
+            if receives[row]:
                 self.post(start, rank, slot, row)
                 continue
             for offset, delay in needs[row]:
                 ready = done[slot + offset]
                 if ready is None:
-                    self.parked.setdefault(slot + offset, []).append(rank)
+                    parked.setdefault(slot + offset, []).append(rank)
                     break
                 if ready + delay > start:
                     start = ready + delay
             else:
                 end = start + durations[row]
-                self.starts[rank].append(start)
-                self.ends[rank].append(end)
+                starts[rank].append(start)
+                ends[rank].append(end)
                 self.busy += durations[row]
                 self.messages += messages[row]
-                self.finish(slot, row, end)
-                self.proceed(rank, end)
+                for offset in fulfils[row]:
+                    result = slot + offset
+                    if done[result] is not None or result in parked or result in posted:
+                        self.settle(result, end)
+                    else:
+                        done[result] = end
+                position[rank] += 1
+                if position[rank] < len(entries[rank]):
+                    heappush(events, (end, rank))
 
     def play_block(self, start: float, rank: int, slots: tuple[int, ...]) -> None:
         """Run the parts of a block together, if all can run."""
@@ -156,20 +166,23 @@ class _Engine:
         self.proceed(rank, start)
 
     def finish(self, slot: int, row: int, end: float) -> None:
-        """Note the time of all that an action fulfils, and wake who waits for it."""
+        """Settle all that an action fulfils."""
         for offset in self.tables.fulfils[row]:
-            if self.done[slot + offset] is not None:
-                raise self.doubled(slot + offset)
-            self.done[slot + offset] = end
-            if slot + offset in self.parked:
-                for rank in self.parked.pop(slot + offset):
-                    heappush(self.events, (end, rank))
-            if slot + offset in self.posted:
-                receive, rank, place = self.posted.pop(slot + offset)
-                receive_row = receive // self.tables.num_microbatches
-                ((_, delay),) = self.tables.needs[receive_row]
-                self.ends[rank][place] = end + delay
-                self.finish(receive, receive_row, end + delay)
+            self.settle(slot + offset, end)
+
+    def settle(self, slot: int, end: float) -> None:
+        """Note the time of a result, and wake who waits for it."""
+        if self.done[slot] is not None:
+            raise self.doubled(slot)
+        self.done[slot] = end
+        for rank in self.parked.pop(slot, ()):
+            heappush(self.events, (end, rank))
+        if slot in self.posted:
+            receive, rank, place = self.posted.pop(slot)
+            row = receive // self.tables.num_microbatches
+            ((_, delay),) = self.tables.needs[row]
+            self.ends[rank][place] = end + delay
+            self.finish(receive, row, end + delay)
 
     def proceed(self, rank: int, free: float) -> None:
         """Let the rank come to its next step, if it has one, at time ``free``."""
