@@ -41,8 +41,7 @@ def interleaved_1f1b(
         ranks: number of ranks.
         microbatches: number of microbatches.
         virtual: stages per rank.
-        group: the least number of microbatches that go round together (the last loop through,
-            the next group starts); None for ``ranks``.
+        group: the least number of microbatches that go round together; None for ``ranks``.
 
     Raises:
         ScheduleError: ``group`` is below ``ranks`` or above ``microbatches``.
