@@ -24,14 +24,51 @@ if TYPE_CHECKING:
         ScheduleError,
         StageError,
     )
+    from penstock.pipeline import Pipeline
+    from penstock.runtime.microbatch import (
+        TensorChunkSpec,
+        merge_chunks,
+        split_args_kwargs_into_chunks,
+    )
+    from penstock.runtime.schedules import (
+        PipelineSchedule,
+        Schedule1F1B,
+        ScheduleDualPipeV,
+        ScheduleForwardOnly,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        ScheduleLoopedBFS,
+        ScheduleProgram,
+        ScheduleZBVZeroBubble,
+        get_schedule_class,
+    )
     from penstock.schedule.action import Action, Op
     from penstock.schedule.catalog import build, schedules
     from penstock.schedule.program import Program
     from penstock.simulate.costs import Costs
     from penstock.simulate.result import Simulation
+    from penstock.stage.manual import PipelineStage
     from penstock.trace import Span, Trace
 
 __all__ = [
+    # training
+    "Pipeline",
+    "PipelineStage",
+    "PipelineSchedule",
+    "ScheduleForwardOnly",
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+    "ScheduleProgram",
+    "get_schedule_class",
+    "TensorChunkSpec",
+    "split_args_kwargs_into_chunks",
+    "merge_chunks",
     # planning
     "build",
     "schedules",
@@ -64,11 +101,31 @@ _HOLDS = {
         "PeerError",
         "InternalError",
     ),
+    "penstock.pipeline": ("Pipeline",),
+    "penstock.runtime.microbatch": (
+        "TensorChunkSpec",
+        "merge_chunks",
+        "split_args_kwargs_into_chunks",
+    ),
+    "penstock.runtime.schedules": (
+        "PipelineSchedule",
+        "Schedule1F1B",
+        "ScheduleDualPipeV",
+        "ScheduleForwardOnly",
+        "ScheduleGPipe",
+        "ScheduleInterleaved1F1B",
+        "ScheduleInterleavedZeroBubble",
+        "ScheduleLoopedBFS",
+        "ScheduleProgram",
+        "ScheduleZBVZeroBubble",
+        "get_schedule_class",
+    ),
     "penstock.schedule.action": ("Action", "Op"),
     "penstock.schedule.catalog": ("build", "schedules"),
     "penstock.schedule.program": ("Program",),
     "penstock.simulate.costs": ("Costs",),
     "penstock.simulate.result": ("Simulation",),
+    "penstock.stage.manual": ("PipelineStage",),
     "penstock.trace": ("Trace", "Span"),
 }
 _HOME = {name: module for module, names in _HOLDS.items() for name in names}

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import PeerError, PenstockError
+from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime import torch_private
 from penstock.runtime.failure import Board, as_error, cause_of
 from penstock.runtime.transport import empty_tensors
@@ -79,7 +79,7 @@ class C10dTransport:
         self._connected = False
         self._held: defaultdict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._max_held = MAX_HELD_SENDS
-        self._store = group.get_group_store()
+        self._store: Any = group.get_group_store()
         self._key = f"penstock/{key}"
         self._board = Board(self._store, self._key)
         self._watcher = _Watcher(self, timeout_s)
@@ -115,9 +115,7 @@ class C10dTransport:
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receipt:
         group = self._up if peer < self.rank else self._down
         tensors = empty_tensors(metas, device)
-        return _Receipt(
-            self, peer, tensors, [group.recv([t], peer, DATA_TAG) for t in tensors]
-        )
+        return _Receipt(self, peer, tensors, [group.recv([t], peer, DATA_TAG) for t in tensors])
 
     def relax(self, relaxed: bool) -> None:
         self._max_held = 1 << 30 if relaxed else MAX_HELD_SENDS
@@ -189,6 +187,7 @@ class C10dTransport:
 
     def fail(self, error: BaseException) -> PenstockError | None:
         waited_for = self._watcher.stop()
+        self._board.is_lost |= self._watcher.lost_the_store
         found = self._board.read()
         if found is None and waited_for is not None and not isinstance(error, PenstockError):
             # A wait broke: its peer may have failed a moment before it could say so.
@@ -206,14 +205,19 @@ class C10dTransport:
         return as_error(found)
 
     def _broken_wait(self, error: BaseException, waited_for: tuple[int | None, float]) -> PeerError:
-        peer, since = waited_for
+        peer, _ = waited_for
         whom = "the other ranks" if peer is None else f"rank {peer}"
-        waited_s = time.monotonic() - since
         if self._watcher.timed_out:
-            told = f"no word from {whom} within {waited_s:.0f} s, and no rank reports a failure"
+            told = (
+                f"no word from {whom} within {self._watcher.timeout_s:g} s, and no rank reports a "
+                "failure; pass a longer timeout_s if a step may take so long"
+            )
+        elif self._board.is_lost:
+            told = "the store that joins the ranks is gone; the process that holds it (the group's "
+            told += f"rank 0, most often) may have died. This rank was waiting for {whom} ({error})"
         else:
             told = f"the connection to {whom} broke; its process may have died ({error})"
-        raised = PeerError(told)
+        raised = PeerError(told, where=Where(rank=self.rank))
         raised.__cause__ = error
         return raised
 
@@ -252,22 +256,22 @@ class _Watcher:
         waiting_for: the peer that the main thread waits for (None: several) and since when;
             None while it does not wait.
         timed_out: whether a wait took longer than it may.
+        lost_the_store: whether the store is gone.
     """
 
     def __init__(self, transport: C10dTransport, timeout_s: float) -> None:
         self.waiting_for: tuple[int | None, float] | None = None
         self.timed_out = False
+        self.lost_the_store = False
         self._transport = transport
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self._awake = threading.Event()
         self._stopped = threading.Event()
 
     def start(self) -> None:
         if self._thread is None and not self._stopped.is_set():
-            self._thread = threading.Thread(
-                target=self._look, name="penstock-watcher", daemon=True
-            )
+            self._thread = threading.Thread(target=self._look, name="penstock-watcher", daemon=True)
             self._thread.start()
         self._awake.set()
 
@@ -296,10 +300,11 @@ class _Watcher:
             waited_s = time.monotonic() - since
             if waited_s < LOOK_INTERVAL_S:
                 continue
-            if waited_s > self._timeout_s:
+            if waited_s > self.timeout_s:
                 self.timed_out = True
-            elif board.read() is None:
+            elif board.read() is None and not board.is_lost:
                 continue
+            self.lost_the_store = board.is_lost
             if self.waiting_for == waiting:
                 self._transport.wake(peer)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.runtime.batch import Batch
-from penstock.stage.data_parallel import Replicas, replicas_of
 from penstock.runtime.executor import Executor
 from penstock.runtime.inbox import Inbox
 from penstock.runtime.player import Call, LossFn, Player, Role
@@ -25,12 +25,13 @@ from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, s
 from penstock.runtime.shapes import ShapeBook
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Op
+from penstock.schedule.check import check
 from penstock.schedule.order import global_order
 from penstock.schedule.passes import forward_only, insert_sharding, lower
-from penstock.schedule.check import check
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import format_csv
+from penstock.stage.data_parallel import Replicas, replicas_of
 from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
@@ -79,9 +80,9 @@ class Engine:
         self._agreed = False
         self._num_steps = 0
         self._check_stages(program)
-        replicas = {i: replicas_of(stage.submod) for i, stage in self.stages.items()}
-        self._replicas = {i: r for i, r in replicas.items() if r is not None}
-        if any(r.sharded for r in self._replicas.values()):
+        self._wrapped = {i: s.submod for i, s in self.stages.items()}
+        self._replicas = {i: replicas_of(submod) for i, submod in self._wrapped.items()}
+        if any(r is not None and r.sharded for r in self._replicas.values()):
             program = insert_sharding(program)
         self.program = check(lower(program))
         self.eval_program = check(lower(forward_only(program)))
@@ -140,40 +141,62 @@ class Engine:
         Raises:
             PenstockError: this rank failed, or another one did.
         """
-        if self.failure is not None:
-            raise PeerError(
-                f"an earlier step failed, and this schedule can't go on: {self.failure}"
-            ) from self.failure
         act = self._last = self._train if train else self._eval
-        try:
-            return self._run(act, batch)
-        except BaseException as error:
-            raised = self._failed(act, error)
-            if raised is None:
-                raise
-            raise raised from error
-
-    def _run(self, act: _Act, batch: Batch) -> list[Tensor]:
         for transport in self.transports:
             transport.begin()
         self._agree()
         act.open(batch)
-        for replicas in self._replicas.values():
-            replicas.begin()
+        replicas = self._current_replicas(act)
+        for each in replicas:
+            each.begin()
         with torch.set_grad_enabled(act.train):
             act.executor.run()
         for transport in self.transports:
             transport.drain()
-        for replicas in self._replicas.values():
-            replicas.end()
+        for each in replicas:
+            each.end()
         losses = act.share_losses(batch)
+        for player in act.players.values():
+            player.rest()
         for transport in self.transports:
             transport.end()
         self._num_steps += 1
         return losses
 
-    def _failed(self, act: _Act, error: BaseException) -> BaseException | None:
-        """What to raise for ``error``; the others are told."""
+    def _current_replicas(self, act: _Act) -> list[Replicas]:
+        # A stage's module may be wrapped, or wrapped differently, between steps.
+        for i, stage in self.stages.items():
+            if stage.submod is not self._wrapped[i]:
+                self._wrapped[i] = stage.submod
+                self._replicas[i] = replicas_of(stage.submod)
+            act.players[i].replicas = self._replicas[i]
+        return [r for r in self._replicas.values() if r is not None]
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """A step runs in this: whatever is raised in it, every rank gets to know.
+
+        Raises:
+            PeerError: an earlier step failed.
+        """
+        if self.failure is not None:
+            raise PeerError(
+                f"an earlier step failed, and this schedule can't go on: {self.failure}"
+            ) from self.failure
+        self._last.executor.marks = []
+        try:
+            yield
+        except BaseException as error:
+            raised = self._failed(error)
+            if raised is None:
+                raise
+            raise raised from error
+
+    def _failed(self, error: BaseException) -> BaseException | None:
+        """What to raise for ``error``, where that is another one; the others are told."""
+        act = self._last
+        if not act.executor.marks and len(self.transports) == self.program.num_ranks:
+            return None  # nothing has run, and nobody else is concerned
         call = act.executor.failed
         placed = _placed(error, call, self.program) if call is not None else error
         told = [t.fail(placed) for t in self.transports]
@@ -183,8 +206,7 @@ class Engine:
         else:
             self.failure = PeerError(f"{type(raised).__name__}: {raised}")
         for player in act.players.values():
-            player.reset(player.batch)
-        act.executor.marks = []
+            player.reset()
         return None if raised is error else raised
 
     def _agree(self) -> None:
@@ -260,8 +282,12 @@ class _Act:
         players: dict[int, Player] = {}
         for transport in engine.transports:
             stages = [engine.stages[i] for i in placement.stages_of(transport.rank)]
-            peers = {placement.rank_of(s.stage_index + d) for s in stages for d in (-1, 1)
-                     if 0 <= s.stage_index + d < placement.num_stages}
+            peers = {
+                placement.rank_of(s.stage_index + d)
+                for s in stages
+                for d in (-1, 1)
+                if 0 <= s.stage_index + d < placement.num_stages
+            }
             inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
             for stage in stages:
                 players[stage.stage_index] = Player(
@@ -271,7 +297,6 @@ class _Act:
                     transport,
                     inboxes,
                     frozenset(deferred[stage.stage_index]),
-                    engine._replicas.get(stage.stage_index),
                 )
         for index, player in players.items():
             player.connect(
@@ -319,8 +344,9 @@ class _Act:
             raise StageError(
                 "no target, where the loss is computed: the rank of the last stage passes "
                 "target= (or target_mbs=) to step()",
-                where=Where(rank=placement.rank_of(placement.num_stages - 1),
-                            stage=placement.num_stages - 1),
+                where=Where(
+                    rank=placement.rank_of(placement.num_stages - 1), stage=placement.num_stages - 1
+                ),
             )
         header = [engine._num_steps, int(self.train)]
         for transport in sorted(engine.transports, key=lambda t: t.rank != root):
@@ -335,7 +361,7 @@ class _Act:
         for transport in engine.transports:
             transport.relax(fresh or engine.options.dynamic_shapes)
         for player in self.players.values():
-            player.reset(batch)
+            player.batch = batch
 
     def share_losses(self, batch: Batch) -> list[Tensor]:
         """The losses on every rank, as the rank of the last stage has them."""

@@ -63,6 +63,6 @@ class Executor:
 
     @staticmethod
     def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

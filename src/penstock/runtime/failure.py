@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import traceback
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -84,27 +85,38 @@ class Board:
     """Where the first cause is written, for all ranks of one schedule.
 
     Args:
-        store: a store that all ranks share; each thread needs a clone of its own.
+        store: a ``torch.distributed.Store`` that all ranks share; each thread needs a clone of its own.
         key: names the schedule, alike on all ranks.
+
+    Attributes:
+        is_lost: whether the store is gone, and with it most likely the process that held it.
     """
 
-    def __init__(self, store: dist.Store, key: str) -> None:
+    def __init__(self, store: Any, key: str) -> None:
         self._store = store
         self._key = key
+        # Once lost, a store stays lost, and asking it again costs a page of log each time.
+        self.is_lost = False
 
     def write(self, cause: Cause) -> Cause:
         """Write ``cause`` unless another one came first; returns the one that stands."""
+        if self.is_lost:
+            return cause
         try:
             data = self._store.compare_set(self._key, "", json.dumps(asdict(cause)))
-        except (RuntimeError, dist.DistError):  # the store is gone, and with it who held it
+        except (RuntimeError, dist.DistError):
+            self.is_lost = True
             return cause
         return Cause(**json.loads(data))
 
     def read(self) -> Cause | None:
-        """The cause, if there is one."""
+        """The cause, if there is one. Where the store is gone, ``is_lost`` says so."""
+        if self.is_lost:
+            return None
         try:
             if not self._store.check([self._key]):
                 return None
             return Cause(**json.loads(self._store.get(self._key)))
         except (RuntimeError, dist.DistError):
+            self.is_lost = True
             return None

@@ -33,9 +33,7 @@ class _Fabric:
     num_posted: defaultdict[Edge, int] = field(default_factory=lambda: defaultdict(int))
     notes: defaultdict[Edge, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
     # Shared values wait, per root and rank, for the ranks that come after the root.
-    numbers: defaultdict[Edge, deque[list[int]]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )
+    numbers: defaultdict[Edge, deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
     tensors: defaultdict[Edge, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
 
 

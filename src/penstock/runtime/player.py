@@ -18,11 +18,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import BoundaryError, StageError
 from penstock.runtime.batch import Batch
-from penstock.stage.data_parallel import Replicas
 from penstock.runtime.inbox import Inbox
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Action, Op
 from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
+from penstock.stage.data_parallel import Replicas
 from penstock.stage.slots import Slot
 from penstock.stage.stage import Stage
 
@@ -73,6 +73,8 @@ class Player:
         transport: its rank's connection.
         inboxes: its rank's inboxes, by peer.
         deferred: the microbatches whose weight gradients are left to W.
+
+    Attributes:
         replicas: the data-parallel wrapper of its module, if any.
     """
 
@@ -84,16 +86,16 @@ class Player:
         transport: Transport,
         inboxes: dict[int, Inbox],
         deferred: frozenset[int],
-        replicas: Replicas | None,
     ) -> None:
         self.stage = stage
         self.slots = [Slot(m) for m in range(num_microbatches)]
-        self.batch = Batch(num_microbatches)
+        # Between steps a batch that holds nothing: the step's tensors are the caller's again.
+        self._no_batch = self.batch = Batch(num_microbatches)
         self._role = role
         self._transport = transport
         self._inboxes = inboxes
         self._deferred = deferred
-        self._replicas = replicas
+        self.replicas: Replicas | None = None
         # The neighbours: players on this rank, or peers.
         self._before: Player | int | None = None
         self._after: Player | int | None = None
@@ -109,9 +111,13 @@ class Player:
         self._before = before
         self._after = after
 
-    def reset(self, batch: Batch) -> None:
-        """Start a step on this batch."""
-        self.batch = batch
+    def rest(self) -> None:
+        """The step is over: let go of its batch."""
+        self.batch = self._no_batch
+
+    def reset(self) -> None:
+        """Forget what a broken step has left. A whole one leaves nothing."""
+        self.rest()
         for slot in self.slots:
             slot.clear()
 
@@ -160,19 +166,29 @@ class Player:
         return calls
 
     def _bind_whole_stage(self, action: Action) -> list[Call]:
-        # A stage that is not replicated or sharded has nothing to gather or reduce.
-        replicas = self._replicas
-        if replicas is None:
-            return []
         match action.op:
             case Op.UNSHARD:
-                return [Call(action, replicas.unshard)]
+                return [Call(action, self._unshard)]
             case Op.RESHARD:
-                return [Call(action, replicas.reshard)]
+                return [Call(action, self._reshard)]
             case Op.REDUCE_GRAD:
-                return [Call(action, replicas.reduce_grads)]
+                return [Call(action, self._reduce_grads)]
             case _:
                 raise AssertionError(f"{action} names no microbatch")
+
+    # A stage that is not replicated or sharded has nothing to gather or reduce.
+
+    def _unshard(self) -> None:
+        if self.replicas is not None:
+            self.replicas.unshard()
+
+    def _reshard(self) -> None:
+        if self.replicas is not None:
+            self.replicas.reshard()
+
+    def _reduce_grads(self) -> None:
+        if self.replicas is not None:
+            self.replicas.reduce_grads()
 
     # --- forward -----------------------------------------------------------------------------
 
@@ -208,9 +224,7 @@ class Player:
     def _forward(self, slot: Slot) -> None:
         mb = slot.microbatch
         args = self._arguments(slot)
-        output = self.stage.forward(
-            slot, args, self.batch.kwargs[mb], defer=mb in self._deferred
-        )
+        output = self.stage.forward(slot, args, self.batch.kwargs[mb], defer=mb in self._deferred)
         if self.stage.is_last:
             self._finish(slot, output)
         else:
@@ -229,9 +243,7 @@ class Player:
             self._after.accept(slot.microbatch, slot.outgoing, spec)
             slot.outgoing = None
 
-    def accept(
-        self, microbatch: int, tensors: Sequence[Tensor] | None, spec: BoundarySpec
-    ) -> None:
+    def accept(self, microbatch: int, tensors: Sequence[Tensor] | None, spec: BoundarySpec) -> None:
         """Take the activations from a stage on the same rank."""
         slot = self.slots[microbatch]
         slot.arrival = tensors

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PenstockError, ScheduleError, StageError
@@ -19,8 +18,12 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.engine import Engine, Options
 from penstock.runtime.loopback import loopback
-from penstock.runtime.microbatch import merge_chunks, num_chunks, split_args_kwargs_into_chunks
-from penstock.runtime.microbatch import split_tree
+from penstock.runtime.microbatch import (
+    merge_chunks,
+    num_chunks,
+    split_args_kwargs_into_chunks,
+    split_tree,
+)
 from penstock.runtime.transport import Transport
 from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
@@ -100,9 +103,7 @@ class PipelineSchedule:
         try:
             check_indices(stages)
             program = program or self._build(stages, transports[0].num_ranks)
-            self.engine = Engine(
-                program, {s.stage_index: s for s in stages}, transports, options
-            )
+            self.engine = Engine(program, {s.stage_index: s for s in stages}, transports, options)
         except PenstockError as error:
             # The other ranks may be waiting for this one in their first step.
             for transport in transports:
@@ -162,12 +163,13 @@ class PipelineSchedule:
         Raises:
             PenstockError: this rank failed, or another one did; see its type.
         """
-        if not torch.is_grad_enabled():
-            raise StageError("step() computes gradients, and was called under no_grad; use eval()")
-        batch = self._batch(
-            args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
-        )
-        return self._finish(batch, self.engine.run(batch, train=self._trains), losses)
+        with self.engine.guard():
+            if not torch.is_grad_enabled():
+                raise StageError("step() computes gradients, but runs under no_grad; use eval()")
+            batch = self._batch(
+                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
+            )
+            return self._finish(batch, self.engine.run(batch, train=self._trains), losses)
 
     def eval(
         self,
@@ -184,8 +186,10 @@ class PipelineSchedule:
 
         Losses are computed where a target is given.
         """
-        batch = self._batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, True)
-        with torch.no_grad():
+        with self.engine.guard(), torch.no_grad():
+            batch = self._batch(
+                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, True
+            )
             return self._finish(batch, self.engine.run(batch, train=False), losses)
 
     def _batch(
@@ -385,7 +389,7 @@ class ScheduleInterleavedZeroBubble(ScheduleInterleaved1F1B):
 
 
 class ScheduleZBVZeroBubble(ScheduleInterleaved1F1B):
-    """Zero bubble on a V: rank r holds stages r and 2P − 1 − r."""
+    """Zero bubble on a V: rank r holds stages r and 2P - 1 - r."""
 
     schedule_name = "zbv"
 
@@ -411,9 +415,7 @@ class ScheduleProgram(PipelineSchedule):
         loss_fn: LossFn | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            stages, program.num_microbatches, loss_fn, program=program, **options
-        )
+        super().__init__(stages, program.num_microbatches, loss_fn, program=program, **options)
 
 
 _CLASSES: tuple[type[PipelineSchedule], ...] = (

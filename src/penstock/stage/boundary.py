@@ -54,11 +54,15 @@ class TensorMeta:
         return cls(shape=tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what this describes."""
+        """Whether ``tensor`` is what this describes.
+
+        One that needs no gradient any more fits (its producer was frozen since); one that needs
+        a gradient which nobody would send back does not.
+        """
         return (
             tensor.shape == self.shape
             and tensor.dtype is self.dtype
-            and tensor.requires_grad is self.requires_grad
+            and (self.requires_grad or not tensor.requires_grad)
         )
 
     def __str__(self) -> str:
@@ -219,6 +223,10 @@ class BoundarySpec:
 
 
 _HINT = "; pass dynamic_shapes=True where this may change between microbatches"
+_UNFROZEN = (
+    "; it took no gradient when this shape was first met: make the schedule anew after unfreezing "
+    "parameters, or pass dynamic_shapes=True"
+)
 
 
 def describe(output: Any) -> BoundarySpec:
@@ -259,7 +267,14 @@ def _same_plain(left: Plain, right: Plain) -> bool:
 def _mismatch(slot: int, expected: TensorMeta | Plain, got: Any) -> BoundaryError:
     shown = TensorMeta.of(got) if isinstance(got, Tensor) else repr(got)
     wanted = expected if isinstance(expected, TensorMeta) else repr(expected)
-    return BoundaryError(f"output {slot} is {shown}, expected {wanted}{_HINT}")
+    hint = _HINT
+    if (
+        isinstance(shown, TensorMeta)
+        and isinstance(expected, TensorMeta)
+        and (shown.shape, shown.dtype) == (expected.shape, expected.dtype)
+    ):
+        hint = _UNFROZEN
+    return BoundaryError(f"output {slot} is {shown}, expected {wanted}{hint}")
 
 
 # --- the JSON form ---------------------------------------------------------------------------

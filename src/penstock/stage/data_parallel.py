@@ -7,8 +7,9 @@ schedule computes input and weight gradients, nor from which of the two a hook f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,30 +23,30 @@ from penstock.stage import replica_private
 __all__ = ["Replicas", "replicas_of"]
 
 
-class Replicas(Protocol):
+class Replicas(ABC):
     """A stage's module as one of several replicas or shards."""
 
-    sharded: bool
+    sharded: ClassVar[bool]
 
+    @abstractmethod
     def begin(self) -> None:
         """Start a step: no reduction until ``reduce_grads``."""
-        ...
 
+    @abstractmethod
     def unshard(self) -> None:
         """Gather the parameters, where they are sharded."""
-        ...
 
+    @abstractmethod
     def reshard(self) -> None:
         """Let go of gathered parameters."""
-        ...
 
+    @abstractmethod
     def reduce_grads(self) -> None:
         """Average the gradients over the replicas, once per step."""
-        ...
 
+    @abstractmethod
     def end(self) -> None:
         """End the step: as the module was before it."""
-        ...
 
 
 def replicas_of(module: nn.Module) -> Replicas | None:
@@ -65,7 +66,7 @@ def replicas_of(module: nn.Module) -> Replicas | None:
     return _Fsdp(roots) if roots else None
 
 
-class _Ddp:
+class _Ddp(Replicas):
     sharded = False
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -91,7 +92,7 @@ class _Ddp:
         self._module.require_backward_grad_sync = self._synced
 
 
-class _Fsdp:
+class _Fsdp(Replicas):
     sharded = True
 
     def __init__(self, roots: list[FSDPModule]) -> None:

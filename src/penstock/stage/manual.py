@@ -312,9 +312,7 @@ class PipelineStage(Stage):
         slot = self._slot(bwd_chunk_id)
         spec = self._known(slot.spec or self._outputs_spec, "output_args")
         metas = [spec.metas[i] for i in spec.grad_slots]
-        slot.grad_arrival = [
-            torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas
-        ]
+        slot.grad_arrival = [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
         return self._p2p(dist.irecv, slot.grad_arrival, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -390,9 +388,7 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _static_spec(
-    values: Any, grads: Any, what: str, stage_index: int
-) -> BoundarySpec | None:
+def _static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
     """The spec of statically given values; floating ones take gradients unless told otherwise."""
     if values is None:
         return None

@@ -47,7 +47,8 @@ class Slot:
         phase: how far it has come.
         arrival: the activations that are expected or here (the runtime's, or tensors by hand).
         leaves: the stage's inputs whose gradients go back.
-        roots: the gradient edges of what the stage sent on, for the tensors that take gradients.
+        roots: the gradient edges of what the stage sent on, for the tensors that take gradients;
+            None for one that took one when its shape was first met, and no longer does.
         outgoing: the tensors to send on; None once they are on their way.
         grad_arrival: the gradients of ``outgoing`` that are expected or here.
         outgoing_grads: the gradients to send back.
@@ -87,7 +88,7 @@ class Slot:
         self.arrival: Any = None
         self.grad_arrival: Any = None
         self.leaves: Sequence[Tensor] = ()
-        self.roots: Sequence[GradientEdge] = ()
+        self.roots: Sequence[GradientEdge | None] = ()
         self.outgoing: Sequence[Tensor] | None = None
         self.outgoing_grads: Sequence[Tensor | None] | None = None
         self.output: Any = None

@@ -104,7 +104,10 @@ class Stage:
         """
         tensors = spec.tensors(output)
         slot.spec = spec
-        slot.roots = [get_gradient_edge(tensors[i]) for i in spec.grad_slots]
+        slot.roots = [
+            get_gradient_edge(t) if (t := tensors[i]).requires_grad else None
+            for i in spec.grad_slots
+        ]
         slot.outgoing = [t.detach().contiguous() for t in tensors]
 
     def backward(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
@@ -141,12 +144,11 @@ class Stage:
         work.accumulate()
 
     def _run_backward(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
-        roots = slot.roots
-        slot.roots = ()
-        if any(grad is None for grad in grads):
-            kept = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None]
-            roots = [r for r, _ in kept]
-            grads = [g for _, g in kept]
+        roots, slot.roots = slot.roots, ()
+        if len(roots) != 1 or roots[0] is None or grads[0] is None:
+            pairs = zip(roots, grads, strict=True)
+            kept = [(r, g) for r, g in pairs if r is not None and g is not None]
+            roots, grads = [r for r, _ in kept], [g for _, g in kept]
         if roots:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
         leaves = slot.leaves

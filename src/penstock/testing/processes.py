@@ -1,0 +1,154 @@
+"""Run a function on several ranks: real processes, joined by gloo.
+
+    def work(rank: int, num_ranks: int) -> float:
+        ...                                   # torch.distributed is initialised here
+        return 1.0
+
+    outcomes = run_ranks(work, 2)
+    assert [o.result() for o in outcomes] == [1.0, 1.0]
+
+Each process has one thread. A process that neither returns nor raises in time is ended, and its
+outcome says so: a test of hangs can't hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Outcome", "run_ranks"]
+
+Work = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a rank ended.
+
+    Args:
+        value: what the function returned: tensors, plain values, and containers of them.
+        error_type: class name of the exception that it raised, if it did.
+        message: the exception's message and traceback.
+        elapsed_s: how long the function took.
+        exit_code: the process's exit code; None where it had to be ended.
+    """
+
+    value: Any
+    error_type: str | None
+    message: str
+    elapsed_s: float
+    exit_code: int | None
+
+    def result(self) -> Any:
+        """The value.
+
+        Raises:
+            AssertionError: the function raised, or the process died or hung.
+        """
+        assert self.error_type is None, f"{self.error_type}: {self.message}"
+        assert self.exit_code == 0, f"the process ended with exit code {self.exit_code}"
+        return self.value
+
+
+def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> list[Outcome]:
+    """Call ``work(rank, num_ranks, *args)`` in ``num_ranks`` processes.
+
+    Args:
+        work: a function at the top level of an importable module.
+        num_ranks: how many processes.
+        args: what else it is called with; picklable.
+        timeout_s: after how many seconds processes that still run are ended.
+
+    Returns:
+        The outcomes, by rank.
+    """
+    context = _context()
+    with tempfile.TemporaryDirectory() as folder, _free_port() as port:
+        processes = [
+            context.Process(target=_main, args=(work, rank, num_ranks, port, folder, args))
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        outcomes = []
+        for rank, process in enumerate(processes):
+            hung = process.is_alive()
+            if hung:
+                process.kill()
+                process.join()
+            outcomes.append(_read(Path(folder), rank, None if hung else process.exitcode))
+    return outcomes
+
+
+def _context() -> Any:
+    # A server that has imported torch once and runs no thread: each rank is a cheap fork of it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "penstock.pipeline"])
+    return context
+
+
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    yield port
+
+
+def _read(folder: Path, rank: int, exit_code: int | None) -> Outcome:
+    path = folder / f"{rank}.pt"
+    if exit_code is None or not path.exists():
+        told = "still running at the deadline" if exit_code is None else "died"
+        return Outcome(
+            value=None, error_type="Died", message=told, elapsed_s=0.0, exit_code=exit_code
+        )
+    # weights_only: nothing but tensors and plain values is read.
+    return Outcome(**torch.load(path, weights_only=True), exit_code=exit_code)
+
+
+def _main(
+    work: Work, rank: int, num_ranks: int, port: int, folder: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    told: dict[str, Any] = {"value": None, "error_type": None, "message": ""}
+    start = time.monotonic()
+    try:
+        told["value"] = work(rank, num_ranks, *args)
+    except Exception as error:
+        told["error_type"] = type(error).__name__
+        told["message"] = f"{error}\n{traceback.format_exc()}"
+    told["elapsed_s"] = time.monotonic() - start
+    path = Path(folder) / f"{rank}.pt"
+    torch.save(told, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+    # Rank 0 holds the store: it stays until the others have read from it what they need.
+    waited = time.monotonic()
+    others = [Path(folder) / f"{r}.pt" for r in range(num_ranks)]
+    while not all(p.exists() for p in others) and time.monotonic() - waited < 20:
+        time.sleep(0.01)
+    if told["error_type"] is None:
+        dist.destroy_process_group()
