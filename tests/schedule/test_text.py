@@ -1,4 +1,4 @@
-"""The text form: what is written is read back, what is not text is said to be so, with its place."""
+"""The text form: what is written is read back; what can't be read is named with its place."""
 
 from __future__ import annotations
 

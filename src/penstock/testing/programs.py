@@ -71,7 +71,8 @@ def computed_programs(
         first = draw(st.sampled_from(ready))
         step: Step = first
         others = [act for act in ready if _may_overlap(first, act, placement)]
-        if others and draw(st.booleans()):
+        overlapped = draw(st.booleans()) if others else False
+        if overlapped:
             step = Overlap(parts=(first, draw(st.sampled_from(others))))
         ranks[placement.rank_of(first.stage)].append(step)
         for act in step.parts:

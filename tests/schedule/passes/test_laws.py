@@ -1,0 +1,171 @@
+"""What each pass promises, for any program; and what it refuses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Op, Step, action
+from penstock.schedule.check import check
+from penstock.schedule.passes import (
+    forward_only,
+    insert_sharding,
+    insert_transfers,
+    merge_backward,
+    reduce_gradients,
+    remove_transfers,
+)
+from penstock.schedule.program import CheckedProgram, Program
+from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
+from penstock.schedule.text import parse_csv
+from penstock.testing.programs import computed_programs
+
+SENDS = {Op.SEND_F: Op.FORWARD, Op.SEND_B: Op.INPUT_GRAD}
+
+
+def without(steps: tuple[Step, ...], ops: frozenset[Op]) -> tuple[Step, ...]:
+    return tuple(step for step in steps if not any(act.op in ops for act in step.parts))
+
+
+@given(computed_programs())
+def test_transfers_are_inserted_around_the_steps_as_they_are(program: Program) -> None:
+    assert remove_transfers(insert_transfers(program)) == program
+    reduced = reduce_gradients(program)
+    assert remove_transfers(insert_transfers(reduced)) == reduced
+
+
+@given(computed_programs())
+def test_a_send_stands_right_after_what_makes_its_value(program: Program) -> None:
+    for steps in insert_transfers(program).ranks:
+        made: set[Action] = set()
+        for step in without(steps, frozenset({Op.RECV_F, Op.RECV_B})):
+            (first, *_) = step.parts
+            if first.op in SENDS:
+                assert action(first.stage, SENDS[first.op], first.microbatch) in made
+            else:
+                made = set()
+                for act in step.parts:
+                    covered = COVERS.get(act.op, ())
+                    made |= {act, *(action(act.stage, op, act.microbatch) for op in covered)}
+
+
+@given(computed_programs())
+def test_a_receive_is_posted_one_computing_step_ahead_or_earlier(program: Program) -> None:
+    lowered = insert_transfers(program)
+    for steps in lowered.ranks:
+        computing = [i for i, step in enumerate(steps) if step.parts[0].op in COMPUTE]
+        for k, place in enumerate(computing):
+            for act in steps[place].parts:
+                for needed in prerequisites(act, program.placement, transfers=True):
+                    if needed.op in TRANSFERS:
+                        assert steps.index(needed) < computing[max(k - 1, 0)]
+
+
+def test_a_receive_is_hoisted_no_further_than_where_ranks_would_wait_for_each_other() -> None:
+    # Rank 1 sends 2 before it computes 1 of the next: only from microbatch 2 on does rank 0, which
+    # runs ahead, need a receive before that send.
+    before = "0F0,0F1,0F2,0F3,3F0,3F1,3F2,3F3\n1F0,2F0,1F1,2F1,1F2,2F2,1F3,2F3\n"
+    steps = insert_transfers(parse_csv(before)).ranks[1]
+    text = [str(step) for step in steps]
+    assert text.index("1RECV_F1") == text.index("1F0") + 1
+    assert text.index("1RECV_F2") == text.index("2SEND_F0") - 1
+    assert text.index("1RECV_F3") == text.index("2SEND_F1") - 1
+
+
+@given(computed_programs())
+def test_each_stage_is_reduced_once_right_after_its_last_weight_gradient(program: Program) -> None:
+    reduced = reduce_gradients(program)
+    for steps, before in zip(reduced.ranks, program.ranks, strict=True):
+        assert without(steps, frozenset({Op.REDUCE_GRAD})) == before
+        made: list[int] = []
+        for step in steps:
+            (first, *_) = step.parts
+            if first.op is Op.REDUCE_GRAD:
+                assert first.stage in made
+                made.remove(first.stage)
+                # Reduced when complete: no weight gradient of it comes later.
+                later = steps[steps.index(step) :]
+                ops = {a.op for s in later for a in s.parts if a.stage == first.stage}
+                assert not ops & {Op.FULL_BACKWARD, Op.WEIGHT_GRAD}
+            else:
+                made = [
+                    *(a.stage for a in step.parts if a.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD))
+                ]
+
+
+@given(computed_programs(), st.integers(1, 4))
+def test_no_more_stages_are_unsharded_than_allowed(program: Program, most: int) -> None:
+    for steps, before in zip(
+        insert_sharding(program, max_unsharded_stages=most).ranks, program.ranks, strict=True
+    ):
+        assert without(steps, frozenset({Op.UNSHARD, Op.RESHARD})) == before
+        widest = max((len({a.stage for a in step.parts}) for step in before), default=0)
+        present: set[int] = set()
+        for act in (act for step in steps for act in step.parts):
+            if act.op is Op.UNSHARD:
+                present.add(act.stage)
+            elif act.op is Op.RESHARD:
+                present.remove(act.stage)
+            else:
+                assert act.stage in present
+            assert len(present) <= max(most, widest)
+        assert not present
+
+
+@given(computed_programs())
+def test_no_pair_is_left_to_merge_and_nothing_is_lost(program: Program) -> None:
+    merged = merge_backward(program)
+    for steps, before in zip(merged.ranks, program.ranks, strict=True):
+        split: list[Step] = []
+        for step in steps:
+            if isinstance(step, Action) and step.op is Op.FULL_BACKWARD and step not in before:
+                split.append(action(step.stage, Op.INPUT_GRAD, step.microbatch))
+                split.append(action(step.stage, Op.WEIGHT_GRAD, step.microbatch))
+            else:
+                split.append(step)
+        assert tuple(split) == before
+        for first, second in pairwise(steps):
+            if isinstance(first, Action) and first.op is Op.INPUT_GRAD:
+                assert second != action(first.stage, Op.WEIGHT_GRAD, first.microbatch)
+
+
+def test_a_pass_over_a_checked_program_proves_nothing() -> None:
+    checked = check(parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n"))
+    for made in (
+        forward_only(checked),
+        insert_sharding(checked),
+        insert_transfers(checked),
+        merge_backward(checked),
+        reduce_gradients(checked),
+        remove_transfers(checked),
+    ):
+        assert not isinstance(made, CheckedProgram)
+
+
+def test_transfers_are_not_inserted_twice() -> None:
+    lowered = insert_transfers(parse_csv("0F0\n1F0\n"))
+    with pytest.raises(ScheduleError, match="has transfers already; remove_transfers takes them"):
+        insert_transfers(lowered)
+
+
+def test_transfers_need_a_program_that_ends() -> None:
+    with pytest.raises(ScheduleError, match="1B0 needs 1F0, which comes only at step 1"):
+        insert_transfers(parse_csv("0F0,0B0\n1B0,1F0\n"))
+
+
+def test_gradients_are_not_reduced_twice() -> None:
+    reduced = reduce_gradients(parse_csv("0F0,0B0\n"))
+    with pytest.raises(ScheduleError, match="says already where gradients are reduced"):
+        reduce_gradients(reduced)
+
+
+def test_sharding_is_not_inserted_twice_and_allows_at_least_one_stage() -> None:
+    program = parse_csv("0F0,0B0\n")
+    with pytest.raises(ScheduleError, match="says already when stages are unsharded"):
+        insert_sharding(insert_sharding(program))
+    with pytest.raises(ScheduleError, match="max_unsharded_stages is 0; at least 1"):
+        insert_sharding(program, max_unsharded_stages=0)
