@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action as TorchAction
 
 from penstock.errors import ScheduleError
@@ -221,3 +224,16 @@ def test_placement_given_and_placement_seen_may_differ_in_nothing_but_trust() ->
     other = Placement(num_ranks=2, stage_ranks=(1, 0))
     # Reading does not judge: the checker says that both stages are on the wrong rank.
     assert parse_csv("0F0\n1F0\n", placement=other).placement == other
+
+
+@given(computed_programs(), st.data())
+def test_the_files_that_torch_writes_are_read(program: Program, data: st.DataObject) -> None:
+    # As torch does it: actions and None for idle time, handed to the csv module.
+    file = io.StringIO()
+    writer = csv.writer(file)
+    for steps in program.ranks:
+        row: list[TorchAction | None] = [TorchAction.from_str(str(step)) for step in steps]
+        for _ in range(data.draw(st.integers(0, 3))):
+            row.insert(data.draw(st.integers(0, len(row))), None)
+        writer.writerow(row)
+    assert parse_csv(file.getvalue(), name=program.name) == program
