@@ -1,0 +1,273 @@
+"""Checkpoints that know nothing of pipelines: the plain model's names, in torch's own format.
+
+    rank 0   its stages' parameters ─┐                        ┌─► any other number of ranks
+    rank 1   its stages' parameters ─┴─► a folder, by name ───┴─► the plain model, one process
+
+What is written is what ``torch.distributed.checkpoint`` (DCP) writes of
+``{"model": model.state_dict(), "optim": ...}`` with the optimizer's state flattened by parameter
+name, so that DCP alone reads it. This module knows neither stages nor schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_name
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_name
+
+from penstock.errors import PartitionError
+
+__all__ = ["Model", "load", "optimizer_state", "save"]
+
+_STATE = "optim.state."
+# How many faults a message lists.
+_SHOWN = 10
+
+
+class Model(Protocol):
+    """What is saved and loaded: a ``penstock.Pipeline``, or any ``nn.Module``."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters, under the plain model's names."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's parameters and buffers, under the plain model's names."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
+        """Take parameters and buffers over."""
+        ...
+
+
+def save(
+    path: str | PathLike[str],
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint. Every rank calls it; each writes what it holds.
+
+    Args:
+        path: a folder that all ranks reach; it is made if there is none.
+        model: a pipeline, or a plain module.
+        optimizer: of the model's parameters, all of which it holds; left out if None.
+        group: the processes that take part; all if None.
+
+    Raises:
+        PartitionError: the optimizer holds a parameter that the model does not; on every rank,
+            and nothing was written.
+
+    Example:
+        >>> pipe.step(inputs, target=labels)                                 # doctest: +SKIP
+        >>> save("runs/step100", pipe, optimizer)                            # doctest: +SKIP
+    """
+    _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        state["optim"] = optimizer_state(model, optimizer)
+    with _single_process_is_fine():
+        save_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
+
+
+def load(
+    path: str | PathLike[str],
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Read a checkpoint. Every rank calls it; each reads what it holds.
+
+    The ranks, schedule and split may be others than those that it was saved with.
+
+    Args:
+        path: the folder.
+        model: a pipeline, or a plain module, that is overwritten.
+        optimizer: of the model's parameters; its state and settings are overwritten. Not
+            touched if None.
+        group: the processes that take part; all if None.
+
+    Raises:
+        PartitionError: the checkpoint lacks a name of the model's or of the optimizer's, or has
+            it in another shape; on every rank, and nothing was overwritten.
+
+    Example:
+        >>> load("runs/step100", pipe, optimizer)                            # doctest: +SKIP
+    """
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {"model": model.state_dict()}
+    faults = _faults(saved, {f"model.{name}": value for name, value in state["model"].items()})
+    if optimizer is not None:
+        faults += _strangers(model, optimizer)
+        if not faults:
+            state["optim"] = _blank_optimizer_state(saved, model, optimizer)
+            settings = (key for key in state["optim"] if key.startswith("param_groups."))
+            faults += _faults(saved, {f"optim.{key}": None for key in settings})
+    _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
+    with _single_process_is_fine():
+        load_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        _fill_optimizer(model, optimizer, state["optim"])
+
+
+def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by parameter name, flat.
+
+    Args:
+        model: gives the names.
+        optimizer: of this process's parameters.
+
+    Returns:
+        ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<setting>``: what torch's
+        ``get_optimizer_state_dict`` gives when told to flatten.
+
+    Raises:
+        PartitionError: the optimizer holds a parameter that the model does not.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> sgd = torch.optim.SGD(layer.parameters(), lr=0.5)
+        >>> optimizer_state(layer, sgd)["param_groups.weight.lr"]
+        0.5
+    """
+    strangers = _strangers(model, optimizer)
+    if strangers:
+        raise PartitionError(strangers[0])
+    flat: dict[str, Any] = {}
+    for name, param, group in _held(model, optimizer):
+        for key, value in optimizer.state.get(param, {}).items():
+            flat[f"state.{name}.{key}"] = value
+        for key in _settings(group):
+            flat[f"param_groups.{name}.{key}"] = group[key]
+    return flat
+
+
+def _strangers(model: Model, optimizer: torch.optim.Optimizer) -> list[str]:
+    known = {id(param) for _, param in model.named_parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = sum(id(param) not in known for param in held)
+    if not strangers:
+        return []
+    return [
+        f"{strangers} of the optimizer's {len(held)} parameters are none of the model's; make the "
+        "optimizer from the parameters of this model or pipeline"
+    ]
+
+
+def _held(
+    model: Model, optimizer: torch.optim.Optimizer
+) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """Every parameter of the optimizer with its name and its group, in the optimizer's order."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [
+        (names[id(param)], param, group)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
+
+
+def _settings(group: Mapping[str, Any]) -> list[str]:
+    """The names of a group's settings, such as ``lr``."""
+    return [key for key in group if key not in ("params", "param_names")]
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextlib.contextmanager
+def _single_process_is_fine() -> Iterator[None]:
+    """DCP warns of a single process even where it was told that there is just one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _raise_together(faults: list[str], group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank where there is a fault on any: nobody waits for one that stopped."""
+    if _is_distributed():
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(gathered, faults, group=group)
+        faults = [f"rank {r}: {fault}" for r, found in enumerate(gathered) for fault in found]
+    if faults:
+        rest = len(faults) - _SHOWN
+        more = [f"and {rest} more"] if rest > 0 else []
+        raise PartitionError("; ".join([*faults[:_SHOWN], *more]))
+
+
+def _faults(saved: Mapping[str, object], wanted: Mapping[str, Any]) -> list[str]:
+    """What of ``wanted`` is missing, or saved in another shape."""
+    faults = []
+    for name, value in wanted.items():
+        meta = saved.get(name)
+        if meta is None:
+            faults.append(f"{name} is missing; was it saved from another model or optimizer?")
+            continue
+        if not isinstance(meta, TensorStorageMetadata) or not isinstance(value, Tensor):
+            continue
+        if meta.size != value.shape:
+            was, expected = tuple(meta.size), tuple(value.shape)
+            faults.append(f"{name} has shape {was}, expected {expected}")
+    return faults
+
+
+def _blank_optimizer_state(
+    saved: Mapping[str, object], model: Model, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """What is to be read, as the checkpoint describes it: an optimizer that has taken no step has
+    no state yet to read into."""
+    held = {name: (param, group) for name, param, group in _held(model, optimizer)}
+    blank: dict[str, Any] = {
+        f"param_groups.{name}.{key}": None
+        for name, (_, group) in held.items()
+        for key in _settings(group)
+    }
+    for key, meta in saved.items():
+        name, _, _ = key.removeprefix(_STATE).rpartition(".")
+        if key.startswith(_STATE) and name in held:
+            blank[key.removeprefix("optim.")] = _blank(meta, held[name][0])
+    return blank
+
+
+def _blank(meta: object, param: Tensor) -> Tensor | None:
+    if not isinstance(meta, TensorStorageMetadata):
+        return None
+    if meta.size == param.shape:
+        # Like the parameter: on its device, and sharded as it is.
+        return torch.empty_like(param, dtype=meta.properties.dtype, requires_grad=False)
+    return torch.empty(meta.size, dtype=meta.properties.dtype)
+
+
+def _fill_optimizer(
+    model: Model, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]
+) -> None:
+    """Hand the state over by the optimizer's own ``load_state_dict``, which may convert it."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        if kind == "state":
+            name, _, entry = rest.rpartition(".")
+            states.setdefault(name, {})[entry] = value
+    names = iter([name for name, _, _ in _held(model, optimizer)])
+    plain = optimizer.state_dict()
+    plain["state"] = {}
+    for group in plain["param_groups"]:
+        for position, index in enumerate(group["params"]):
+            name = next(names)
+            if name in states:
+                plain["state"][index] = states[name]
+            if position == 0:
+                group.update({key: flat[f"param_groups.{name}.{key}"] for key in _settings(group)})
+    optimizer.load_state_dict(plain)

@@ -1,0 +1,94 @@
+"""Clip gradients by their total norm, over the stages of all ranks.
+
+    rank 0   ‖grads of its stages‖ ─┐
+    rank 1   ‖grads of its stages‖ ─┴─► total norm ─► the same factor on every rank
+
+It knows parameters and a process group; no stages, no schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from penstock.errors import StageError
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale all gradients so that their total norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` would on the whole model in one process. Every rank of
+    the pipeline calls it with its own parameters, after ``step`` and before the optimizer.
+
+    Args:
+        parameters: this rank's parameters; those without a gradient do not count.
+        max_norm: the largest total norm allowed.
+        norm_type: the p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: whether a total norm that is infinite or not a number is an error.
+        foreach: whether tensors are taken together for speed; torch decides if None.
+        group: the pipeline's process group; the default group if None. Without an initialised
+            process group the parameters are all there are.
+
+    Returns:
+        The total norm before clipping, a scalar; the same on every rank.
+
+    Raises:
+        ValueError: ``norm_type`` is not above 0.
+        StageError: the total norm is not finite, and that was to be an error; on every rank.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_([weight], 1.0), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
+    mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in mine if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+    if isinstance(total, DTensor):
+        total = total.full_tensor()
+    if dist.is_available() and dist.is_initialized():
+        total = _over_ranks(total, norm_type, group, _device(mine))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise StageError(
+            f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
+            "overflow in the forward, or pass error_if_nonfinite=False"
+        )
+    torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total, foreach=foreach)
+    return total
+
+
+def _device(parameters: list[Tensor]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _over_ranks(
+    norm: Tensor, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
+) -> Tensor:
+    """The norm of the ranks' norms. Doubles: powers of a float32 norm may not fit float32."""
+    total = norm.to(device, torch.float64)
+    if math.isinf(norm_type):
+        dist.all_reduce(total, dist.ReduceOp.MAX, group)
+    else:
+        total = total**norm_type
+        dist.all_reduce(total, dist.ReduceOp.SUM, group)
+        total = total ** (1 / norm_type)
+    # Without gradients a rank has no dtype to go by; as in torch, its norm is then a float32.
+    return total.to(norm.dtype)

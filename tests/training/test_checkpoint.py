@@ -1,0 +1,211 @@
+"""A checkpoint is the plain model's, whoever wrote it and whoever reads it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from penstock.errors import PartitionError
+from penstock.testing.processes import run_ranks
+from penstock.training.checkpoint import load, optimizer_state, save
+
+# DCP, called by itself, warns of a single process even where it is told that there is just one.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NAMES = ("first", "norm", "second", "third")
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def layers(width: int = 6) -> OrderedDict[str, nn.Module]:
+    made = (nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 5), nn.Linear(5, 3))
+    return OrderedDict(zip(NAMES, made, strict=True))
+
+
+def plain_model(seed: int, width: int = 6) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(layers(width))
+
+
+def part(model: nn.Sequential, rank: int, num_ranks: int) -> nn.Sequential:
+    """What a rank holds, under the plain model's names."""
+    bounds = {1: (0, 4), 2: (0, 2, 4), 3: (0, 1, 3, 4)}[num_ranks]
+    names = NAMES[bounds[rank] : bounds[rank + 1]]
+    return nn.Sequential(OrderedDict((name, model.get_submodule(name)) for name in names))
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.0625, betas=(0.75, 0.5))
+
+
+def train(model: nn.Sequential, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    """Steps with gradients that depend on nothing but the parameter and the step."""
+    for step in range(steps):
+        for param in model.parameters():
+            param.grad = param.detach() * (step + 1) + 0.5
+        optimizer.step()
+
+
+def trained(seed: int = 0) -> tuple[nn.Sequential, torch.optim.AdamW]:
+    model = plain_model(seed)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    model.get_buffer("norm.running_mean").fill_(0.125)
+    return model, optimizer
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+    return ours.keys() == theirs.keys() and all(equal(ours[k], theirs[k]) for k in ours)
+
+
+def save_part(rank: int, num_ranks: int, path: str) -> None:
+    whole, _ = trained()
+    mine = part(plain_model(0), rank, num_ranks)
+    optimizer = adamw(mine)
+    train(mine, optimizer)
+    mine.load_state_dict({k: v for k, v in whole.state_dict().items() if k in mine.state_dict()})
+    save(path, mine, optimizer)
+
+
+def load_part(rank: int, num_ranks: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    mine = part(plain_model(7), rank, num_ranks)
+    optimizer = torch.optim.AdamW(mine.parameters())
+    load(path, mine, optimizer)
+    return dict(mine.state_dict()), optimizer_state(mine, optimizer)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same state, written by one, two and three ranks."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder / "1", *trained())
+    for num_ranks in (2, 3):
+        for outcome in run_ranks(save_part, num_ranks, str(folder / str(num_ranks))):
+            outcome.result()
+    return [str(folder / str(num_ranks)) for num_ranks in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_the_plain_model_reads_it_by_dcp_alone(checkpoints: list[str], writers: int) -> None:
+    path = checkpoints[writers - 1]
+    expected, optimizer = trained()
+    model = plain_model(7)
+    fresh = torch.optim.AdamW(model.parameters())
+    state = {
+        "model": model.state_dict(),
+        "optim": get_optimizer_state_dict(model, fresh, options=FLAT),
+    }
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    set_optimizer_state_dict(model, fresh, state["optim"], options=FLAT)
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
+    assert same(optimizer_state(model, fresh), optimizer_state(expected, optimizer))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 3), (3, 1)])
+def test_any_number_of_ranks_reads_it(checkpoints: list[str], writers: int, readers: int) -> None:
+    path = checkpoints[writers - 1]
+    if readers == 1:
+        parts = [load_part(0, 1, path)]
+    else:
+        parts = [o.result() for o in run_ranks(load_part, readers, path)]
+    expected, optimizer = trained()
+    assert same({k: v for p, _ in parts for k, v in p.items()}, dict(expected.state_dict()))
+    assert same(
+        {k: v for _, p in parts for k, v in p.items()}, optimizer_state(expected, optimizer)
+    )
+
+
+def test_what_dcp_wrote_of_the_plain_model_is_read(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    theirs = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    dcp.save({"model": model.state_dict(), "optim": theirs}, checkpoint_id=tmp_path, no_dist=True)
+    params, state = load_part(0, 1, str(tmp_path))
+    assert same(params, dict(model.state_dict()))
+    assert same(state, optimizer_state(model, optimizer))
+
+
+def test_the_flat_state_is_the_one_that_torch_makes() -> None:
+    model, optimizer = trained()
+    theirs = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    assert same(optimizer_state(model, optimizer), theirs)
+
+
+def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer)
+    train(model, optimizer)
+    resumed = plain_model(7)
+    resumed_optimizer = torch.optim.AdamW(resumed.parameters())
+    load(tmp_path, resumed, resumed_optimizer)
+    train(resumed, resumed_optimizer)
+    assert same(dict(resumed.state_dict()), dict(model.state_dict()))
+
+
+def test_the_optimizer_may_be_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, trained()[0])
+    model = plain_model(7)
+    load(tmp_path, model)
+    assert same(dict(model.state_dict()), dict(trained()[0].state_dict()))
+
+
+def test_a_name_that_is_not_there_is_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    save(tmp_path, trained()[0])
+    bigger = plain_model(7)
+    bigger.add_module("fourth", nn.Linear(3, 3))
+    before = {k: v.clone() for k, v in bigger.state_dict().items()}
+    with pytest.raises(PartitionError, match=r"model\.fourth\.weight is missing.*fourth\.bias"):
+        load(tmp_path, bigger)
+    assert same(dict(bigger.state_dict()), before)
+
+
+def test_another_shape_is_told(tmp_path: Path) -> None:
+    save(tmp_path, trained()[0])
+    with pytest.raises(PartitionError, match=r"first\.weight has shape \(6, 4\), expected \(8, 4"):
+        load(tmp_path, plain_model(7, width=8))
+
+
+def test_an_optimizer_that_was_not_saved_is_told(tmp_path: Path) -> None:
+    save(tmp_path, trained()[0])
+    model = plain_model(7)
+    with pytest.raises(PartitionError, match=r"optim\.param_groups\.first\.weight\.lr is missing"):
+        load(tmp_path, model, adamw(model))
+
+
+def test_a_long_list_of_faults_is_cut(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(1, 1))
+    with pytest.raises(PartitionError, match="and 1 more"):
+        load(tmp_path, plain_model(7))
+
+
+def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match="8 of the optimizer's 8 parameters are none"):
+        save(tmp_path / "new", plain_model(0), adamw(plain_model(0)))
+    assert not (tmp_path / "new").exists()
+
+
+def load_misfit(rank: int, num_ranks: int, path: str) -> str:
+    mine = part(plain_model(7), rank, num_ranks)
+    if rank == 1:
+        mine.add_module("fourth", nn.Linear(1, 1, bias=False))
+    with pytest.raises(PartitionError) as caught:
+        load(path, mine)
+    return str(caught.value)
+
+
+def test_a_fault_of_one_rank_is_told_on_all(checkpoints: list[str]) -> None:
+    for outcome in run_ranks(load_misfit, 2, checkpoints[0]):
+        assert "rank 1: " in outcome.result()
+        assert "model.fourth.weight is missing" in outcome.result()

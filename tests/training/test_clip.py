@@ -1,0 +1,99 @@
+"""Clipping over ranks is clipping of the plain model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import StageError
+from penstock.testing.processes import run_ranks
+from penstock.training.clip import clip_grad_norm_
+
+NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
+
+
+def plain_model() -> list[nn.Linear]:
+    """Layers with gradients, of sizes that differ, alike in every process."""
+    generator = torch.Generator().manual_seed(3)
+    layers = [nn.Linear(4 + i, 5 + i) for i in range(5)]
+    for layer in layers:
+        layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)
+        layer.bias.grad = torch.randn(layer.bias.shape, generator=generator)
+    # A parameter without a gradient does not count.
+    layers[1].bias.grad = None
+    return layers
+
+
+def clipped(
+    layers: list[nn.Linear], max_norm: float, norm_type: float
+) -> tuple[float, list[Tensor]]:
+    params = [p for layer in layers for p in layer.parameters()]
+    total = clip_grad_norm_(params, max_norm, norm_type)
+    return float(total), [p.grad for p in params if p.grad is not None]
+
+
+def expected(max_norm: float, norm_type: float) -> tuple[float, list[list[Tensor | None]]]:
+    layers = plain_model()
+    params = [p for layer in layers for p in layer.parameters()]
+    total = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    return float(total), [[p.grad for p in layer.parameters()] for layer in layers]
+
+
+def on_rank(
+    rank: int, num_ranks: int, max_norm: float, norm_type: float
+) -> tuple[float, list[Tensor]]:
+    # The last of three ranks has nothing to clip, and takes part all the same.
+    parts = {1: [plain_model()], 2: [plain_model()[:2], plain_model()[2:]]}
+    parts[3] = [*parts[2], []]
+    return clipped(parts[num_ranks][rank], max_norm, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_in_one_process_it_is_torchs(max_norm: float, norm_type: float) -> None:
+    total, grads = clipped(plain_model(), max_norm, norm_type)
+    torch_total, torch_grads = expected(max_norm, norm_type)
+    flat = [grad for layer in torch_grads for grad in layer if grad is not None]
+    assert total == torch_total
+    assert all(torch.equal(a, b) for a, b in zip(grads, flat, strict=True))
+
+
+@pytest.mark.parametrize(("num_ranks", "norm_type"), [(2, 2.0), (3, 2.0), (3, math.inf), (2, 1.0)])
+def test_over_ranks_it_is_the_plain_models(num_ranks: int, norm_type: float) -> None:
+    results = [o.result() for o in run_ranks(on_rank, num_ranks, 0.5, norm_type)]
+    torch_total, torch_grads = expected(0.5, norm_type)
+    assert len({total for total, _ in results}) == 1
+    assert results[0][0] == pytest.approx(torch_total, rel=1e-6)
+    found = [grad for _, grads in results for grad in grads]
+    flat = [grad for layer in torch_grads for grad in layer if grad is not None]
+    for ours, theirs in zip(found, flat, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def overflows(rank: int, num_ranks: int) -> str:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
+    with pytest.raises(StageError) as caught:
+        clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
+    return str(caught.value)
+
+
+def test_what_is_not_finite_on_one_rank_is_told_on_all() -> None:
+    for outcome in run_ranks(overflows, 2):
+        assert "over all ranks, is inf" in outcome.result()
+
+
+def test_a_single_tensor_is_taken_too() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_(param, 10.0) == 5.0
+    assert torch.equal(param.grad, torch.tensor([3.0, 4.0]))
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
+def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
+    with pytest.raises(ValueError, match="expected a number above 0"):
+        clip_grad_norm_([], 1.0, norm_type)
