@@ -1,0 +1,357 @@
+"""The operations whose weight gradient is put off: how each is called, with its weights detached.
+
+A handler runs the operation itself, on ``weight.detach()``, so that autograd knows the way to the
+input and nothing else, and leaves the rest to a rule through ``ledger.tap``. What it does not
+recognise it hands to the general way (`deferred_generic`), which is right for any operation.
+
+Handlers run for every call of their operation inside a stage, thousands of times per step: they
+test what is cheap first. `deferred_norms` and `deferred_convs` hold the ones with more arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.stage.deferred_convs import CONVS, conv
+from penstock.stage.deferred_generic import Interception, intercept_any, run
+from penstock.stage.deferred_ledger import CannotDeferError, Ledger
+from penstock.stage.deferred_norms import embedding, group_norm, layer_norm, rms_norm
+from penstock.stage.deferred_rules import (
+    Rule,
+    add_grads,
+    batched_matmul_grads,
+    einsum_grads,
+    left_matmul_grads,
+    linear_grads,
+    matmul_grads,
+    mul_grads,
+    sub_grads,
+)
+from penstock.stage.torch_private import (
+    autocast_enabled,
+    inside_transform,
+    observe_at_node,
+    observed,
+    saved_tensor_hooks_active,
+)
+
+__all__ = ["HANDLERS", "PASS"]
+
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[Any, Func, Args, Kwargs], Any]
+
+
+def PASS(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Operations that never touch a gradient: run as they are."""
+    return run(func, args, kwargs)
+
+
+def plain_activation(value: object) -> bool:
+    """Whether ``value`` is what the rules are written for: a dense real tensor, no subclass."""
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_complex()
+    )
+
+
+def lowered(x: Tensor) -> Tensor:
+    """``x`` as autocast would hand it to a matrix product: what autograd would save."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
+
+
+def linear(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``F.linear(x, w, b)``."""
+    if kwargs:
+        args = (*args, *(kwargs.get(name) for name in ("input", "weight", "bias")[len(args) :]))
+    ledger = mode.ledger
+    x, w = args[0], args[1]
+    b = args[2] if len(args) > 2 else None
+    w_ref = ledger.weight(w)
+    b_ref = None if b is None else ledger.weight(b)
+    if (
+        w_ref is None
+        or (b is not None and b_ref is None)
+        or not plain_activation(x)
+        or ledger.weight(x) is not None
+        or x.dim() < 2
+        or not torch.is_grad_enabled()
+        or inside_transform()
+    ):
+        return intercept_any(mode, func, args, {})
+    if autocast_enabled():
+        x = lowered(x)
+    detached = w.detach()
+    if x.dim() > 2 and not x.is_contiguous():
+        # Given a weight that needs no gradient, torch would multiply in batches instead of
+        # copying x to one matrix: other rounding than that of an ordinary forward.
+        copied = x.reshape(-1, x.shape[-1])
+        y = func(copied, detached)
+        y = ledger.tap(y, linear_grads, (w_ref,), copied, detached.is_contiguous())
+        y = y.view(*x.shape[:-1], w.shape[0])
+        return y if b is None else add(mode, torch.add, (y, b), {})
+    if b is None or b_ref is None:
+        return ledger.tap(func(x, detached), linear_grads, (w_ref,), x, detached.is_contiguous())
+    y = func(x, detached, b.detach())
+    # With a bias, what comes back for a stack of matrices is a view of one matrix. Operations in
+    # place on a view lead the graph around it, to its base.
+    base = y._base if y._is_view() else y
+    tapped = ledger.tap(base, linear_grads, (w_ref, b_ref), x, detached.is_contiguous())
+    return y if tapped is base else tapped.view(y.shape)
+
+
+def matmul(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``x @ w``, ``w @ x``, ``torch.mm``, ``torch.bmm``."""
+    if kwargs or len(args) != 2:
+        return intercept_any(mode, func, args, kwargs)
+    ledger = mode.ledger
+    left, right = args
+    l_ref, r_ref = ledger.weight(left), ledger.weight(right)
+    if l_ref is None and r_ref is None:
+        return func(left, right)
+    x, w = (right, left) if r_ref is None else (left, right)
+    if (
+        (l_ref is not None and r_ref is not None)
+        or not plain_activation(x)
+        or not torch.is_grad_enabled()
+        or inside_transform()
+    ):
+        return intercept_any(mode, func, args, kwargs)
+    detached = w.detach()
+    if autocast_enabled():
+        x = lowered(x)
+    if r_ref is None:
+        if x.dim() == w.dim() == 2:
+            y = func(detached, x)
+            row_major = detached.is_contiguous()
+            return ledger.tap(y, left_matmul_grads, (l_ref,), x, row_major)  # type: ignore[arg-type]
+        return intercept_any(mode, func, args, kwargs)
+    if w.dim() == 2 and x.dim() >= 2:
+        if x.dim() > 2 and not x.is_contiguous():
+            copied = x.reshape(-1, x.shape[-1])
+            y = func(copied, detached)
+            y = ledger.tap(y, matmul_grads, (r_ref,), copied, detached.is_contiguous())
+            return y.view(*x.shape[:-1], w.shape[1])
+        y = func(x, detached)
+        return ledger.tap(y, matmul_grads, (r_ref,), x, detached.is_contiguous())
+    if w.dim() == x.dim() == 3 and w.shape[0] == x.shape[0]:
+        return ledger.tap(func(x, detached), batched_matmul_grads, (r_ref,), x)
+    return intercept_any(mode, func, args, kwargs)
+
+
+def addmm(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.addmm(b, x, w)`` and ``torch.baddbmm(b, x, w)`` without scale factors."""
+    ledger = mode.ledger
+    if kwargs or len(args) != 3:
+        return intercept_any(mode, func, args, kwargs)
+    b, x, w = args
+    w_ref, b_ref = ledger.weight(w), ledger.weight(b)
+    if (
+        w_ref is None
+        or ledger.weight(x) is not None
+        or not plain_activation(x)
+        or not plain_activation(b.detach())
+        or not torch.is_grad_enabled()
+        or inside_transform()
+    ):
+        return intercept_any(mode, func, args, kwargs)
+    if autocast_enabled():
+        x = lowered(x)
+    weights = (w_ref,) if b_ref is None else (w_ref, b_ref)
+    detached = w.detach()
+    y = func(b if b_ref is None else b.detach(), x, detached)
+    if x.dim() == 3:
+        return ledger.tap(y, batched_matmul_grads, weights, x)
+    return ledger.tap(y, matmul_grads, weights, x, detached.is_contiguous())
+
+
+def einsum(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.einsum("btk,nk->btn", x, w)``: two operands, each index in two of the three."""
+    ledger = mode.ledger
+    if kwargs or len(args) != 3 or not isinstance(args[0], str):
+        return intercept_any(mode, func, args, kwargs)
+    refs = [ledger.weight(operand) for operand in args[1:]]
+    position = 1 if refs[1] is not None else 0
+    weight, x, w = refs[position], args[2 - position], args[1 + position]
+    terms = args[0].replace(" ", "").replace("->", ",").split(",")
+    if (
+        weight is None
+        or refs[1 - position] is not None
+        or len(terms) != 3
+        or not plain_activation(x)
+        or "." in args[0]
+        or any(len(set(term)) != len(term) for term in terms)
+        or not set(terms[position]) <= set(terms[1 - position]) | set(terms[2])
+        or not broadcast_free(terms, args)
+        or autocast_enabled()
+        or not torch.is_grad_enabled()
+        or inside_transform()
+    ):
+        return intercept_any(mode, func, args, kwargs)
+    detached = w.detach()
+    operands = (x, detached) if position else (detached, x)
+    backward = f"{terms[1 - position]},{terms[2]}->{terms[position]}"
+    return ledger.tap(func(args[0], *operands), einsum_grads, (weight,), x, backward)
+
+
+def broadcast_free(terms: list[str], args: Args) -> bool:
+    """Whether every index has one size: einsum would stretch a size of one to another's."""
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, args[1:], strict=False):
+        for index, size in zip(term, operand.shape, strict=False):
+            if sizes.setdefault(index, size) != size:
+                return False
+    return True
+
+
+def elementwise(rule_left: Rule | None, rule_right: Rule, *, saves: bool) -> Handler:
+    """The handler of a sum, difference or product in which either operand may be a weight."""
+
+    def handler(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs or len(args) != 2:
+            return intercept_any(mode, func, args, kwargs)
+        left, right = args
+        known = mode.ledger.expressions
+        if (
+            type(left) is not Parameter
+            and type(right) is not Parameter
+            and not (known and (id(left) in known or id(right) in known))
+        ):
+            return func(left, right)
+        return weighted(mode, func, left, right, rule_left, rule_right, saves)
+
+    return handler
+
+
+def weighted(
+    mode: Interception,
+    func: Func,
+    left: Any,
+    right: Any,
+    rule_left: Rule | None,
+    rule_right: Rule,
+    saves: bool,
+) -> Any:
+    """An elementwise operation of a weight and an activation, or the general way."""
+    ledger = mode.ledger
+    l_ref, r_ref = ledger.weight(left), ledger.weight(right)
+    rule, weight, w, x = (
+        (rule_left, l_ref, left, right) if r_ref is None else (rule_right, r_ref, right, left)
+    )
+    if (
+        weight is None
+        or (l_ref is not None and r_ref is not None)
+        or rule is None
+        or (rule_left is None and x._is_view())  # in place: the base gets another history
+        or not plain_activation(x)
+        or not plain_activation(w.detach())
+        or not torch.is_grad_enabled()
+        or inside_transform()
+    ):
+        return intercept_any(mode, func, (left, right), {})
+    if not x.requires_grad and is_constant_of(ledger, x, w):
+        result = func(left, right)
+        ledger.express(result, [weight])
+        return result
+    y = func(left, right.detach()) if r_ref is not None else func(left.detach(), right)
+    return ledger.tap(y, rule, (weight,), x if saves else None)
+
+
+def is_constant_of(ledger: Ledger, x: Tensor, w: Tensor) -> bool:
+    """Whether ``x`` scales or shifts the weight itself, as a pruning mask does."""
+    if x.dim() > w.dim() or saved_tensor_hooks_active():
+        return False
+    sizes = zip(reversed(x.shape), reversed(w.shape), strict=False)
+    return all(size in (1, wanted) for size, wanted in sizes)
+
+
+def differentiate(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.autograd.grad`` inside a forward: right where nothing is kept of it."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    inputs = given["inputs"]
+    wanted = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    if given.get("create_graph"):
+        refuse("torch.autograd.grad with create_graph=True")
+    if any(mode.ledger.weight(value) is not None for value in wanted):
+        refuse("torch.autograd.grad with respect to a parameter")
+    return mode.ledger.unobserved(lambda: run(func, args, kwargs))
+
+
+def backward(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``tensor.backward()`` inside a forward."""
+    return refuse("Tensor.backward")
+
+
+def refuse(what: str) -> None:
+    """Raise what a module gets that differentiates its own weights' way inside its forward."""
+    raise CannotDeferError(
+        f"the module calls {what} inside its forward, which needs the graph that leads to the "
+        "parameters, and weight gradients put off by operation have none; split this stage's "
+        "backward along the autograd graph instead, or use a schedule with full backwards"
+    )
+
+
+def grad_fn(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """``tensor.grad_fn``: whoever asks may hook the node, after which our hook must come."""
+    tensor = args[0]
+    if type(tensor) is Tensor and observed(tensor):
+        observe_at_node(tensor)
+    return func(*args)
+
+
+ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "is_cuda"),
+    *("is_sparse", "is_nested", "is_quantized", "is_meta", "grad", "output_nr", "_version"),
+)
+METHODS = (
+    *("size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex"),
+    "data_ptr",
+)
+
+
+def getters() -> dict[Func, Handler]:
+    """Attributes of tensors that are facts, not tensors."""
+    facts: dict[Func, Handler] = {getattr(Tensor, name).__get__: PASS for name in ATTRIBUTES}
+    return facts | {getattr(Tensor, name): PASS for name in METHODS}
+
+
+sums = elementwise(add_grads, add_grads, saves=False)
+differences = elementwise(add_grads, sub_grads, saves=False)
+products = elementwise(mul_grads, mul_grads, saves=True)
+
+HANDLERS: dict[Func, Handler] = {
+    **getters(),
+    F.linear: linear,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm, torch.bmm, Tensor.bmm), matmul),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), addmm),
+    torch.einsum: einsum,
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), sums),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), differences),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), products),
+    # In place the left operand is the result: only the right one can be a weight.
+    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), elementwise(None, add_grads, saves=False)),
+    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), elementwise(None, sub_grads, saves=False)),
+    **dict.fromkeys(CONVS, conv),
+    F.embedding: embedding,
+    F.layer_norm: layer_norm,
+    F.group_norm: group_norm,
+    F.rms_norm: rms_norm,
+    torch.autograd.grad: differentiate,
+    Tensor.backward: backward,
+    Tensor.grad_fn.__get__: grad_fn,  # type: ignore[union-attr]
+}
+add = sums

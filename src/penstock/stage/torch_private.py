@@ -1,0 +1,163 @@
+"""The private corners of torch that the deferral of weight gradients stands on.
+
+Everything here may change with a torch release: its test names the versions on which it was seen
+to work, and fails loudly elsewhere. Nothing else in ``penstock.stage`` reaches below public torch.
+This module does not know what the hooks and functions are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "TESTED_TORCH_VERSIONS",
+    "autocast_enabled",
+    "inside_transform",
+    "observe_grad",
+    "saved_tensor_hooks_active",
+    "without_override_check",
+]
+
+TESTED_TORCH_VERSIONS = ("2.11", "2.12", "2.13")
+
+# The public torch.is_autocast_enabled(device) wants the device's name, which costs more to ask
+# for than all the rest of an interception.
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+interpreters = torch._C._functorch.peek_interpreter_stack
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether saved tensors pass through hooks now: checkpointing, ``save_on_cpu``.
+
+    Returns:
+        True inside ``torch.autograd.graph.saved_tensors_hooks``.
+
+    Example:
+        >>> with torch.autograd.graph.save_on_cpu():
+        ...     saved_tensor_hooks_active()
+        True
+    """
+    return top_hooks(False) is not None
+
+
+def inside_transform() -> bool:
+    """Whether a functional transform (vmap, grad, jvp) or forward-mode differentiation is at work.
+
+    Returns:
+        True inside ``torch.func`` transforms and ``torch.autograd.forward_ad.dual_level``.
+
+    Example:
+        >>> with torch.autograd.forward_ad.dual_level():
+        ...     inside_transform()
+        True
+    """
+    return interpreters() is not None or forward_ad._current_level >= 0
+
+
+class ObserverLast(dict[Any, Callable[..., Any]]):
+    """The hooks of one tensor, run in insertion order, with the observer kept last.
+
+    Hooks that a user adds later may replace the gradient, and the observer has to see what the
+    operation itself receives.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __setitem__(self, key: Any, hook: Callable[..., Any]) -> None:
+        observer = self.pop("observer")
+        super().__setitem__(key, hook)
+        super().__setitem__("observer", observer)
+
+
+def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
+    """Have ``observer`` called with the gradient that reaches the operation behind ``tensor``.
+
+    The same as ``Tensor.register_hook`` at a third of its cost, and run after hooks that are
+    registered later.
+
+    Args:
+        tensor: a result of an operation that no hook was registered on yet.
+        observer: called with each gradient of ``tensor``; must return None.
+
+    Example:
+        >>> seen = []
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = x * 2
+        >>> observe_grad(y, seen.append)
+        >>> handle = y.register_hook(lambda grad: grad * 5)
+        >>> y.sum().backward()
+        >>> seen, x.grad
+        ([tensor([5., 5.])], tensor([10., 10.]))
+    """
+    tensor._backward_hooks = ObserverLast(observer=observer)
+    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+
+
+def observed(tensor: Tensor) -> bool:
+    """Whether ``observe_grad`` has been called on ``tensor``."""
+    return type(tensor._backward_hooks) is ObserverLast
+
+
+def observe_at_node(tensor: Tensor) -> None:
+    """Move the observer of ``tensor`` behind the hooks of its graph node.
+
+    Hooks registered on ``tensor.grad_fn`` itself run after those of the tensor. A node's
+    post-hook is given the gradients as the operation received them, whatever came before.
+    """
+    hooks: dict[Any, Callable[..., Any]] = tensor._backward_hooks  # type: ignore[assignment]
+    observer = hooks["observer"]
+    index = tensor.output_nr
+    dict.__setitem__(hooks, "observer", ignore)
+
+    def at_node(_: Any, received: tuple[Tensor | None, ...]) -> None:
+        observer(received[index])
+
+    tensor.grad_fn.register_hook(at_node)  # type: ignore[union-attr]
+
+
+def ignore(_: Tensor) -> None:
+    """An observer that has moved elsewhere."""
+
+
+NO_OVERRIDES = {
+    name: lambda *_: False
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+}
+
+
+def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A twin of one of torch's Python functions that runs its body under an active mode.
+
+    Such functions offer themselves whole to the active mode before they do anything, so that a
+    mode never sees what happens inside. The twin shares code and defaults, and skips the offer.
+
+    Args:
+        function: a Python function of torch, such as ``F.multi_head_attention_forward``.
+
+    Returns:
+        The twin, or None where ``function`` is not written in Python.
+
+    Example:
+        >>> twin = without_override_check(torch.nn.functional.layer_norm)
+        >>> twin(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
+        tensor([[-1.,  1.]])
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    twin = FunctionType(
+        function.__code__,
+        {**function.__globals__, **NO_OVERRIDES},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
