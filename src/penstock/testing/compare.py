@@ -1,0 +1,255 @@
+"""The reference that every pipeline is held against: one process, one plain loop.
+
+    for mb in microbatches:
+        (loss_fn(model(mb), target_mb) / n).backward()
+
+``plain_step`` is that loop; ``snapshot`` notes what a step has left in a model or a pipeline;
+``assert_same`` compares two snapshots, exactly or within a tolerance. Nothing here knows
+stages, schedules or ranks: what it compares only has names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
+
+__all__ = ["PlainResult", "Snapshot", "Tolerance", "assert_same", "plain_step", "snapshot"]
+
+
+class Named(Protocol):
+    """What has named parameters and buffers: an ``nn.Module``, or a ``penstock.Pipeline``."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters by name."""
+        ...
+
+    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
+        """The buffers by name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainResult:
+    """What the plain loop computed, beside the gradients that it left.
+
+    Args:
+        loss: the mean of the microbatches' losses, a scalar.
+        losses: the losses by microbatch.
+        outputs: the model's outputs by microbatch, detached where they are tensors.
+        metrics: by microbatch, what the loss function returned beside the loss; None if nothing.
+    """
+
+    loss: Tensor
+    losses: tuple[Tensor, ...]
+    outputs: tuple[Any, ...]
+    metrics: tuple[Any, ...]
+
+
+def plain_step(
+    model: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    target: Any = None,
+    n_microbatches: int | None = None,
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+    target_mbs: Sequence[Any] | None = None,
+    loss_kwargs: Mapping[str, Any] | None = None,
+    scale_grads: bool = True,
+    **kwargs: Any,
+) -> PlainResult:
+    """Train on one batch as one device would: gradients are added to ``.grad``.
+
+    Args:
+        model: the model, uncut.
+        loss_fn: ``loss_fn(output, target)`` gives a scalar tensor, or ``(scalar, metrics)``.
+        args: the model's inputs, a whole batch, split as the pipeline splits it.
+        target: what the loss is computed against, a whole batch.
+        n_microbatches: into how many to split; not needed with ready microbatches.
+        arg_mbs, kwarg_mbs, target_mbs: ready microbatches, instead of a batch to split.
+        loss_kwargs: keyword arguments of the loss function.
+        scale_grads: whether each loss is divided by the number of microbatches.
+        kwargs: keyword arguments of the model, a whole batch.
+
+    Returns:
+        Losses, outputs and metrics.
+
+    Raises:
+        ValueError: the number of microbatches is neither given nor to be seen from a list.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> inputs, target = torch.ones(4, 2), torch.zeros(4, 1)
+        >>> result = plain_step(
+        ...     model, nn.functional.l1_loss, inputs, target=target, n_microbatches=2
+        ... )
+        >>> len(result.losses), model.weight.grad is None
+        (2, False)
+    """
+    ready = [len(mbs) for mbs in (arg_mbs, kwarg_mbs, target_mbs) if mbs is not None]
+    num = n_microbatches if n_microbatches is not None else next(iter(ready), None)
+    if num is None:
+        raise ValueError("pass n_microbatches=, or lists of ready microbatches")
+    split_args, split_kwargs = split_args_kwargs_into_chunks(args, kwargs, num)
+    targets = split_tree(target, num) if target_mbs is None else target_mbs
+    losses, outputs, metrics = [], [], []
+    for positional, named, wanted in zip(
+        arg_mbs or split_args, kwarg_mbs or split_kwargs, targets, strict=True
+    ):
+        output = model(*positional, **named)
+        result = loss_fn(output, wanted, **(loss_kwargs or {}))
+        loss, metric = result if isinstance(result, tuple) else (result, None)
+        (loss / num if scale_grads else loss).backward()
+        losses.append(loss.detach())
+        outputs.append(output.detach() if isinstance(output, Tensor) else output)
+        metrics.append(metric)
+    return PlainResult(
+        loss=torch.stack(losses).mean(),
+        losses=tuple(losses),
+        outputs=tuple(outputs),
+        metrics=tuple(metrics),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a step has left in a model: copies, which later steps don't change.
+
+    Args:
+        grads: the gradient of every parameter by name; None where it has none, which is not the
+            same as zeros: an optimizer passes over the one and decays the other.
+        buffers: every buffer by name.
+    """
+
+    grads: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+def snapshot(source: Named) -> Snapshot:
+    """Copy the gradients and buffers of a model, a pipeline, or one rank's part of it.
+
+    Args:
+        source: anything with named parameters and buffers.
+
+    Example:
+        >>> snapshot(nn.Linear(1, 1)).grads
+        {'weight': None, 'bias': None}
+    """
+    return Snapshot(
+        grads={
+            name: None if param.grad is None else param.grad.detach().clone()
+            for name, param in source.named_parameters()
+        },
+        buffers={name: buffer.detach().clone() for name, buffer in source.named_buffers()},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """How far two values may lie apart, where their terms are summed in different orders.
+
+    Args:
+        relative: in relation to the largest finite magnitude of the expected tensor. Not to each
+            element: a sum that cancels to almost nothing keeps the rounding of its terms.
+        absolute: in the values' own unit.
+    """
+
+    relative: float
+    absolute: float = 0.0
+
+
+def assert_same(
+    actual: Snapshot,
+    expected: Snapshot,
+    *,
+    tolerance: Tolerance | None = None,
+    partial: bool = False,
+) -> None:
+    """Hold one snapshot against another: names, None-ness, shapes, dtypes and values.
+
+    Args:
+        actual: what is in doubt.
+        expected: what it should be.
+        tolerance: how far values may differ; None demands equal numbers (a NaN equals a NaN).
+        partial: whether ``actual`` may be a part of ``expected``, as one rank's stages are.
+
+    Raises:
+        AssertionError: they differ; all differences are listed.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> before = snapshot(model)
+        >>> model(torch.ones(1, 1)).sum().backward()
+        >>> assert_same(snapshot(model), before)
+        Traceback (most recent call last):
+            ...
+        AssertionError: 2 differences:
+          gradient of weight: is a tensor of shape (1, 1), expected None
+          gradient of bias: is a tensor of shape (1,), expected None
+    """
+    told = [
+        *_differences("gradient of ", actual.grads, expected.grads, tolerance, partial),
+        *_differences("buffer ", actual.buffers, expected.buffers, tolerance, partial),
+    ]
+    if told:
+        raise AssertionError(f"{len(told)} differences:\n  " + "\n  ".join(told))
+
+
+def _differences(
+    what: str,
+    actual: Mapping[str, Tensor | None],
+    expected: Mapping[str, Tensor | None],
+    tolerance: Tolerance | None,
+    partial: bool,
+) -> list[str]:
+    told = [f"{what}{name}: is not expected at all" for name in actual if name not in expected]
+    if not partial:
+        told += [f"{what}{name}: is missing" for name in expected if name not in actual]
+    for name in actual:
+        if name in expected:
+            difference = _difference(actual[name], expected[name], tolerance)
+            if difference:
+                told.append(f"{what}{name}: {difference}")
+    return told
+
+
+def _difference(
+    actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance | None
+) -> str | None:
+    if actual is None or expected is None:
+        same = actual is expected
+        return None if same else f"is {_kind(actual)}, expected {_kind(expected)}"
+    if actual.shape != expected.shape or actual.dtype is not expected.dtype:
+        return (
+            f"has shape {tuple(actual.shape)} and dtype {actual.dtype}, "
+            f"expected {tuple(expected.shape)} and {expected.dtype}"
+        )
+    if torch.equal(actual, expected):
+        return None
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    left, right = actual.to(wide), expected.to(wide)
+    # Where both are the same infinity or both NaN, their difference is none.
+    alike = (left == right) | (left.isnan() & right.isnan())
+    if alike.all():
+        return None
+    furthest = torch.where(alike, 0.0, (left - right).abs()).max().item()
+    finite = right[right.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    allowed = tolerance.absolute + tolerance.relative * largest if tolerance is not None else 0.0
+    # A NaN or an infinity on one side alone is within nothing.
+    if tolerance is not None and furthest <= allowed:
+        return None
+    return (
+        f"differs by up to {furthest:.3g} in {int((~alike).sum())} of {alike.numel()} elements "
+        f"(largest finite magnitude expected {largest:.3g}, allowed difference {allowed:.3g})"
+    )
+
+
+def _kind(value: Tensor | None) -> str:
+    return "None" if value is None else f"a tensor of shape {tuple(value.shape)}"
