@@ -1,0 +1,347 @@
+"""From step to step: shapes, modes, frozen and shared parameters, wrapped modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import BoundaryError, Pipeline
+from penstock.schedule.catalog import family
+from penstock.testing.compare import plain_step
+from tests.agreement import ROUNDING, TRAINING, Twins
+from tests.models import CASES, DIM, features, mlp, token_loss, tokens
+
+SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)
+
+
+def made(model: Any, loss_fn: Any, schedule: str, mbs: int = 3, **options: Any) -> Twins:
+    """Twins of four stages, on as many ranks as the schedule then takes."""
+    virtual = family(schedule).default_virtual
+    ranks = 4 // virtual
+    return Twins(
+        model,
+        loss_fn,
+        schedule=schedule,
+        ranks=ranks,
+        virtual=virtual,
+        n_microbatches=mbs,
+        **options,
+    )
+
+
+# --- shapes ----------------------------------------------------------------------------------
+
+
+@SCHEDULES
+def test_shapes_change_from_step_to_step(schedule: str) -> None:
+    """Short last batches, longer sequences, and back: steps, with evaluations in between."""
+    both = made(CASES["gpt"].make(4), token_loss, schedule)
+    shapes = [(6, 5), (4, 5), (6, 9), (3, 1), (6, 5), (7, 9)]
+    for step, (rows, length) in enumerate(shapes):
+        inputs, target = tokens(rows, step, length)
+        both.step(inputs, target=target)
+        seen, _ = tokens(rows + step, 50 + step, length + 1)
+        out = both.pipe.eval(seen)
+        with torch.no_grad():
+            expected = torch.cat([both.plain(x) for x in seen.tensor_split(3)])
+        assert torch.equal(out, expected)
+        both.compare()
+
+
+@SCHEDULES
+def test_dtypes_change_from_step_to_step(schedule: str) -> None:
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float()
+
+    both = made(nn.Sequential(Cast(), *mlp(3)), F.mse_loss, schedule)
+    for step, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float32)):
+        inputs, target = features(6, step)
+        both.step(inputs.to(dtype), target=target)
+
+
+# --- frozen, unused and shared parameters ----------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (0, 1, 2), (1, 2, 3)])
+def test_frozen_stages(schedule: str, frozen: tuple[int, ...]) -> None:
+    """Gradients pass through a frozen stage where one before it is to be trained."""
+    model = mlp(4)
+    for layer in frozen:
+        model[layer].requires_grad_(False)
+    both = made(model, F.mse_loss, schedule)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+    for name, param in both.pipe.named_parameters():
+        assert (param.grad is None) == (int(name.split(".")[0]) in frozen), name
+
+
+def set_trained(both: Twins, layers: tuple[int, ...], trained: bool) -> None:
+    """Freeze or unfreeze layers of both models."""
+    for model in (both.plain, both.pipe):
+        for name, param in model.named_parameters():
+            if int(name.split(".")[0]) in layers:
+                param.requires_grad_(trained)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (0, 1, 2)])
+def test_frozen_between_steps(schedule: str, frozen: tuple[int, ...]) -> None:
+    """Fewer gradients are needed than in the first step; what is frozen keeps what it had."""
+    both = made(mlp(4), F.mse_loss, schedule)
+    for step in range(4):
+        if step == 2:
+            set_trained(both, frozen, False)
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
+@SCHEDULES
+def test_unfrozen_again(schedule: str) -> None:
+    """A shape that has crossed with a gradient may do so again."""
+    both = made(mlp(4), F.mse_loss, schedule)
+    for step, trained in enumerate((True, False, True)):
+        set_trained(both, (0,), trained)
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("layers", [(0,), (0, 1), (0, 1, 2)])
+def test_unfrozen_between_steps(schedule: str, layers: tuple[int, ...]) -> None:
+    """Right, or refused with what to do: never wrong in silence."""
+    both = made(mlp(4), F.mse_loss, schedule)
+    set_trained(both, layers, False)
+    inputs, target = features(6, 0)
+    both.step(inputs, target=target)
+    set_trained(both, layers, True)
+    with pytest.raises(BoundaryError, match="make the schedule anew after unfreezing"):
+        both.step(inputs, target=target)
+
+
+@SCHEDULES
+def test_unfrozen_between_steps_with_dynamic_shapes(schedule: str) -> None:
+    both = made(mlp(4), F.mse_loss, schedule, dynamic_shapes=True)
+    for step, trained in enumerate((False, True, False, True)):
+        set_trained(both, (0,), trained)
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
+class PartlyUsed(nn.Module):
+    """Has a parameter that its forward never touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(DIM, DIM)
+        self.unused = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) * self.scale
+
+
+@SCHEDULES
+def test_unused_parameters_have_no_gradient(schedule: str) -> None:
+    both = made(nn.Sequential(*(PartlyUsed() for _ in range(4))), F.mse_loss, schedule)
+    inputs, target = features(6, 0)
+    both.step(inputs, target=target)
+    bare = {name for name, p in both.pipe.named_parameters() if p.grad is None}
+    assert bare == {f"{i}.unused.{kind}" for i in range(4) for kind in ("weight", "bias")}
+
+
+class OffPath(nn.Module):
+    """Its parameter does not depend on the input, and its input takes no gradient from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() + self.bias.exp()
+
+
+@SCHEDULES
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_stage_that_cuts_the_graph(schedule: str, place: int) -> None:
+    """Stages before it get no gradient at all: None, as on one device, not zeros."""
+    layers = list(mlp(4))
+    layers[place] = OffPath()
+    both = made(nn.Sequential(*layers), F.mse_loss, schedule)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+    trained = {int(n.split(".")[0]) for n, p in both.pipe.named_parameters() if p.grad is not None}
+    assert trained == set(range(place, 4))
+
+
+@SCHEDULES
+def test_parameters_shared_between_stages_of_one_process(schedule: str) -> None:
+    """Each stage adds its part at its own time, so the sum is rounded in another order."""
+    layers = [nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]
+    layers[3].weight = layers[0].weight
+    layers[2].bias = layers[0].bias
+    both = made(nn.Sequential(*layers), F.mse_loss, schedule, tolerance=ROUNDING)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+    assert len(list(both.pipe.parameters())) == len(list(both.plain.parameters())) == 4
+
+
+@SCHEDULES
+def test_one_layer_in_several_places_of_a_stage(schedule: str) -> None:
+    """Within a microbatch autograd sums a parameter's uses before it adds them to ``.grad``."""
+    shared = nn.Linear(DIM, DIM)
+    layers = [nn.Sequential(shared, nn.Tanh(), shared), *mlp(3)]
+    both = made(nn.Sequential(*layers), F.mse_loss, schedule)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
+# --- inputs that take gradients --------------------------------------------------------------
+
+
+@SCHEDULES
+def test_inputs_that_require_grad(schedule: str) -> None:
+    """An embedding computed by the user, say: its gradient flows back to the user."""
+    both = made(mlp(4), F.mse_loss, schedule)
+    inputs, target = features(7, 0)
+    mine, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    plain_step(both.plain, both.loss_fn, theirs, target=target, n_microbatches=3)
+    both.pipe.step(mine, target=target)
+    assert mine.grad is not None
+    assert torch.equal(mine.grad, theirs.grad)
+    both.compare()
+
+
+@SCHEDULES
+def test_inputs_with_a_graph_behind_them(schedule: str) -> None:
+    """A parameter outside of the pipeline is trained through each microbatch's own inputs."""
+    both = made(mlp(4), F.mse_loss, schedule)
+    inputs, target = features(6, 0)
+    weights = [torch.full((DIM,), 1.5, requires_grad=True) for _ in range(2)]
+    rows, targets = inputs.tensor_split(3), target.tensor_split(3)
+    plain_step(
+        both.plain, both.loss_fn, arg_mbs=[(x * weights[0],) for x in rows], target_mbs=targets
+    )
+    both.pipe.step(arg_mbs=[(x * weights[1],) for x in rows], target_mbs=targets)
+    assert weights[1].grad is not None
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    both.compare()
+
+
+@SCHEDULES
+def test_the_callers_tensors_stay_as_they_are(schedule: str) -> None:
+    both = made(mlp(4), F.mse_loss, schedule)
+    inputs, target = features(6, 0)
+    before = inputs.clone(), target.clone()
+    both.step(inputs, target=target)
+    both.pipe.eval(inputs, target=target)
+    assert torch.equal(inputs, before[0])
+    assert torch.equal(target, before[1])
+    assert not inputs.requires_grad
+    assert inputs.grad is None
+
+
+# --- modules ---------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """Any wrapper around a stage's module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def grads_of(stages: Any) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for s in stages for p in s.parameters()]
+
+
+@SCHEDULES
+@pytest.mark.parametrize("wrap", [Wrapped, lambda m: torch.compile(m, backend="eager")])
+def test_a_module_wrapped_between_steps(schedule: str, wrap: Any) -> None:
+    both = made(mlp(4), F.mse_loss, schedule)
+    modules = [stage.submod for stage in both.pipe.stages]
+    for step in range(3):
+        inputs, target = features(6, step)
+        plain_step(both.plain, both.loss_fn, inputs, target=target, n_microbatches=3)
+        both.pipe.step(inputs, target=target)
+        got, expected = grads_of(modules), grads_of([both.plain])
+        assert all(map(torch.equal, got, expected))
+        if step == 0:
+            for stage in both.pipe.stages:
+                stage.submod = wrap(stage.submod)
+
+
+@SCHEDULES
+def test_activation_checkpointing_in_a_stage(schedule: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Wrapped):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.module, x, use_reentrant=False)
+
+    both = made(nn.Sequential(*map(Checkpointed, mlp(4))), F.mse_loss, schedule)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
+@SCHEDULES
+def test_a_stage_without_parameters(schedule: str) -> None:
+    for place in range(4):
+        layers: list[nn.Module] = list(mlp(4))
+        layers[place] = nn.Tanh()
+        both = made(nn.Sequential(*layers), F.mse_loss, schedule)
+        inputs, target = features(6, 0)
+        both.step(inputs, target=target)
+
+
+@SCHEDULES
+def test_a_stage_that_changes_its_output_in_place(schedule: str) -> None:
+    """The next stage may write into what it was given, as a layer of one model may."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y.mul_(2).add_(1)
+            return F.relu(y, inplace=True)
+
+    class WritesIntoItsInput(InPlace):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            return self.linear(x.add_(1))
+
+    layers = [InPlace(), WritesIntoItsInput(), InPlace(), WritesIntoItsInput()]
+    both = made(nn.Sequential(*layers), F.mse_loss, schedule)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
+@SCHEDULES
+def test_two_pipelines_over_the_same_modules(schedule: str) -> None:
+    """Nothing of a pipeline is kept in the modules."""
+    model = mlp(4)
+    both = made(model, F.mse_loss, schedule)
+    second = Pipeline(list(model), loss_fn=F.mse_loss, schedule="gpipe", ranks=4, n_microbatches=2)
+    inputs, target = features(6, 0)
+    both.step(inputs, target=target)
+    second.step(inputs, target=target)
+    plain_step(both.plain, both.loss_fn, inputs, target=target, n_microbatches=2)
+    both.compare()
