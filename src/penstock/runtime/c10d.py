@@ -17,7 +17,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,14 @@ DATA_TAG = 0x5E7
 NOTE_TAG = 0x5E8
 POKE_TAG = 0x5E9
 NOTE_BYTES = 4096
-# How many sends to one peer may be on their way before the oldest is waited for. The programs
-# that run are free of deadlock even where a send blocks, so waiting is safe; held sends are
-# memory.
-MAX_HELD_SENDS = 4
+# Sends to one peer may pile up to so many bytes (and at least two, and at most so many) before the
+# oldest is waited for: held sends are memory, but waiting costs a switch of threads, which small
+# messages are not worth. The programs that run are free of deadlock even where a send blocks.
+MAX_HELD_BYTES = 16 << 20
+MAX_HELD_SENDS = 256
 LOOK_INTERVAL_S = 0.2
+
+Wait: TypeAlias = tuple[Sequence[Any], int | None]  # works, peer
 
 
 class _Receipt:
@@ -56,6 +59,24 @@ class _Receipt:
     def wait(self) -> Sequence[Tensor]:
         self._transport.wait_for(self._works, self._peer)
         return self._tensors
+
+
+class _Held:
+    """Sends to one peer that are on their way, oldest first."""
+
+    __slots__ = ("num_bytes", "sends")
+
+    def __init__(self) -> None:
+        self.sends: deque[tuple[Any, Tensor]] = deque()
+        self.num_bytes = 0
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        self.sends.append((work, tensor))
+        self.num_bytes += tensor.nbytes
+
+    def drop_first(self) -> None:
+        _, tensor = self.sends.popleft()
+        self.num_bytes -= tensor.nbytes
 
 
 class C10dTransport:
@@ -75,10 +96,11 @@ class C10dTransport:
         self.num_ranks = group.size()
         self._group = group
         self._device = device
+        self._on_cuda = device.type == "cuda"
         self._up = self._down = self._control = group
         self._connected = False
-        self._held: defaultdict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)
-        self._max_held = MAX_HELD_SENDS
+        self._held: defaultdict[int, _Held] = defaultdict(_Held)
+        self._is_relaxed = False
         self._store: Any = group.get_group_store()
         self._key = f"penstock/{key}"
         self._board = Board(self._store, self._key)
@@ -90,7 +112,7 @@ class C10dTransport:
             return
         self._connected = True
         ranks = dist.get_process_group_ranks(self._group)
-        if self._device.type == "cuda":
+        if self._on_cuda:
             self._down = _new_group(ranks, "nccl")
         if not torch_private.takes_cpu_tensors(self._group):
             self._control = _new_group(ranks, "gloo")
@@ -101,16 +123,18 @@ class C10dTransport:
         held = self._held[peer]
         group = self._up if peer > self.rank else self._down
         for tensor in tensors:
-            held.append((group.send([tensor], peer, DATA_TAG), tensor))
-        while len(held) > self._max_held:
-            work, tensor = held[0]
-            if self._device.type == "cuda":
+            held.add(group.send([tensor], peer, DATA_TAG), tensor)
+        while held.num_bytes > MAX_HELD_BYTES or len(held.sends) > MAX_HELD_SENDS:
+            if self._is_relaxed or len(held.sends) <= 2:
+                return
+            work = held.sends[0][0]
+            if self._on_cuda:
                 # Waiting would stall the compute stream; what is done already may go.
                 if not work.is_completed():
                     return
             else:
                 self.wait_for((work,), peer)
-            held.popleft()
+            held.drop_first()
 
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receipt:
         group = self._up if peer < self.rank else self._down
@@ -118,18 +142,18 @@ class C10dTransport:
         return _Receipt(self, peer, tensors, [group.recv([t], peer, DATA_TAG) for t in tensors])
 
     def relax(self, relaxed: bool) -> None:
-        self._max_held = 1 << 30 if relaxed else MAX_HELD_SENDS
+        self._is_relaxed = relaxed
 
     def drain(self) -> None:
         for peer, held in self._held.items():
-            while held:
-                self.wait_for((held[0][0],), peer)
-                held.popleft()
+            while held.sends:
+                self.wait_for((held.sends[0][0],), peer)
+                held.drop_first()
 
     def wait_for(self, works: Sequence[Any], peer: int | None) -> None:
         """Wait for ``works``, under the watcher's eye."""
         watcher = self._watcher
-        watcher.waiting_for = (peer, time.monotonic())
+        watcher.waiting_for = (works, peer)
         for work in works:
             work.wait()
         watcher.waiting_for = None
@@ -146,7 +170,7 @@ class C10dTransport:
 
     def _send_bytes(self, peer: int, data: bytes) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._held[peer].append((self._control.send([tensor], peer, NOTE_TAG), tensor))
+        self._held[peer].add(self._control.send([tensor], peer, NOTE_TAG), tensor)
 
     def receive_note(self, peer: int) -> bytes:
         head = self._receive_bytes(peer, NOTE_BYTES)
@@ -204,8 +228,8 @@ class C10dTransport:
             return None
         return as_error(found)
 
-    def _broken_wait(self, error: BaseException, waited_for: tuple[int | None, float]) -> PeerError:
-        peer, _ = waited_for
+    def _broken_wait(self, error: BaseException, waited_for: Wait) -> PeerError:
+        _, peer = waited_for
         whom = "the other ranks" if peer is None else f"rank {peer}"
         if self._watcher.timed_out:
             told = (
@@ -229,7 +253,7 @@ class C10dTransport:
             with contextlib.suppress(RuntimeError):
                 scrap = torch.empty(1, dtype=torch.uint8)
                 self._control.recv([scrap], other, POKE_TAG).wait(timedelta(milliseconds=1))
-        if self._device.type == "cuda":
+        if self._on_cuda:
             for group in (self._up, self._down):
                 with contextlib.suppress(RuntimeError):
                     group.abort()
@@ -253,14 +277,15 @@ class _Watcher:
     """Looks at the board from a thread of its own while the main thread waits.
 
     Attributes:
-        waiting_for: the peer that the main thread waits for (None: several) and since when;
-            None while it does not wait.
+        waiting_for: what the main thread waits for, and from which peer (None: several); None
+            while it does not wait. Each wait is a tuple of its own, so that two looks tell one
+            long wait from two short ones, and the main thread need not look at the clock.
         timed_out: whether a wait took longer than it may.
         lost_the_store: whether the store is gone.
     """
 
     def __init__(self, transport: C10dTransport, timeout_s: float) -> None:
-        self.waiting_for: tuple[int | None, float] | None = None
+        self.waiting_for: Wait | None = None
         self.timed_out = False
         self.lost_the_store = False
         self._transport = transport
@@ -279,7 +304,7 @@ class _Watcher:
         """No step is running: nothing to look at."""
         self._awake.clear()
 
-    def stop(self) -> tuple[int | None, float] | None:
+    def stop(self) -> Wait | None:
         """End the thread; returns what the main thread was waiting for, if it was."""
         self._stopped.set()
         self._awake.set()
@@ -291,22 +316,22 @@ class _Watcher:
 
     def _look(self) -> None:
         board = self._transport.store_clone()
+        seen: Wait | None = None
+        since = 0.0
         while not self._stopped.wait(LOOK_INTERVAL_S):
             self._awake.wait()
             waiting = self.waiting_for
-            if waiting is None:
+            if waiting is None or waiting is not seen:
+                seen, since = waiting, time.monotonic()
                 continue
-            peer, since = waiting
             waited_s = time.monotonic() - since
-            if waited_s < LOOK_INTERVAL_S:
-                continue
             if waited_s > self.timeout_s:
                 self.timed_out = True
             elif board.read() is None and not board.is_lost:
                 continue
             self.lost_the_store = board.is_lost
-            if self.waiting_for == waiting:
-                self._transport.wake(peer)
+            if self.waiting_for is waiting:
+                self._transport.wake(waiting[1])
 
 
 def _poll(read: Callable[[], Any], *, for_s: float) -> Any:

@@ -312,7 +312,9 @@ class Player:
         slot.grads_present = present = self._grads_in[shape_id]
         # A receive may be posted before this microbatch's forward has described its own output.
         spec = slot.spec or self._out_specs[shape_id]
-        return [spec.metas[i] for i, there in zip(spec.grad_slots, present, strict=True) if there]
+        if all(present):
+            return spec.grad_metas
+        return [meta for meta, there in zip(spec.grad_metas, present, strict=True) if there]
 
     def _wait_grads(self, slot: Slot) -> None:
         tensors = slot.grad_arrival.wait()
@@ -354,9 +356,9 @@ class Player:
     def _present_grads(
         self, slot: Slot, grads: Sequence[Tensor | None], present: tuple[bool, ...]
     ) -> list[Tensor]:
-        sent = []
         spec = slot.in_spec
         assert spec is not None
+        sent = []
         for i, grad, wanted in zip(spec.grad_slots, grads, present, strict=True):
             if grad is not None and not wanted:
                 raise BoundaryError(

@@ -121,7 +121,7 @@ class BoundarySpec:
         leaves: for each leaf a ``TensorMeta``, or the plain value itself.
     """
 
-    __slots__ = ("grad_slots", "leaves", "metas", "single", "tensor_leaves", "tree")
+    __slots__ = ("grad_metas", "grad_slots", "leaves", "metas", "single", "tensor_leaves", "tree")
 
     def __init__(self, tree: optree.PyTreeSpec, leaves: tuple[TensorMeta | Plain, ...]) -> None:
         self.tree = tree
@@ -130,6 +130,7 @@ class BoundarySpec:
         self.tensor_leaves = tuple(i for i, x in enumerate(leaves) if isinstance(x, TensorMeta))
         self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self.tensor_leaves)
         self.grad_slots = tuple(i for i, meta in enumerate(self.metas) if meta.requires_grad)
+        self.grad_metas = tuple(self.metas[i] for i in self.grad_slots)
         # The common case, kept fast: one tensor and nothing else.
         self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
         if not self.metas:
