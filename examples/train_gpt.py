@@ -208,8 +208,9 @@ def report(
         f"{pipelined.tokens_per_s:,.0f}",
         f"{plain.tokens_per_s:,.0f} plain loop, 1 process",
     )
+    bubble = "bubble" if len(peaks) > 1 else "bubble, ranks taking turns"
     table.add_row(
-        "bubble", f"{typical.bubble_ratio:.1%}", f"{simulation.bubble_ratio:.1%} simulated"
+        bubble, f"{typical.bubble_ratio:.1%}", f"{simulation.bubble_ratio:.1%} simulated"
     )
     for rank, peak in enumerate(peaks):
         name = f"peak memory, rank {rank}" if len(peaks) > 1 else "peak memory, all ranks"

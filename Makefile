@@ -1,0 +1,68 @@
+# Everything that is done with this repository. Needs Python 3.11 or newer, and installs the rest
+# into .venv, in the versions of constraints.txt. `make help` lists the targets.
+
+PYTHON ?= python3
+RANKS ?= 2
+SCHEDULE ?= 1f1b
+# More arguments for pip, such as PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# for the small CPU build of torch on Linux.
+PIP_ARGS ?=
+# More arguments for pytest, such as PYTEST_ARGS="-n 2" or PYTEST_ARGS="tests/schedule -x".
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+
+# A process per rank shares the machine's cores: one thread each.
+export OMP_NUM_THREADS := 1
+export SCHEDULE RANKS
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@echo
+	@echo "demo takes SCHEDULE=$(SCHEDULE) RANKS=$(RANKS), MICROBATCHES and STEPS, as in"
+	@echo "          SCHEDULE=zbv RANKS=4 make demo"
+
+demo: $(VENV)/.demo-installed ## train a small GPT over pipeline stages (a few minutes)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py
+
+test: $(VENV)/.dev-installed ## run the test suite
+	$(BIN)/pytest -q $(PYTEST_ARGS)
+
+check: $(VENV)/.dev-installed ## lint, types, import contracts, then the test suite
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q $(PYTEST_ARGS)
+
+format: $(VENV)/.dev-installed ## format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.dev-installed ## measure what docs/performance.md tells
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove the environment, caches and what runs left
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# The build tools are installed first, so that they are the pinned ones too and no other
+# environment has to be made for the build.
+$(VENV)/.build-installed: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is too old: Penstock needs Python 3.11 or newer; PYTHON=python3.12 make ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) hatchling editables
+	@touch $@
+
+$(VENV)/.demo-installed: pyproject.toml $(VENV)/.build-installed
+	$(PIP) --no-build-isolation -e '.[view,examples]'
+	@touch $@
+
+$(VENV)/.dev-installed: pyproject.toml $(VENV)/.build-installed
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
