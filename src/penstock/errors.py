@@ -59,6 +59,16 @@ class PenstockError(Exception):
         super().__init__(f"{place}: {message}" if place else message)
         self.where = where
 
+    def locate(self, where: Where) -> None:
+        """Say where it happened, unless that is known already; the message begins with it.
+
+        Args:
+            where: the place of the failure.
+        """
+        if self.where == NOWHERE:
+            self.where = where
+            self.args = (f"{where}: {self}",)
+
     @property
     def rank(self) -> int | None:
         """The rank that failed first, where known."""

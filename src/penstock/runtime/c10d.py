@@ -193,6 +193,9 @@ class C10dTransport:
         group = self._up if tensor.is_cuda else self._control
         self.wait_for((group.broadcast(tensor, root),), None)
 
+    def meet(self) -> None:
+        self.wait_for((self._control.barrier(),), None)
+
     def gather_notes(self, note: bytes) -> list[bytes]:
         lengths = self._gather(torch.tensor([len(note)]))
         longest = max(int(length) for length in lengths)
@@ -217,7 +220,7 @@ class C10dTransport:
             # A wait broke: its peer may have failed a moment before it could say so.
             found = _poll(self._board.read, for_s=2.0)
         if found is None:
-            if waited_for is not None:
+            if waited_for is not None and not isinstance(error, PenstockError):
                 error = self._broken_wait(error, waited_for)
             cause = cause_of(error, self.rank)
             stands = self._board.write(cause)

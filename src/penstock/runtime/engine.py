@@ -27,7 +27,7 @@ from penstock.runtime.transport import Transport
 from penstock.schedule.action import Op
 from penstock.schedule.check import check
 from penstock.schedule.order import global_order
-from penstock.schedule.passes import forward_only, insert_sharding, lower
+from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import format_csv
@@ -82,9 +82,8 @@ class Engine:
         self._check_stages(program)
         self._wrapped = {i: s.submod for i, s in self.stages.items()}
         self._replicas = {i: replicas_of(submod) for i, submod in self._wrapped.items()}
-        if any(r is not None and r.sharded for r in self._replicas.values()):
-            program = insert_sharding(program)
-        self.program = check(lower(program))
+        sharding = any(r is not None and r.sharded for r in self._replicas.values())
+        self.program = check(lower(program, sharding=sharding))
         self.eval_program = check(lower(forward_only(program)))
         self._train = _Act(self, self.program, train=True)
         self._eval = _Act(self, self.eval_program, train=False)
@@ -156,6 +155,8 @@ class Engine:
         for each in replicas:
             each.end()
         losses = act.share_losses(batch)
+        for transport in self.transports:
+            transport.meet()
         for player in act.players.values():
             player.rest()
         for transport in self.transports:
@@ -207,7 +208,8 @@ class Engine:
             self.failure = PeerError(f"{type(raised).__name__}: {raised}")
         for player in act.players.values():
             player.reset()
-        return None if raised is error else raised
+        # Ctrl-C and the like are told to the others, but stay what they are here.
+        return None if raised is error or not isinstance(error, Exception) else raised
 
     def _agree(self) -> None:
         """Once: do all ranks play the same program, each with its own stages?
@@ -397,8 +399,6 @@ def _moment(header: Sequence[int]) -> str:
 
 def _placed(error: BaseException, call: Call, program: Program) -> BaseException:
     """``error`` with its place; what the user's code raised becomes a StageError."""
-    if not isinstance(error, Exception):
-        return error
     action = call.action
     where = Where(
         rank=program.placement.rank_of(action.stage),
@@ -407,8 +407,9 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         action=str(action),
     )
     if isinstance(error, PenstockError):
-        return error if error.where.rank is not None else type(error)(str(error), where=where)
-    if call.waits:
+        error.locate(where)
+        return error
+    if call.waits and isinstance(error, Exception):
         return error
     placed = StageError(f"{type(error).__name__}: {error}", where=where)
     placed.__cause__ = error

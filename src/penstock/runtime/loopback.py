@@ -106,6 +106,9 @@ class LoopbackTransport:
             if peer != root:
                 self._fabric.tensors[root, peer].append(tensor)
 
+    def meet(self) -> None:
+        pass
+
     def gather_notes(self, note: bytes) -> list[bytes]:
         # One process: every rank is built from the same arguments, so all would say the same.
         return [note] * self.num_ranks

@@ -70,6 +70,10 @@ class Transport(Protocol):
         """Overwrite ``tensor`` on every rank by that of ``root``."""
         ...
 
+    def meet(self) -> None:
+        """Wait until every rank is here, so that none leaves a step in which another one fails."""
+        ...
+
     def gather_notes(self, note: bytes) -> list[bytes]:
         """Every rank's note, by rank; every rank calls it."""
         ...
