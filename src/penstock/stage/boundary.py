@@ -42,16 +42,40 @@ class TensorMeta:
         shape: its sizes.
         dtype: its dtype.
         requires_grad: whether the producing stage needs its gradient.
+        order: its dimensions as they lie in memory, outermost first, where that is another order
+            than their own (channels last, transposed): so it arrives as it left. None otherwise.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """The description of ``tensor``."""
-        return cls(shape=tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        return cls(
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            order=_order_in_memory(tensor),
+        )
+
+    @property
+    def wire_shape(self) -> Sequence[int]:
+        """The shape in which it travels: contiguous, dimensions as they lie in memory."""
+        return self.shape if self.order is None else [self.shape[i] for i in self.order]
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """``tensor`` as it travels: a view wherever it is dense."""
+        return (tensor if self.order is None else tensor.permute(self.order)).contiguous()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """What ``pack`` was given, from what arrived."""
+        if self.order is None:
+            return tensor
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return tensor.permute(inverse)
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is what this describes.
@@ -71,9 +95,18 @@ class TensorMeta:
         return f"{name} {tuple(self.shape)}, {'with' if self.requires_grad else 'no'} gradient"
 
 
+def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
 def as_args(output: Any) -> tuple[Any, ...]:
     """A stage's output as the positional arguments of the next stage (see the table above)."""
-    if isinstance(output, tuple) and not hasattr(output, "_fields"):
+    # Named tuples, torch.return_types and torch.Size are tuples too, but one value each.
+    if type(output) is tuple:
         return output
     return tuple(output) if type(output) is list else (output,)
 
@@ -108,7 +141,7 @@ def _register_dataclass(cls: type[Any]) -> None:
     optree.register_pytree_node(
         cls,
         lambda value: (tuple(getattr(value, name) for name in names), None, names),
-        unflatten,
+        unflatten,  # type: ignore[arg-type]  # a dataclass is no Collection; optree takes it
         namespace=NAMESPACE,
     )
 
@@ -121,7 +154,16 @@ class BoundarySpec:
         leaves: for each leaf a ``TensorMeta``, or the plain value itself.
     """
 
-    __slots__ = ("grad_metas", "grad_slots", "leaves", "metas", "single", "tensor_leaves", "tree")
+    __slots__ = (
+        "grad_metas",
+        "grad_slots",
+        "in_order",
+        "leaves",
+        "metas",
+        "single",
+        "tensor_leaves",
+        "tree",
+    )
 
     def __init__(self, tree: optree.PyTreeSpec, leaves: tuple[TensorMeta | Plain, ...]) -> None:
         self.tree = tree
@@ -131,6 +173,7 @@ class BoundarySpec:
         self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self.tensor_leaves)
         self.grad_slots = tuple(i for i, meta in enumerate(self.metas) if meta.requires_grad)
         self.grad_metas = tuple(self.metas[i] for i in self.grad_slots)
+        self.in_order = all(meta.order is None for meta in self.metas)
         # The common case, kept fast: one tensor and nothing else.
         self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
         if not self.metas:
@@ -183,6 +226,23 @@ class BoundarySpec:
             if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
                 raise _mismatch(slot, meta, tensor)
 
+    def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors as they travel, see ``TensorMeta.pack``."""
+        return [meta.pack(t) for meta, t in zip(self.metas, tensors, strict=True)]
+
+    def unpack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors as they left, from what arrived."""
+        if self.in_order:
+            return tensors
+        return [meta.unpack(t) for meta, t in zip(self.metas, tensors, strict=True)]
+
+    def unpack_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients laid out as the tensors are, from what arrived."""
+        if self.in_order:
+            return grads
+        pairs = zip(self.grad_metas, grads, strict=True)
+        return [None if grad is None else meta.unpack(grad) for meta, grad in pairs]
+
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The next stage's positional arguments, from the tensors that crossed."""
         if self.single is not None:
@@ -190,8 +250,8 @@ class BoundarySpec:
         leaves = list(self.leaves)
         for i, tensor in zip(self.tensor_leaves, tensors, strict=True):
             leaves[i] = tensor
-        args: tuple[Any, ...] = optree.tree_unflatten(self.tree, leaves)
-        return args
+        args: Any = optree.tree_unflatten(self.tree, leaves)
+        return args  # type: ignore[no-any-return]  # as_args made it a tuple
 
     def encode(self) -> bytes:
         """The spec as JSON, to be read by ``decode`` on another rank."""
@@ -298,7 +358,7 @@ def _encode_tree(node: Any) -> Any:
             return index
         case None:
             return None
-        case tuple() if hasattr(node, "_fields"):
+        case tuple() if hasattr(node, "_fields") or optree.is_structseq(node):
             return {"class": _class_name(type(node)), "items": [_encode_tree(x) for x in node]}
         case tuple() | list():
             return {"kind": type(node).__name__, "items": [_encode_tree(x) for x in node]}
@@ -342,6 +402,8 @@ def _decode_tree(node: Any) -> Any:
 
 
 def _make(cls: type[Any], values: list[Any]) -> Any:
+    if optree.is_structseq_class(cls):  # such as torch.return_types.topk
+        return cls(values)
     if issubclass(cls, tuple):
         return cls(*values)
     made = object.__new__(cls) if not issubclass(cls, dict) else None
@@ -368,7 +430,9 @@ def _find_class(name: str) -> type[Any]:
     for part in path.split("."):
         found = getattr(found, part, None)
     is_container = isinstance(found, type) and (
-        dataclasses.is_dataclass(found) or hasattr(found, "_fields")
+        dataclasses.is_dataclass(found)
+        or hasattr(found, "_fields")
+        or optree.is_structseq_class(found)
     )
     if not is_container:
         raise BoundaryError(
@@ -399,7 +463,7 @@ def _plain_tag(value: Plain) -> str | None:
 def _encode_leaf(leaf: TensorMeta | Plain) -> list[Any]:
     if isinstance(leaf, TensorMeta):
         dtype = str(leaf.dtype).removeprefix("torch.")
-        return ["tensor", list(leaf.shape), dtype, leaf.requires_grad]
+        return ["tensor", list(leaf.shape), dtype, leaf.requires_grad, leaf.order]
     tag = _plain_tag(leaf)
     match tag:
         case "bool" | "int" | "str":
@@ -418,9 +482,13 @@ def _encode_leaf(leaf: TensorMeta | Plain) -> list[Any]:
 
 def _decode_leaf(data: list[Any]) -> TensorMeta | Plain:
     match data:
-        case ["tensor", shape, dtype, requires_grad]:
-            size = torch.Size(shape)
-            return TensorMeta(shape=size, dtype=_dtype(dtype), requires_grad=requires_grad)
+        case ["tensor", shape, dtype, requires_grad, order]:
+            return TensorMeta(
+                shape=torch.Size(shape),
+                dtype=_dtype(dtype),
+                requires_grad=requires_grad,
+                order=None if order is None else tuple(order),
+            )
         case ["float", value]:
             return float.fromhex(value)
         case ["complex", real, imag]:

@@ -1,0 +1,354 @@
+"""What crosses a boundary, over messages (gpipe) and between stages of one rank (zbv)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import BoundaryError, Pipeline, PipelineStage
+from penstock.testing.compare import plain_step
+from tests.agreement import ROUNDING, Twins
+from tests.crossings import CROSSINGS, crossing_model
+from tests.models import DIM, features, mlp
+
+PLACES = pytest.mark.parametrize(
+    ("schedule", "ranks"), [("gpipe", 4), ("zbv", 2), ("looped-bfs", 2)]
+)
+
+
+# Several gradients come back for one tensor here; autograd sums them in an order of its own.
+SUMMED = ("layouts", "twice the same")
+
+
+@PLACES
+@pytest.mark.parametrize("name", CROSSINGS)
+@pytest.mark.parametrize("dynamic_shapes", [False, True])
+def test_what_crosses(name: str, schedule: str, ranks: int, dynamic_shapes: bool) -> None:
+    both = Twins(
+        crossing_model(name),
+        F.mse_loss,
+        schedule=schedule,
+        ranks=ranks,
+        n_microbatches=3,
+        dynamic_shapes=dynamic_shapes,
+        tolerance=ROUNDING if name in SUMMED else None,
+    )
+    for step, rows in enumerate((6, 5, 6)):
+        inputs, target = features(rows, step)
+        both.step(inputs, target=target)
+        out = both.pipe.eval(inputs)
+        with torch.no_grad():
+            assert torch.equal(out, torch.cat([both.plain(x) for x in inputs.tensor_split(3)]))
+
+
+# --- the two conventions ---------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    """Returns several values in one container, for a next stage that takes them one by one."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind((self.linear(x), 2.0, x.detach()))
+
+
+class TakesMany(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, hidden: Tensor, scale: float, other: Tensor) -> Tensor:
+        return self.linear(hidden * scale + other)
+
+
+class TakesOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = TakesMany()
+
+    def forward(self, value: Any) -> Tensor:
+        return self.many(*value)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_stages_cut_by_hand_take_the_items_as_arguments(kind: type[Any]) -> None:
+    modules = [Many(kind), TakesMany()]
+    device = torch.device("cpu")
+    stages = [PipelineStage(m, i, 2, device) for i, m in enumerate(modules)]
+    pipe = Pipeline(stages, loss_fn=F.mse_loss, schedule="1f1b", n_microbatches=2)
+    inputs, target = features(5, 0)
+    loss = pipe.step(inputs, target=target)
+    grads = [p.grad for m in modules for p in m.parameters()]
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+    expected = plain_step(
+        lambda x: modules[1](*modules[0](x)), F.mse_loss, inputs, target=target, n_microbatches=2
+    )
+    assert torch.equal(loss, expected.loss)
+    assert all(map(torch.equal, grads, [p.grad for m in modules for p in m.parameters()]))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_layers_of_a_sequence_take_one_value(kind: type[Any]) -> None:
+    both = Twins([Many(kind), TakesOne()], F.mse_loss, schedule="1f1b", ranks=2, n_microbatches=2)
+    inputs, target = features(5, 0)
+    both.step(inputs, target=target)
+
+
+def test_keyword_arguments_reach_every_stage() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, *, scale: Tensor, power: int) -> Tensor:
+            return super().forward(x) * scale**power
+
+    modules = [Scaled(DIM, DIM) for _ in range(3)]
+    device = torch.device("cpu")
+    stages = [PipelineStage(m, i, 3, device) for i, m in enumerate(modules)]
+    pipe = Pipeline(stages, loss_fn=F.mse_loss, schedule="1f1b", n_microbatches=2)
+
+    def whole(x: Tensor, **kwargs: Any) -> Tensor:
+        for module in modules:
+            x = module(x, **kwargs)
+        return x
+
+    inputs, target = features(5, 0)
+    scale = torch.rand(5, 1)
+    loss = pipe.step(inputs, target=target, scale=scale, power=2)
+    grads = [p.grad for m in modules for p in m.parameters()]
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+    expected = plain_step(
+        whole, F.mse_loss, inputs, target=target, n_microbatches=2, scale=scale, power=2
+    )
+    assert torch.equal(loss, expected.loss)
+    assert all(map(torch.equal, grads, [p.grad for m in modules for p in m.parameters()]))
+
+
+# --- parameters and inputs as outputs --------------------------------------------------------
+
+
+class HandsOn(nn.Module):
+    """Returns a parameter of its own beside its input, unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x: Any) -> Any:
+        return (self.weight, x)
+
+
+class Multiplies(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        weight, (_, x) = value
+        return torch.tanh(x) @ weight + x @ value[1][0]
+
+
+@PLACES
+def test_parameters_and_inputs_handed_on(schedule: str, ranks: int) -> None:
+    layers = [HandsOn(), HandsOn(), Multiplies(), nn.Linear(DIM, DIM)]
+    both = Twins(layers, F.mse_loss, schedule=schedule, ranks=ranks, n_microbatches=3)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+        out = both.pipe.eval(inputs)
+        assert not out.requires_grad
+
+
+@PLACES
+def test_the_gradient_of_an_input_handed_on(schedule: str, ranks: int) -> None:
+    layers = [HandsOn(), HandsOn(), Multiplies(), nn.Linear(DIM, DIM)]
+    both = Twins(layers, F.mse_loss, schedule=schedule, ranks=ranks, n_microbatches=3)
+    for step in range(2):
+        inputs, target = features(6, step)
+        mine, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+        plain_step(both.plain, F.mse_loss, theirs, target=target, n_microbatches=3)
+        both.pipe.step(mine, target=target)
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        both.compare()
+
+
+# --- shapes, structures and values that change -----------------------------------------------
+
+
+class Changing(nn.Module):
+    """What it returns depends on the number of rows: another structure, values and dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = x.size(0)
+        hidden = self.linear(x)
+        match rows % 3:
+            case 0:
+                return {"kind": "plain", "scale": float(rows), "hidden": hidden}
+            case 1:
+                return [hidden.double(), hidden.detach(), rows]
+            case _:
+                return hidden
+
+
+class TakesChanging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, value: Any) -> Tensor:
+        match value:
+            case {"scale": scale, "hidden": hidden}:
+                return self.linear(hidden * scale)
+            case [hidden, other, rows]:
+                return self.linear(hidden.float() * rows + other)
+            case _:
+                return self.linear(value)
+
+
+def ready(sizes: tuple[int, ...], seed: int) -> dict[str, Any]:
+    pairs = [features(rows, seed * 100 + i) for i, rows in enumerate(sizes)]
+    return {"arg_mbs": [(x,) for x, _ in pairs], "target_mbs": [y for _, y in pairs]}
+
+
+CHANGING = [Changing, TakesChanging, Changing, TakesChanging]
+
+
+@PLACES
+def test_everything_changes_between_microbatches(schedule: str, ranks: int) -> None:
+    both = Twins(
+        [layer() for layer in CHANGING],
+        F.mse_loss,
+        schedule=schedule,
+        ranks=ranks,
+        n_microbatches=4,
+        dynamic_shapes=True,
+    )
+    for step, sizes in enumerate([(1, 2, 3, 4), (6, 6, 5, 1), (2, 2, 2, 2), (7, 3, 8, 1)]):
+        both.step(**ready(sizes, step))
+
+
+@PLACES
+def test_what_follows_from_the_inputs_shape_may_change(schedule: str, ranks: int) -> None:
+    """Microbatches of several shapes need no dynamic_shapes: their shapes tell them apart."""
+    both = Twins(
+        [layer() for layer in CHANGING],
+        F.mse_loss,
+        schedule=schedule,
+        ranks=ranks,
+        n_microbatches=4,
+    )
+    for step, sizes in enumerate([(1, 2, 3, 4), (6, 6, 5, 1), (2, 2, 2, 2), (7, 3, 8, 1)]):
+        both.step(**ready(sizes, step))
+
+
+class Counting(nn.Module):
+    """What it returns changes from call to call, whatever the input's shape."""
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.values = values
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.linear(x)
+        value = self.values[self.calls % len(self.values)]
+        self.calls += 1
+        return (hidden, value(hidden) if callable(value) else value)
+
+
+class Ignores(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        hidden, other = value
+        return hidden + other.float().mean() if isinstance(other, Tensor) else hidden
+
+
+CHANGES: dict[str, list[Any]] = {
+    "shape": [lambda h: h[:1], lambda h: h[:1, :2]],
+    "number of dimensions": [lambda h: h[:1], lambda h: h[0]],
+    "dtype": [lambda h: h, lambda h: h.double()],
+    "value": [1, 2],
+    "type of value": [1, True],
+    "structure": [lambda h: [h], lambda h: (h,)],
+    "a tensor and a value": [lambda h: h, 1],
+    "None": [lambda h: h, None],
+    "key": [lambda h: {"a": h}, lambda h: {"b": h}],
+    "need of a gradient": [lambda h: h.detach(), lambda h: h],
+}
+
+
+@PLACES
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_an_error_and_fine_if_allowed(change: str, schedule: str, ranks: int) -> None:
+    model = [Counting(CHANGES[change]), Ignores(), nn.Linear(DIM, DIM), nn.Tanh()]
+    options: dict[str, Any] = {"schedule": schedule, "ranks": ranks, "n_microbatches": 2}
+    inputs, target = features(4, 0)
+    pipe = Pipeline(model, loss_fn=F.mse_loss, **options)
+    with pytest.raises(BoundaryError, match="dynamic_shapes=True") as caught:
+        pipe.step(inputs, target=target)
+    assert (caught.value.stage, caught.value.microbatch) == (0, 1)
+    model[0].calls = 0
+    model[0].zero_grad()
+    both = Twins(model, F.mse_loss, dynamic_shapes=True, **options)
+    for step in range(2):
+        inputs, target = features(4, step)
+        both.step(inputs, target=target)
+
+
+# --- what can't cross ------------------------------------------------------------------------
+
+
+class Local:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda: Local(), "Local, which can't cross"),
+        (lambda: {"deep": [object()]}, "object, which can't cross"),
+        (lambda: torch.eye(3).to_sparse(), "sparse"),
+        (lambda: {("a", "b"): 1}, "dict key"),
+        (lambda: {1, 2}, "set, which can't cross"),
+        (lambda: len, "which can't cross"),
+    ],
+)
+def test_what_cannot_cross(value: Any, told: str) -> None:
+    pipe = Pipeline(
+        [Counting([lambda h: value()]), Ignores()],
+        loss_fn=F.mse_loss,
+        schedule="1f1b",
+        ranks=2,
+        n_microbatches=2,
+    )
+    inputs, target = features(4, 0)
+    with pytest.raises(BoundaryError, match=told) as caught:
+        pipe.step(inputs, target=target)
+    assert caught.value.stage == 0
+    assert caught.value.action is not None
+
+
+def test_shapes_given_in_advance_are_held_to() -> None:
+    def pipeline(**wrong: Any) -> Pipeline:
+        device = torch.device("cpu")
+        static = {"input_args": torch.empty(2, DIM), "output_args": torch.empty(2, DIM)}
+        stages = [
+            PipelineStage(m, i, 2, device, **(static | (wrong if i == 1 else {})))
+            for i, m in enumerate(mlp(2))
+        ]
+        return Pipeline(stages, loss_fn=F.mse_loss, schedule="1f1b", n_microbatches=2)
+
+    inputs, target = features(4, 0)
+    pipeline().step(inputs, target=target)
+    with pytest.raises(BoundaryError, match=r"inputs are .*2, 6.*input_args says .*3, 6"):
+        pipeline(input_args=torch.empty(3, DIM)).step(inputs, target=target)
+    with pytest.raises(BoundaryError, match=r"input_args says .*float64"):
+        pipeline(input_args=torch.empty(2, DIM).double()).step(inputs, target=target)
