@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     )
     from penstock.schedule.action import Action, Op
     from penstock.schedule.catalog import build, schedules
-    from penstock.schedule.program import Program
+    from penstock.schedule.check import check
+    from penstock.schedule.program import CheckedProgram, Program
+    from penstock.schedule.text import load_csv, save_csv
     from penstock.simulate.costs import Costs
     from penstock.simulate.result import Simulation
     from penstock.stage.manual import PipelineStage
@@ -73,9 +75,13 @@ __all__ = [
     "build",
     "schedules",
     "simulate",
+    "check",
+    "load_csv",
+    "save_csv",
     "Costs",
     "Simulation",
     "Program",
+    "CheckedProgram",
     "Action",
     "Op",
     "Trace",
@@ -122,7 +128,9 @@ _HOLDS = {
     ),
     "penstock.schedule.action": ("Action", "Op"),
     "penstock.schedule.catalog": ("build", "schedules"),
-    "penstock.schedule.program": ("Program",),
+    "penstock.schedule.check": ("check",),
+    "penstock.schedule.program": ("CheckedProgram", "Program"),
+    "penstock.schedule.text": ("load_csv", "save_csv"),
     "penstock.simulate.costs": ("Costs",),
     "penstock.simulate.result": ("Simulation",),
     "penstock.stage.manual": ("PipelineStage",),

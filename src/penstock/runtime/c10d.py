@@ -123,7 +123,15 @@ class C10dTransport:
         held = self._held[peer]
         group = self._up if peer > self.rank else self._down
         for tensor in tensors:
-            held.add(group.send([tensor], peer, DATA_TAG), tensor)
+            if tensor.is_conj() or tensor.is_neg():
+                # What travels is the memory: a view that is only marked must be written out.
+                tensor = tensor.resolve_conj().resolve_neg()
+            try:
+                work = group.send([tensor], peer, DATA_TAG)
+            except RuntimeError:
+                self._watcher.note_broken(peer)
+                raise
+            held.add(work, tensor)
         while held.num_bytes > MAX_HELD_BYTES or len(held.sends) > MAX_HELD_SENDS:
             if self._is_relaxed or len(held.sends) <= 2:
                 return
@@ -139,7 +147,12 @@ class C10dTransport:
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receipt:
         group = self._up if peer < self.rank else self._down
         tensors = empty_tensors(metas, device)
-        return _Receipt(self, peer, tensors, [group.recv([t], peer, DATA_TAG) for t in tensors])
+        try:
+            works = [group.recv([t], peer, DATA_TAG) for t in tensors]
+        except RuntimeError:
+            self._watcher.note_broken(peer)
+            raise
+        return _Receipt(self, peer, tensors, works)
 
     def relax(self, relaxed: bool) -> None:
         self._is_relaxed = relaxed
@@ -214,13 +227,15 @@ class C10dTransport:
 
     def fail(self, error: BaseException) -> PenstockError | None:
         waited_for = self._watcher.stop()
+        if isinstance(error, PenstockError):
+            waited_for = None  # something else failed, not the wait
         self._board.is_lost |= self._watcher.lost_the_store
         found = self._board.read()
-        if found is None and waited_for is not None and not isinstance(error, PenstockError):
+        if found is None and waited_for is not None and not self._watcher.timed_out:
             # A wait broke: its peer may have failed a moment before it could say so.
             found = _poll(self._board.read, for_s=2.0)
         if found is None:
-            if waited_for is not None and not isinstance(error, PenstockError):
+            if waited_for is not None:
                 error = self._broken_wait(error, waited_for)
             cause = cause_of(error, self.rank)
             stands = self._board.write(cause)
@@ -306,6 +321,10 @@ class _Watcher:
     def rest(self) -> None:
         """No step is running: nothing to look at."""
         self._awake.clear()
+
+    def note_broken(self, peer: int) -> None:
+        """A message could not even be posted: as if it had been waited for in vain."""
+        self.waiting_for = ((), peer)
 
     def stop(self) -> Wait | None:
         """End the thread; returns what the main thread was waiting for, if it was."""

@@ -29,7 +29,7 @@ from penstock.schedule.check import check
 from penstock.schedule.order import global_order
 from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, TRANSFERS
 from penstock.schedule.text import format_csv
 from penstock.stage.data_parallel import Replicas, replicas_of
 from penstock.stage.stage import Stage
@@ -409,7 +409,7 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
     if isinstance(error, PenstockError):
         error.locate(where)
         return error
-    if call.waits and isinstance(error, Exception):
+    if (call.waits or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
     placed = StageError(f"{type(error).__name__}: {error}", where=where)
     placed.__cause__ = error

@@ -85,7 +85,8 @@ class Board:
     """Where the first cause is written, for all ranks of one schedule.
 
     Args:
-        store: a ``torch.distributed.Store`` that all ranks share; each thread needs a clone of its own.
+        store: a ``torch.distributed.Store`` that all ranks share; each thread needs a clone of
+            its own.
         key: names the schedule, alike on all ranks.
 
     Attributes:

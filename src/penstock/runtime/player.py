@@ -209,7 +209,9 @@ class Player:
         return slot.in_spec.metas
 
     def _wait_input(self, slot: Slot) -> None:
-        slot.arrival = slot.arrival.wait()
+        tensors = slot.arrival.wait()
+        assert slot.in_spec is not None
+        slot.arrival = slot.in_spec.unpack(tensors)
 
     def _arguments(self, slot: Slot) -> tuple[Any, ...]:
         if self.stage.is_first:
@@ -255,7 +257,8 @@ class Player:
         if slot.note is not None:
             self._transport.send_note(self._after, slot.note)
             slot.note = None
-        self._transport.send(self._after, slot.outgoing)
+        assert slot.spec is not None
+        self._transport.send(self._after, slot.spec.pack(slot.outgoing))
         slot.outgoing = None
 
     # --- loss --------------------------------------------------------------------------------
@@ -322,7 +325,8 @@ class Player:
         if len(tensors) != len(present):
             arrived = iter(tensors)
             tensors = [next(arrived) if there else None for there in present]
-        slot.grad_arrival = tensors
+        assert slot.spec is not None
+        slot.grad_arrival = slot.spec.unpack_grads(tensors)
 
     def _backward(self, slot: Slot) -> None:
         grads, slot.grad_arrival = slot.grad_arrival, None
@@ -367,7 +371,8 @@ class Player:
                 )
             if wanted:
                 # A missing gradient counts as zero where the other side waits for one.
-                sent.append(self._zeros(spec.metas[i]) if grad is None else grad.contiguous())
+                meta = spec.metas[i]
+                sent.append(meta.pack(self._zeros(meta) if grad is None else grad))
         return sent
 
     def _zeros(self, meta: TensorMeta) -> Tensor:

@@ -102,5 +102,5 @@ class Transport(Protocol):
 
 
 def empty_tensors(metas: Sequence[TensorMeta], device: torch.device) -> list[Tensor]:
-    """Uninitialised tensors of these shapes and dtypes."""
-    return [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
+    """Uninitialised tensors for these to arrive in."""
+    return [torch.empty(meta.wire_shape, dtype=meta.dtype, device=device) for meta in metas]

@@ -299,8 +299,8 @@ def refuse(what: str) -> None:
     """Raise what a module gets that differentiates its own weights' way inside its forward."""
     raise CannotDeferError(
         f"the module calls {what} inside its forward, which needs the graph that leads to the "
-        "parameters, and weight gradients put off by operation have none; split this stage's "
-        "backward along the autograd graph instead, or use a schedule with full backwards"
+        "parameters, and weight gradients put off by operation have none; set "
+        "defers_weights = False on this stage, or use a schedule with full backwards"
     )
 
 

@@ -24,7 +24,7 @@ from penstock.stage.deferred_rules import Expression, Weight
 
 __all__ = ["deliver"]
 
-GROUP_BYTES = 32 << 20
+GROUP_BYTES = 1 << 20
 
 
 def deliver(records: list[Record], *, group_bytes: int = GROUP_BYTES) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import BoundaryError, StageError
-from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
 from penstock.stage.data_parallel import replicas_of
 from penstock.stage.slots import Phase, Slot
 from penstock.stage.stage import Stage
@@ -276,8 +276,8 @@ class PipelineStage(Stage):
         peer = dist.get_global_rank(self.group, stage % self.group_size)
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
-    def _buffers(self, spec: BoundarySpec) -> list[Tensor]:
-        return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in spec.metas]
+    def _buffers(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
+        return [torch.empty(m.wire_shape, dtype=m.dtype, device=self.device) for m in metas]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of this microbatch's inputs; none on the first stage.
@@ -289,8 +289,9 @@ class PipelineStage(Stage):
             return []
         slot = self._slot(fwd_chunk_id)
         slot.in_spec = self._known(self._inputs_spec, "input_args")
-        slot.arrival = self._buffers(slot.in_spec)
-        return self._p2p(dist.irecv, slot.arrival, self.stage_index - 1)
+        buffers = self._buffers(slot.in_spec.metas)
+        slot.arrival = slot.in_spec.unpack(buffers)
+        return self._p2p(dist.irecv, buffers, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of this microbatch's outputs; none on the last stage."""
@@ -302,7 +303,8 @@ class PipelineStage(Stage):
                 f"stage {self.stage_index}, microbatch {fwd_chunk_id}: nothing to send; run "
                 "forward_one_chunk() first, and send once"
             )
-        tensors, slot.outgoing = slot.outgoing, None
+        assert slot.spec is not None
+        tensors, slot.outgoing = slot.spec.pack(slot.outgoing), None
         return self._p2p(dist.isend, tensors, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -322,7 +324,11 @@ class PipelineStage(Stage):
         """
         if self.is_first or not self.has_backward:
             return []
-        return self._p2p(dist.isend, self.get_local_bwd_output(bwd_chunk_id), self.stage_index - 1)
+        spec = self._slot(bwd_chunk_id).in_spec
+        grads = self.get_local_bwd_output(bwd_chunk_id)
+        assert spec is not None
+        packed = [meta.pack(g) for meta, g in zip(spec.grad_metas, grads, strict=True)]
+        return self._p2p(dist.isend, packed, self.stage_index - 1)
 
     def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
         if spec is None:
@@ -350,10 +356,9 @@ class PipelineStage(Stage):
                 "backward_one_chunk() first, and take them once"
             )
         slot.outgoing_grads = None
-        metas = [spec.metas[i] for i in spec.grad_slots]
         return tuple(
             torch.zeros(m.shape, dtype=m.dtype, device=self.device) if g is None else g
-            for m, g in zip(metas, grads, strict=True)
+            for m, g in zip(spec.grad_metas, grads, strict=True)
         )
 
     def set_local_bwd_input(

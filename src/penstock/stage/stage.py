@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import StageError
-from penstock.stage.boundary import BoundarySpec
-from penstock.stage.deferred import DeferredWeights
+from penstock.stage.boundary import BoundarySpec, flatten
+from penstock.stage.deferred import DeferredWeights, find_leaks
 from penstock.stage.slots import Slot
 
 __all__ = ["Stage"]
@@ -58,8 +58,10 @@ class Stage:
         # What crosses its boundaries, where the user has said so in advance.
         self.static_inputs: BoundarySpec | None = None
         self.static_outputs: BoundarySpec | None = None
-        # One per stage: it remembers which parameters can't be deferred.
-        self._deferral = DeferredWeights
+        # Whether I leaves weight gradients to W. False: I computes all, W has nothing to do; for
+        # modules that differentiate within their own forward.
+        self.defers_weights = dw_builder is None
+        self._leaks: tuple[nn.Module, list[nn.Parameter]] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -88,11 +90,18 @@ class Stage:
             kwargs: keyword arguments.
             defer: whether weight gradients are to be left to W.
         """
-        if not defer or self.dw_builder is not None:
+        if not defer or not self.defers_weights:
             return self.submod(*args, **kwargs)
-        slot.work = work = self._deferral(self.submod)
+        known = self._leaks is not None and self._leaks[0] is self.submod
+        slot.work = work = DeferredWeights(self._leaks[1] if known and self._leaks else ())
         with work:
-            return self.submod(*args, **kwargs)
+            output = self.submod(*args, **kwargs)
+        if not known:
+            # Parameters whose gradients come in I whatever we do: nothing of theirs is deferred,
+            # or their hooks would fire twice. Found once; a module takes them the same way always.
+            leaks = find_leaks(flatten(output)[0], self.submod.parameters())
+            self._leaks = (self.submod, leaks)
+        return output
 
     def leave(self, slot: Slot, output: Any, spec: BoundarySpec) -> None:
         """Take the output apart: detached tensors to send, edges to start the backward from.
@@ -108,7 +117,7 @@ class Stage:
             get_gradient_edge(t) if (t := tensors[i]).requires_grad else None
             for i in spec.grad_slots
         ]
-        slot.outgoing = [t.detach().contiguous() for t in tensors]
+        slot.outgoing = [t.detach() for t in tensors]
 
     def backward(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
         """Full backward of a microbatch: input and weight gradients.
@@ -124,13 +133,12 @@ class Stage:
     def input_grad(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; its weight gradients are left to ``weight_grad``."""
         work = slot.work
-        if work is None:
-            self._run_backward(slot, grads)
-            if self.dw_builder is not None:
-                slot.work = _Runner(self.dw_builder())
+        if isinstance(work, DeferredWeights):
+            with work:
+                self._run_backward(slot, grads)
             return
-        with work:  # type: ignore[attr-defined]
-            self._run_backward(slot, grads)
+        self._run_backward(slot, grads)
+        slot.work = _Runner(self.dw_builder() if self.dw_builder is not None else _nothing)
 
     def weight_grad(self, slot: Slot) -> None:
         """Weight gradients of a microbatch, after its input gradients."""
@@ -156,8 +164,12 @@ class Stage:
         slot.outgoing_grads = [leaf.grad for leaf in leaves]
 
 
+def _nothing() -> None:
+    """What is left to W where I has computed all."""
+
+
 class _Runner:
-    """The user's own weight-gradient callable, as work left to W."""
+    """A weight-gradient callable, as work left to W."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
