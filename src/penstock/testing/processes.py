@@ -32,6 +32,10 @@ __all__ = ["Outcome", "run_ranks"]
 
 Work = Callable[..., Any]
 
+# A file of this name says that no rank is at work any more.
+OVER = "over"
+MAX_STAY_S = 20.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -82,9 +86,7 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        _await(processes, Path(folder), time.monotonic() + timeout_s)
         outcomes = []
         for rank, process in enumerate(processes):
             hung = process.is_alive()
@@ -93,6 +95,19 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
                 process.join()
             outcomes.append(_read(Path(folder), rank, None if hung else process.exitcode))
     return outcomes
+
+
+def _await(processes: list[Any], folder: Path, deadline: float) -> None:
+    """Wait until all processes have ended, and tell them when none is at work any more."""
+    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+        ended = [_outcome_path(folder, r).exists() for r in range(len(processes))]
+        if all(e or not p.is_alive() for e, p in zip(ended, processes, strict=True)):
+            (folder / OVER).touch()
+        time.sleep(0.01)
+
+
+def _outcome_path(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.pt"
 
 
 def _context() -> Any:
@@ -111,7 +126,7 @@ def _free_port() -> Iterator[int]:
 
 
 def _read(folder: Path, rank: int, exit_code: int | None) -> Outcome:
-    path = folder / f"{rank}.pt"
+    path = _outcome_path(folder, rank)
     if exit_code is None or not path.exists():
         told = "still running at the deadline" if exit_code is None else "died"
         return Outcome(
@@ -142,13 +157,12 @@ def _main(
         told["error_type"] = type(error).__name__
         told["message"] = f"{error}\n{traceback.format_exc()}"
     told["elapsed_s"] = time.monotonic() - start
-    path = Path(folder) / f"{rank}.pt"
+    path = _outcome_path(Path(folder), rank)
     torch.save(told, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
     # Rank 0 holds the store: it stays until the others have read from it what they need.
     waited = time.monotonic()
-    others = [Path(folder) / f"{r}.pt" for r in range(num_ranks)]
-    while not all(p.exists() for p in others) and time.monotonic() - waited < 20:
+    while not (Path(folder) / OVER).exists() and time.monotonic() - waited < MAX_STAY_S:
         time.sleep(0.01)
     if told["error_type"] is None:
         dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""A process that dies, falls silent or is interrupted in a step: the other ranks raise, soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import PipelineStage, Schedule1F1B
+from penstock.testing.processes import run_ranks
+from tests.distributed.attempts import SOON_S, Attempt, attempt
+
+DIM = 4
+CPU = torch.device("cpu")
+
+
+class At(nn.Module):
+    """A linear layer that does something at its ``after``-th forward, from 0."""
+
+    def __init__(self, act: Callable[[], object], after: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.act = act
+        self.left = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            self.act()
+        out: Tensor = self.inner(x)
+        return out
+
+
+def make_step(
+    rank: int, num_ranks: int, module: nn.Module, timeout_s: float = 60
+) -> Callable[[], object]:
+    stage = PipelineStage(module, rank, num_ranks, CPU)
+    schedule = Schedule1F1B(stage, 4, nn.functional.mse_loss, timeout_s=timeout_s)
+    batch = torch.ones(8, DIM)
+    return lambda: schedule.step(*((batch,) if rank == 0 else ()), target=batch)
+
+
+def die(rank: int, num_ranks: int, culprit: int, after: int) -> list[tuple[object, ...]]:
+    """Rank ``culprit`` is killed in a forward: no exception, no clean-up, no last words."""
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    module = At(kill, after) if rank == culprit else nn.Linear(DIM, DIM)
+    step = make_step(rank, num_ranks, module)
+    return [tuple(attempt(step)) for _ in range(after // 4 + 2)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "culprit", "after"),
+    # Rank 0 holds the store that the others learn causes from. The first step has its own
+    # exchanges; by forward 9 two steps have passed.
+    [(2, 1, 1), (2, 0, 9), (3, 0, 1), (3, 1, 9), (3, 2, 2), (4, 1, 9)],
+)
+def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after: int) -> None:
+    outcomes = run_ranks(die, num_ranks, culprit, after)
+    assert outcomes[culprit].exit_code == -signal.SIGKILL
+    for rank, outcome in enumerate(outcomes):
+        if rank == culprit:
+            continue
+        *whole, broken, after_it = (Attempt(*told) for told in outcome.result())
+        assert [a.kind for a in whole] == [None] * (after // 4)
+        assert broken.kind == "PeerError", broken.message
+        assert broken.elapsed_s < SOON_S
+        assert "died" in broken.message
+        assert (after_it.kind, after_it.elapsed_s < 0.5) == ("PeerError", True)
+
+
+def fall_silent(rank: int, num_ranks: int, culprit: int) -> tuple[object, ...]:
+    """Rank ``culprit`` takes longer than the others will wait."""
+    module = At(lambda: time.sleep(1.5), 1) if rank == culprit else nn.Linear(DIM, DIM)
+    return tuple(attempt(make_step(rank, num_ranks, module, timeout_s=0.5)))
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_is_not_waited_for_beyond_the_deadline(culprit: int) -> None:
+    outcomes = run_ranks(fall_silent, 2, culprit)
+    told = [Attempt(*outcome.result()) for outcome in outcomes]
+    other = told[1 - culprit]
+    assert other.kind == "PeerError"
+    assert f"no word from rank {culprit} within 0.5 s" in other.message
+    assert "pass a longer timeout_s" in other.message
+    assert 0.5 <= other.elapsed_s < 1.5
+    # It learns, once awake, that nobody has waited.
+    assert told[culprit].kind == "PeerError"
+    assert f"no word from rank {culprit}" in told[culprit].message
+
+
+def interrupt(rank: int, num_ranks: int, culprit: int) -> list[tuple[object, ...]]:
+    """Ctrl-C reaches one rank, at work in its forward."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    module = At(lambda: signal.raise_signal(signal.SIGINT), 1)
+    step = make_step(rank, num_ranks, module if rank == culprit else nn.Linear(DIM, DIM))
+    return [tuple(attempt(step)) for _ in range(2)]
+
+
+def interrupt_all(rank: int, num_ranks: int) -> tuple[object, ...]:
+    """Ctrl-C reaches every rank, as it does from a terminal: most of them wait."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt_group() -> None:
+        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+            os.kill(pid, signal.SIGINT)
+
+    pids = _pids(rank, num_ranks)
+    module = At(interrupt_group, 1) if rank == 1 else nn.Linear(DIM, DIM)
+    return tuple(attempt(make_step(rank, num_ranks, module)))
+
+
+def _pids(rank: int, num_ranks: int) -> list[int]:
+    mine = torch.tensor([os.getpid()])
+    everyones = [torch.empty_like(mine) for _ in range(num_ranks)]
+    torch.distributed.all_gather(everyones, mine)
+    return [int(pid) for pid in everyones]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_interrupted_rank_stops_the_others(culprit: int) -> None:
+    for rank, outcome in enumerate(run_ranks(interrupt, 2, culprit)):
+        broken, after = (Attempt(*told) for told in outcome.result())
+        assert broken.elapsed_s < SOON_S
+        if rank == culprit:
+            assert broken.kind == "KeyboardInterrupt"
+        else:
+            assert broken.kind == "PeerError"
+            assert broken.where == (culprit, culprit, 1, f"{culprit}F1")
+            assert "KeyboardInterrupt" in broken.message
+        assert after.kind == "PeerError"
+        assert "KeyboardInterrupt" in after.message
+
+
+def test_all_ranks_interrupted_at_once_stay_interrupted() -> None:
+    for outcome in run_ranks(interrupt_all, 3):
+        broken = Attempt(*outcome.result())
+        assert broken.kind == "KeyboardInterrupt", broken.message
+        assert broken.elapsed_s < SOON_S
