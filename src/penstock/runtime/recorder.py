@@ -32,7 +32,7 @@ def spans_of(executor: Executor, placement: Placement) -> list[Span]:
             start=marks[i],
             end=marks[i + 1],
         )
-        for i, call in enumerate(executor.calls[: len(marks) - 1])
+        for i, call in enumerate(executor.calls[: max(0, len(marks) - 1)])
         if not call.waits
     ]
 

@@ -1,0 +1,352 @@
+"""Losses, metrics, targets and outputs; ready microbatches; how batches are split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import (
+    Pipeline,
+    PipelineSchedule,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    StageError,
+    TensorChunkSpec,
+)
+from penstock.testing.compare import plain_step
+from tests.agreement import TRAINING, Twins
+from tests.models import DIM, features, mlp
+
+SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)
+
+
+def twins(schedule: str = "1f1b", loss_fn: Any = F.mse_loss, mbs: int = 3, **options: Any) -> Twins:
+    return Twins(mlp(4), loss_fn, schedule=schedule, ranks=2, n_microbatches=mbs, **options)
+
+
+# --- what the loss function returns ----------------------------------------------------------
+
+
+@SCHEDULES
+def test_a_loss_with_metrics(schedule: str) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return F.mse_loss(output, target), {"rows": len(output), "out": output.detach().sum()}
+
+    both = twins(schedule, loss_fn)
+    for step in range(2):
+        inputs, target = features(7, step)
+        expected = both.step(inputs, target=target)
+        assert [m["rows"] for m in both.pipe.metrics] == [3, 2, 2]
+        for got, wanted in zip(both.pipe.metrics, expected.metrics, strict=True):
+            assert torch.equal(got["out"], wanted["out"])
+    both.pipe.eval(inputs, target=target)
+    assert [m["rows"] for m in both.pipe.metrics] == [3, 2, 2]
+
+
+@SCHEDULES
+def test_keyword_arguments_of_the_loss(schedule: str) -> None:
+    def loss_fn(output: Tensor, target: Tensor, *, power: int, weights: Tensor) -> Tensor:
+        return ((output - target).abs() ** power * weights).mean()
+
+    both = twins(schedule, loss_fn)
+    inputs, target = features(6, 0)
+    both.step(inputs, target=target, loss_kwargs={"power": 3, "weights": torch.rand(DIM)})
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_element(shape: tuple[int, ...]) -> None:
+    both = twins(loss_fn=lambda out, target: F.mse_loss(out, target).reshape(shape))
+    inputs, target = features(6, 0)
+    loss = both.pipe.step(inputs, target=target)
+    plain_step(both.plain, F.mse_loss, inputs, target=target, n_microbatches=3)
+    assert loss.shape == ()
+    both.compare()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "told"),
+    [
+        (lambda out, target: (out - target) ** 2, r"a tensor of shape \(2, 6\)"),
+        (lambda out, target: 0.5, r"0\.5"),
+        (lambda out, target: None, "None"),
+        (lambda out, target: (F.mse_loss(out, target), 1, 2), "expected a scalar tensor"),
+        (lambda out, target: F.mse_loss(out, target).detach(), "detached"),
+    ],
+)
+def test_what_is_no_loss(loss_fn: Any, told: str) -> None:
+    inputs, target = features(6, 0)
+    with pytest.raises(StageError, match=told) as caught:
+        twins(loss_fn=loss_fn).pipe.step(inputs, target=target)
+    assert (caught.value.stage, caught.value.microbatch, caught.value.action) == (1, 0, "1F0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_losses_keep_their_dtype(dtype: torch.dtype) -> None:
+    """The mean is of that dtype too, and the scale is applied in it, as ``loss / n`` would be."""
+    both = twins(loss_fn=lambda out, target: F.mse_loss(out, target).to(dtype))
+    inputs, target = features(6, 0)
+    both.step(inputs, target=target)
+    assert both.pipe.losses[0].dtype is dtype
+
+
+@SCHEDULES
+def test_a_nonfinite_loss_is_passed_on(schedule: str) -> None:
+    """It is the user's to see (a gradient scaler skips such steps); it is no failure."""
+    both = twins(schedule)
+    inputs, target = features(6, 0)
+    target[3] = float("nan")
+    loss = both.pipe.step(inputs, target=target)
+    plain_step(both.plain, F.mse_loss, inputs, target=target, n_microbatches=3)
+    assert loss.isnan()
+    assert [x.isnan().item() for x in both.pipe.losses] == [False, True, False]
+    both.compare()
+
+
+# --- targets ---------------------------------------------------------------------------------
+
+
+def test_targets_of_any_tree() -> None:
+    def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
+        wanted, (weight, power) = target["wanted"], target["how"]
+        return ((output - wanted).abs() ** power * weight).mean()
+
+    both = twins(loss_fn=loss_fn)
+    inputs, wanted = features(7, 0)
+    both.step(inputs, target={"wanted": wanted, "how": (torch.rand(7, 1), 2)})
+
+
+def test_a_missing_target_is_told_before_anything_runs() -> None:
+    both = twins()
+    inputs, target = features(6, 0)
+    with pytest.raises(StageError, match="no target"):
+        both.pipe.step(inputs)
+    assert all(p.grad is None for p in both.pipe.parameters())
+    # Nothing has run, so nothing is broken.
+    both.step(inputs, target=target)
+
+
+def test_missing_inputs_are_told_before_anything_runs() -> None:
+    both = twins()
+    inputs, target = features(6, 0)
+    with pytest.raises(StageError, match="no inputs"):
+        both.pipe.step(target=target)
+    both.step(inputs, target=target)
+
+
+def test_no_training_without_gradients() -> None:
+    both = twins()
+    inputs, target = features(6, 0)
+    with torch.no_grad(), pytest.raises(StageError, match="no_grad"):
+        both.pipe.step(inputs, target=target)
+    both.step(inputs, target=target)
+
+
+# --- ready microbatches ----------------------------------------------------------------------
+
+
+@SCHEDULES
+def test_ready_microbatches(schedule: str) -> None:
+    """Of whatever sizes; each loss counts alike, as in the plain loop over them."""
+    both = twins(schedule)
+    for step, sizes in enumerate([(2, 2, 2), (4, 1, 3), (1, 1, 1)]):
+        pairs = [features(rows, 10 * step + i) for i, rows in enumerate(sizes)]
+        both.step(arg_mbs=[(x,) for x, _ in pairs], target_mbs=[y for _, y in pairs])
+        out = both.pipe.eval(arg_mbs=[(x,) for x, _ in pairs])
+        assert out.shape == (sum(sizes), DIM)
+
+
+def test_ready_microbatches_of_the_wrong_number() -> None:
+    both = twins()
+    pairs = [features(2, i) for i in range(4)]
+    args, targets = [(x,) for x, _ in pairs], [y for _, y in pairs]
+    with pytest.raises(ValueError, match="4 ready microbatches, expected n_microbatches=3"):
+        both.pipe.step(arg_mbs=args, target_mbs=targets)
+    with pytest.raises(ValueError, match="differ in length"):
+        both.pipe.step(arg_mbs=args[:3], target_mbs=targets)
+    both.step(arg_mbs=args[:3], target_mbs=targets[:3])
+
+
+def test_a_batch_with_fewer_rows_than_microbatches() -> None:
+    both = twins(mbs=4)
+    inputs, target = features(3, 0)
+    with pytest.raises(ValueError, match="n_microbatches=3"):
+        both.pipe.step(inputs, target=target)
+    inputs, target = features(4, 0)
+    both.step(inputs, target=target)
+
+
+# --- the schedule classes, for what only they offer ------------------------------------------
+
+
+def schedule_of(cls: Any, modules: list[nn.Module], **options: Any) -> PipelineSchedule:
+    """All stages on one rank, which needs no process group."""
+    device = torch.device("cpu")
+    stages = [PipelineStage(m, i, len(modules), device) for i, m in enumerate(modules)]
+    schedule: PipelineSchedule = cls(stages if len(stages) > 1 else stages[0], **options)
+    return schedule
+
+
+def test_the_losses_fill_the_callers_list() -> None:
+    schedule = schedule_of(ScheduleGPipe, [mlp(1)], n_microbatches=3, loss_fn=F.mse_loss)
+    inputs, target = features(6, 0)
+    losses: list[Tensor] = [torch.tensor(7.0)] * 9
+    schedule.step(inputs, target=target, losses=losses)
+    assert len(losses) == 3
+    assert not any(loss.requires_grad for loss in losses)
+    schedule.eval(inputs, target=target, losses=losses)
+    assert len(losses) == 3
+    schedule.eval(inputs, losses=losses)
+    assert losses == []
+
+
+@pytest.mark.parametrize("cls", [ScheduleGPipe, Schedule1F1B])
+def test_outputs_are_merged_on_demand(cls: Any) -> None:
+    model = mlp(1)
+    schedule = schedule_of(cls, [model], n_microbatches=3, loss_fn=F.mse_loss)
+    inputs, target = features(7, 0)
+    out = schedule.step(inputs, target=target)
+    with torch.no_grad():
+        assert torch.equal(out, torch.cat([model(x) for x in inputs.tensor_split(3)]))
+    assert not out.requires_grad
+    assert schedule.step(inputs, target=target, return_outputs=False) is None
+
+
+def test_without_a_loss_a_step_runs_forward_only() -> None:
+    model = mlp(1)
+    schedule = schedule_of(ScheduleGPipe, [model], n_microbatches=2)
+    inputs, _ = features(4, 0)
+    assert schedule.step(inputs).shape == (4, DIM)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_other_dimensions_are_split_and_merged() -> None:
+    """Sequences first, batch second; and an argument that every microbatch gets whole."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(DIM, DIM)
+
+        def forward(self, x_TBD: Tensor, table: Tensor, *, gain: Tensor) -> Tensor:
+            return self.rnn(x_TBD)[0] @ table * gain
+
+    model = Recurrent()
+    schedule = schedule_of(
+        ScheduleGPipe,
+        [model],
+        n_microbatches=2,
+        args_chunk_spec=(TensorChunkSpec(1), None),
+        kwargs_chunk_spec={"gain": TensorChunkSpec(1)},
+        output_merge_spec=TensorChunkSpec(1),
+        loss_fn=None,
+    )
+    x, table, gain = torch.randn(4, 5, DIM), torch.randn(DIM, DIM), torch.randn(1, 5, 1)
+    out = schedule.step(x, table, gain=gain)
+    with torch.no_grad():
+        halves = [
+            model(x[:, :3], table, gain=gain[:, :3]),
+            model(x[:, 3:], table, gain=gain[:, 3:]),
+        ]
+    assert torch.equal(out, torch.cat(halves, dim=1))
+
+
+def test_outputs_of_any_kind_are_left_alone_unless_asked_for() -> None:
+    """Such as a model's own class of outputs, which nothing could merge."""
+
+    class Opaque:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Any:
+            return Opaque(self.linear(x))
+
+    both = Twins(
+        [*mlp(1), Last()],
+        lambda out, target: F.mse_loss(out.value, target),
+        schedule="1f1b",
+        ranks=2,
+        n_microbatches=2,
+    )
+    inputs, target = features(5, 0)
+    both.step(inputs, target=target)
+
+
+def test_several_stages_on_the_only_rank() -> None:
+    modules = list(mlp(3))
+    schedule = schedule_of(ScheduleInterleaved1F1B, modules, n_microbatches=2, loss_fn=F.mse_loss)
+    inputs, target = features(5, 0)
+    out = schedule.step(inputs, target=target)
+    with torch.no_grad():
+        whole = nn.Sequential(*modules)
+        assert torch.equal(out, torch.cat([whole(x) for x in inputs.tensor_split(2)]))
+    assert all(p.grad is not None for p in whole.parameters())
+
+
+# --- evaluation ------------------------------------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize("train_first", [False, True])
+def test_evaluation_keeps_no_graph_and_touches_no_gradient(
+    schedule: str, train_first: bool
+) -> None:
+    both = twins(schedule)
+    inputs, target = features(6, 0)
+    if train_first:
+        both.step(inputs, target=target)
+    before = [None if p.grad is None else p.grad.clone() for p in both.pipe.parameters()]
+    seen: list[bool] = []
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        leaves = [x for x in (*args, output) if isinstance(x, Tensor)]
+        leaves += [x for part in (*args, output) if isinstance(part, tuple) for x in part]
+        seen.extend(x.requires_grad for x in leaves)
+        seen.append(torch.is_grad_enabled())
+
+    for stage in both.pipe.stages:
+        stage.submod.register_forward_hook(note)
+    out = both.pipe.eval(inputs, target=target)
+    assert len(both.pipe.losses) == 3
+    assert not out.requires_grad
+    assert seen
+    assert not any(seen)
+    with torch.no_grad():
+        outs = [both.plain(x) for x in inputs.tensor_split(3)]
+        losses = [F.mse_loss(o, t) for o, t in zip(outs, target.tensor_split(3), strict=True)]
+    assert torch.equal(out, torch.cat(outs))
+    assert all(map(torch.equal, both.pipe.losses, losses))
+    after = [p.grad for p in both.pipe.parameters()]
+    assert [g is None for g in after] == [g is None for g in before]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True) if a is not None)
+
+
+def test_evaluation_in_inference_mode() -> None:
+    both = twins()
+    inputs, target = features(6, 0)
+    both.step(inputs, target=target)
+    with torch.inference_mode():
+        out = both.pipe.eval(inputs)
+    assert out.shape == (6, DIM)
+    both.step(inputs, target=target)
+
+
+def test_forward_only_as_a_schedule() -> None:
+    model = mlp(4)
+    pipe = Pipeline(model, schedule="forward-only", ranks=2, virtual=2, n_microbatches=3)
+    inputs, _ = features(6, 0)
+    with torch.no_grad():
+        expected = torch.cat([model(x) for x in inputs.tensor_split(3)])
+    assert torch.equal(pipe.eval(inputs), expected)
+    assert pipe.step(inputs) is None
+    assert all(p.grad is None for p in model.parameters())
