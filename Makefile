@@ -45,7 +45,7 @@ format: $(VENV)/.dev-installed ## format the code
 	$(BIN)/ruff format
 
 bench: $(VENV)/.dev-installed ## measure what docs/performance.md tells
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 clean: ## remove the environment, caches and what runs left
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

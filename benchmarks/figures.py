@@ -1,0 +1,87 @@
+"""A measured figure beside its bound; tables and files of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Figure", "save_figures", "show_figures"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One figure.
+
+    Args:
+        group: what was measured, such as ``"step time, tiny stages"``.
+        name: which case of it.
+        over: what it is compared with.
+        value: the figure.
+        bound: the most that it may be; None where nothing is asked of it.
+        unit: ``""`` for a ratio.
+        spread: half the distance between the quartiles of the repeated measurement; 0 where it
+            was not repeated.
+    """
+
+    group: str
+    name: str
+    over: str
+    value: float
+    bound: float | None = None
+    unit: str = ""
+    spread: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figure is within its bound."""
+        return self.bound is None or self.value <= self.bound
+
+
+def show_figures(figures: Sequence[Figure], console: Console) -> None:
+    """A table of the figures, with bound and verdict."""
+    table = Table(title=f"Penstock, torch {torch.__version__}, {os.cpu_count()} cores")
+    for name, justify in (("what", "left"), ("case", "left"), ("over", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("measured", "±", "bound", "verdict"):
+        table.add_column(name, justify="right")
+    before = ""
+    for figure in figures:
+        bound = "" if figure.bound is None else f"≤ {figure.bound:.2f}"
+        verdict = "" if figure.bound is None else ("holds" if figure.holds else "FAILS")
+        unit = f" {figure.unit}" if figure.unit else ""
+        table.add_row(
+            figure.group if figure.group != before else "",
+            figure.name,
+            figure.over,
+            f"{figure.value:.3f}{unit}",
+            f"{figure.spread:.3f}" if figure.spread else "",
+            bound,
+            verdict,
+            style="red" if not figure.holds else None,
+            end_section=False,
+        )
+        before = figure.group
+    console.print(table)
+
+
+def save_figures(figures: Sequence[Figure], path: Path) -> None:
+    """Write the figures with what they were measured on."""
+    document = {
+        "machine": {
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "system": platform.platform(),
+        },
+        "figures": [{**asdict(figure), "holds": figure.holds} for figure in figures],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
