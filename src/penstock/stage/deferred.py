@@ -48,6 +48,7 @@ class DeferredWeights(TorchFunctionMode):
             or with respect to a parameter, inside its own forward.
 
     Example:
+        >>> import torch
         >>> linear = torch.nn.Linear(2, 1, bias=False)
         >>> x = torch.ones(1, 2, requires_grad=True)
         >>> work = DeferredWeights()
@@ -123,6 +124,7 @@ def find_leaks(outputs: Iterable[object], parameters: Iterable[Parameter]) -> li
         The ones among ``parameters`` that a backward from ``outputs`` reaches.
 
     Example:
+        >>> import torch
         >>> p = torch.nn.Parameter(torch.ones(2))
         >>> find_leaks([p * 2], [p])
         [Parameter containing:

@@ -1,11 +1,11 @@
 """W: from the records of one microbatch to the gradients of its parameters.
 
-    records ──► groups ──► one backward pass per group ──► AccumulateGrad, hooks, DDP, ...
+    records ──rules──► sums per weight ──► AccumulateGrad, and all that is hooked on it
 
-Each parameter belongs to one group, so that whatever is hooked on it runs once, as in an
-ordinary backward. A group is closed when its weights fill some megabytes: the gradients of a
-large stage never exist all at once beside the ones that they are added to. This module knows no
-operation and no formula.
+A weight is handed over once, when its last contribution is in, and together with others until
+they fill a megabyte: the gradients of a large stage never exist all at once beside the ones that
+they are added to. Weights that are computed from parameters go last, with these parameters, in
+one backward pass. This module knows no operation and no formula.
 """
 
 from __future__ import annotations
@@ -21,90 +21,84 @@ from torch.nn import Parameter
 from penstock.errors import StageError
 from penstock.stage.deferred_ledger import Record
 from penstock.stage.deferred_rules import Expression, Weight
+from penstock.stage.torch_private import accumulate_into_leaves
 
 __all__ = ["deliver"]
 
-GROUP_BYTES = 1 << 20
+# Where a batch of gradients is larger than the allocator keeps at hand, its pages are fetched from
+# the system anew in every W: at 32 MiB a W of width 512 takes a sixth longer than at 1 MiB.
+BATCH_BYTES = 1 << 20
 
 
-def deliver(records: list[Record], *, group_bytes: int = GROUP_BYTES) -> None:
+def deliver(records: list[Record], *, batch_bytes: int = BATCH_BYTES) -> None:
     """Compute all weight gradients and accumulate them into the parameters' ``.grad``.
 
     Args:
-        records: the records of one microbatch, latest operation first; emptied.
-        group_bytes: the size of the weights whose gradients may exist at once.
+        records: the records of one microbatch, latest operation first; emptied, so that what they
+            hold is freed as it is used.
+        batch_bytes: how many bytes of gradients may be held back.
 
     Raises:
         StageError: a tensor that a weight gradient needs was changed in place since the forward.
     """
-    entangled: frozenset[int] = frozenset().union(
-        *(w.leaves for record in records for w in record[1] if isinstance(w, Expression))
-    )
-    if entangled:
-        mixed = [r for r in records if touches(r, entangled)]
-        # A record that also holds an untangled weight draws that weight in.
-        size = -1
-        while size != len(entangled):
-            size = len(entangled)
-            entangled |= {id(w) for r in mixed for w in r[1]}
-            mixed = [r for r in records if touches(r, entangled)]
-        records = [r for r in records if not touches(r, entangled)]
-        deliver_through_graph(mixed)
-    for group in grouped(records, group_bytes):
-        deliver_to_leaves(group)
-
-
-def touches(record: Record, entangled: frozenset[int]) -> bool:
-    """Whether the record holds an expression, or a parameter that expressions depend on."""
-    return any(isinstance(w, Expression) or id(w) in entangled for w in record[1])
-
-
-def grouped(records: list[Record], group_bytes: int) -> list[list[Record]]:
-    """``records`` in groups that share no weight, each of about ``group_bytes`` of weights."""
-    groups: list[list[Record]] = [[]]
-    home: dict[int, int] = {}
-    filled = 0
-    for record in records:
-        homes = {home[id(w)] for w in record[1] if id(w) in home}
-        if len(homes) > 1:
-            return [records]  # one operation ties two groups: rare enough not to merge them
-        if homes:
-            index = homes.pop()
-        else:
-            if filled > group_bytes:
-                groups.append([])
-                filled = 0
-            index = len(groups) - 1
-        groups[index].append(record)
-        for weight in record[1]:
-            if id(weight) not in home:
-                home[id(weight)] = index
-                filled += weight.nbytes  # type: ignore[union-attr]
-    return groups
-
-
-def contributions(records: list[Record]) -> tuple[list[Weight], list[Tensor]]:
-    """Every weight of ``records`` with the sum of its contributions; ``records`` is emptied."""
-    weights: dict[int, Weight] = {}
-    totals: dict[int, Tensor] = {}
+    due, tangled = outstanding(records)
+    sums: dict[int, Tensor] = {}
+    ready: list[tuple[Weight, Tensor]] = []
+    last: list[tuple[Weight, Tensor]] = []
+    held_bytes = 0
     records.reverse()
     while records:
-        rule, owners, saved, version, extra, grads = records.pop()
-        if saved is not None and saved._version != version:
-            raise_changed(saved, version, owners)
+        weights = contribute(records.pop(), sums)
+        for weight in weights:
+            key = id(weight)
+            due[key] -= 1
+            if due[key] or key not in sums:
+                continue
+            if key in tangled:
+                last.append((weight, sums.pop(key)))
+            else:
+                ready.append((weight, sums.pop(key)))
+                held_bytes += weight.nbytes  # type: ignore[union-attr]
+        if held_bytes > batch_bytes:
+            hand_over(ready)
+            held_bytes = 0
+    if ready:
+        hand_over(ready)
+    if last:
+        hand_through(last)
+
+
+def outstanding(records: list[Record]) -> tuple[dict[int, int], set[int]]:
+    """How many records each weight is in, by id; and the ids that belong to expressions."""
+    due: dict[int, int] = {}
+    tangled: set[int] = set()
+    for record in records:
+        for weight in record[1]:
+            key = id(weight)
+            due[key] = due.get(key, 0) + 1
+            if type(weight) is Expression:
+                tangled |= {key, *weight.leaves}
+    return due, tangled
+
+
+def contribute(record: Record, sums: dict[int, Tensor]) -> tuple[Weight, ...]:
+    """Add to ``sums``, by id, what ``record`` contributes to its weights; returns these."""
+    rule, weights, saved, version, extra, grads = record
+    if saved is not None and saved._version != version:
+        raise_changed(saved, version, weights)
+    with torch.no_grad():
         for grad in grads:
             if grad is None:
                 continue
-            for weight, part in zip(owners, rule(saved, extra, owners, grad), strict=True):
-                if part.dtype is not weight.dtype:
-                    part = part.to(weight.dtype)
+            for weight, part in zip(weights, rule(saved, extra, weights, grad), strict=True):
                 key = id(weight)
-                if key in totals:
-                    totals[key] = totals[key] + part
-                else:
-                    weights[key] = weight
-                    totals[key] = part
-    return list(weights.values()), list(totals.values())
+                sums[key] = added(sums[key], part, weight) if key in sums else part
+    return weights
+
+
+def added(total: Tensor, part: Tensor, weight: Weight) -> Tensor:
+    """One more contribution to ``weight``, each first in its dtype, as autograd adds them."""
+    return total.to(weight.dtype) + part.to(weight.dtype)
 
 
 def raise_changed(saved: Tensor, version: int, owners: Sequence[Weight]) -> None:
@@ -118,47 +112,49 @@ def raise_changed(saved: Tensor, version: int, owners: Sequence[Weight]) -> None
     )
 
 
-class Deliver(torch.autograd.Function):
-    """A node whose inputs are parameters and whose backward computes their gradients.
+def hand_over(ready: list[tuple[Weight, Tensor]]) -> None:
+    """Accumulate into parameters that take part as themselves alone; ``ready`` is emptied."""
+    live: list[Any] = [pair for pair in ready if pair[0].requires_grad]  # type: ignore[union-attr]
+    ready.clear()
+    if not live:  # frozen since the forward
+        return
+    parameters = tuple(pair[0] for pair in live)
+    totals = [pair[1] for pair in live]
+    live.clear()
+    if any(parameter.grad is None for parameter in parameters):
+        with torch.enable_grad():
+            root = Handover.apply(totals, *parameters)  # type: ignore[no-untyped-call]
+        torch.autograd.backward((root,), (root.detach(),))
+    else:
+        accumulate_into_leaves(parameters, tuple(totals))
 
-    Gradients that a node returns are owned by nobody else, so that AccumulateGrad keeps them;
-    those handed to ``torch.autograd.backward`` from outside it has to copy.
+
+class Handover(torch.autograd.Function):
+    """A node whose inputs are parameters and whose backward returns their gradients.
+
+    A first gradient that nobody else holds becomes ``.grad`` itself. Gradients given to
+    ``torch.autograd.backward`` are held by the caller, and it would copy them.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, records: list[Record], *weights: Parameter) -> Tensor:
-        ctx.records = records  # type: ignore[attr-defined]
-        ctx.order = [id(weight) for weight in weights]  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, totals: list[Tensor], *parameters: Parameter) -> Tensor:
+        ctx.totals = totals  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        return weights[0].new_empty(())
+        return parameters[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, totals = contributions(ctx.records)
-        found = {id(w): total for w, total in zip(weights, totals, strict=True)}
-        del totals
-        return (None, *(found.pop(key, None) for key in ctx.order))
+        totals = tuple(ctx.totals)
+        ctx.totals.clear()
+        return (None, *totals)
 
 
-def deliver_to_leaves(records: list[Record]) -> None:
-    """One backward pass into parameters that take part as themselves alone."""
-    weights = {id(w): w for record in records for w in record[1]}
-    if not weights:
-        return
-    with torch.enable_grad():
-        root = Deliver.apply(records, *weights.values())  # type: ignore[no-untyped-call]
-    if root.requires_grad:  # else every parameter has been frozen since the forward
-        torch.autograd.backward((root,), (root.detach(),))
-
-
-def deliver_through_graph(records: list[Record]) -> None:
+def hand_through(last: list[tuple[Weight, Tensor]]) -> None:
     """One backward pass from expressions down to their parameters, and these themselves."""
-    with torch.no_grad():
-        weights, totals = contributions(records)
     pairs: list[tuple[Any, Tensor]] = [
-        (w.edge if isinstance(w, Expression) else w, total)
-        for w, total in zip(weights, totals, strict=True)
-        if isinstance(w, Expression) or w.requires_grad
+        (weight.edge if isinstance(weight, Expression) else weight, total)
+        for weight, total in last
+        if isinstance(weight, Expression) or weight.requires_grad
     ]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [total for _, total in pairs])

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "TESTED_TORCH_VERSIONS",
+    "accumulate_into_leaves",
     "autocast_enabled",
     "inside_transform",
     "observe_grad",
@@ -31,6 +32,7 @@ TESTED_TORCH_VERSIONS = ("2.11", "2.12", "2.13")
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+engine = torch.autograd.Variable._execution_engine
 interpreters = torch._C._functorch.peek_interpreter_stack
 
 
@@ -75,6 +77,22 @@ class ObserverLast(dict[Any, Callable[..., Any]]):
         observer = self.pop("observer")
         super().__setitem__(key, hook)
         super().__setitem__("observer", observer)
+
+
+def accumulate_into_leaves(leaves: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    """``torch.autograd.backward(leaves, grads)`` without the checks, which cost more than it.
+
+    Args:
+        leaves: leaves that require gradients.
+        grads: a gradient for each, of its shape.
+
+    Example:
+        >>> leaf = torch.zeros(2, requires_grad=True)
+        >>> accumulate_into_leaves((leaf,), (torch.ones(2),))
+        >>> leaf.grad
+        tensor([1., 1.])
+    """
+    engine.run_backward(leaves, grads, False, False, (), True, True)
 
 
 def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
