@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         merge_chunks,
         split_args_kwargs_into_chunks,
     )
+    from penstock.runtime.pipeline_schedule import PipelineSchedule
     from penstock.runtime.schedules import (
-        PipelineSchedule,
         Schedule1F1B,
         ScheduleDualPipeV,
         ScheduleForwardOnly,
@@ -113,8 +113,8 @@ _HOLDS = {
         "merge_chunks",
         "split_args_kwargs_into_chunks",
     ),
+    "penstock.runtime.pipeline_schedule": ("PipelineSchedule",),
     "penstock.runtime.schedules": (
-        "PipelineSchedule",
         "Schedule1F1B",
         "ScheduleDualPipeV",
         "ScheduleForwardOnly",

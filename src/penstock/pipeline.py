@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.sequential import Split, cut, even_split
 from penstock.runtime.loopback import loopback
-from penstock.runtime.schedules import DEFAULT_TIMEOUT_S, ScheduleProgram
+from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
+from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.transport import Transport
 from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program

@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.cause import as_error, cause_of
 from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime import torch_private
-from penstock.runtime.failure import Board, as_error, cause_of
+from penstock.runtime.failure import Board
 from penstock.runtime.transport import empty_tensors
-from penstock.stage.boundary import TensorMeta
+from penstock.stage.announcing import note_key, withdraw
+from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["C10dTransport"]
 
@@ -103,7 +105,7 @@ class C10dTransport:
         self._is_relaxed = False
         self._store: Any = group.get_group_store()
         self._key = f"penstock/{key}"
-        self._board = Board(self._store, self._key)
+        self._board = Board(self._store, self._key, note_key(group))
         self._watcher = _Watcher(self, timeout_s)
 
     def connect(self) -> None:
@@ -202,9 +204,9 @@ class C10dTransport:
         shared: list[int] = tensor.tolist()
         return shared
 
-    def share_tensor(self, tensor: Tensor, root: int) -> None:
+    def add_up(self, tensor: Tensor) -> None:
         group = self._up if tensor.is_cuda else self._control
-        self.wait_for((group.broadcast(tensor, root),), None)
+        self.wait_for((group.allreduce([tensor]),), None)
 
     def meet(self) -> None:
         self.wait_for((self._control.barrier(),), None)
@@ -278,12 +280,13 @@ class C10dTransport:
 
     def store_clone(self) -> Board:
         """A board for another thread."""
-        return Board(self._store.clone(), self._key)
+        return Board(self._store.clone(), self._key, note_key(self._group))
 
     def close(self) -> None:
         self._watcher.stop()
 
     def begin(self) -> None:
+        withdraw(self._group)
         self.connect()
         self._watcher.start()
 

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
+from penstock.runtime.act import Act
 from penstock.runtime.batch import Batch
-from penstock.runtime.executor import Executor
-from penstock.runtime.inbox import Inbox
-from penstock.runtime.player import Call, LossFn, Player, Role
+from penstock.runtime.player import Call, LossFn, Role
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
-from penstock.runtime.shapes import ShapeBook
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Op
 from penstock.schedule.check import check
-from penstock.schedule.order import global_order
 from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, TRANSFERS
@@ -85,9 +82,18 @@ class Engine:
         sharding = any(r is not None and r.sharded for r in self._replicas.values())
         self.program = check(lower(program, sharding=sharding))
         self.eval_program = check(lower(forward_only(program)))
-        self._train = _Act(self, self.program, train=True)
-        self._eval = _Act(self, self.eval_program, train=False)
+        self._train = self._act(self.program, train=True)
+        self._eval = self._act(self.eval_program, train=False)
         self._last = self._train
+
+    def _act(self, program: CheckedProgram, *, train: bool) -> Act:
+        role = Role(
+            train=train,
+            loss_fn=self.options.loss_fn,
+            loss_divisor=program.num_microbatches if self.options.scale_grads else 1,
+            dynamic_shapes=self.options.dynamic_shapes,
+        )
+        return Act(program, role, self.stages, self.transports)
 
     def _check_stages(self, program: Program) -> None:
         placement = program.placement
@@ -96,8 +102,8 @@ class Engine:
             if missing := sorted(wanted - set(self.stages)):
                 raise ScheduleError(
                     f"rank {transport.rank} needs the stages {sorted(wanted)} for {program.name} "
-                    f"(stage → rank: {placement.stage_ranks}), but was given {sorted(self.stages)}; "
-                    f"missing: {missing}"
+                    f"(stage → rank: {placement.stage_ranks}), but was given "
+                    f"{sorted(self.stages)}; missing: {missing}"
                 )
         ranks = {t.rank for t in self.transports}
         foreign = [i for i in sorted(self.stages) if placement.rank_of(i) not in ranks]
@@ -144,19 +150,17 @@ class Engine:
         for transport in self.transports:
             transport.begin()
         self._agree()
-        act.open(batch)
+        act.open(batch, self._num_steps)
         replicas = self._current_replicas(act)
         for each in replicas:
             each.begin()
-        with torch.set_grad_enabled(act.train):
+        with torch.set_grad_enabled(act.role.train):
             act.executor.run()
         for transport in self.transports:
             transport.drain()
         for each in replicas:
             each.end()
-        losses = act.share_losses(batch)
-        for transport in self.transports:
-            transport.meet()
+        losses = act.close(batch)
         for player in act.players.values():
             player.rest()
         for transport in self.transports:
@@ -164,7 +168,7 @@ class Engine:
         self._num_steps += 1
         return losses
 
-    def _current_replicas(self, act: _Act) -> list[Replicas]:
+    def _current_replicas(self, act: Act) -> list[Replicas]:
         # A stage's module may be wrapped, or wrapped differently, between steps.
         for i, stage in self.stages.items():
             if stage.submod is not self._wrapped[i]:
@@ -252,149 +256,6 @@ class Engine:
         """Let go of the transports' threads."""
         for transport in self.transports:
             transport.close()
-
-
-class _Act:
-    """One program, bound: its players, its executor, and the shapes that it has met."""
-
-    def __init__(self, engine: Engine, program: CheckedProgram, *, train: bool) -> None:
-        self._engine = engine
-        self._program = program
-        self.train = train
-        options = engine.options
-        self._role = Role(
-            train=train,
-            loss_fn=options.loss_fn,
-            loss_divisor=program.num_microbatches if options.scale_grads else 1,
-            dynamic_shapes=options.dynamic_shapes,
-        )
-        self._shapes = ShapeBook()
-        self._loss_dtype: torch.dtype | None = None
-        self.players = self._make_players()
-        self.executor = Executor(self._bind())
-
-    def _make_players(self) -> dict[int, Player]:
-        engine, program = self._engine, self._program
-        placement = program.placement
-        deferred: dict[int, set[int]] = {i: set() for i in engine.stages}
-        for action in program.actions():
-            if action.op is Op.INPUT_GRAD and action.stage in deferred:
-                assert action.microbatch is not None
-                deferred[action.stage].add(action.microbatch)
-        players: dict[int, Player] = {}
-        for transport in engine.transports:
-            stages = [engine.stages[i] for i in placement.stages_of(transport.rank)]
-            peers = {
-                placement.rank_of(s.stage_index + d)
-                for s in stages
-                for d in (-1, 1)
-                if 0 <= s.stage_index + d < placement.num_stages
-            }
-            inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
-            for stage in stages:
-                players[stage.stage_index] = Player(
-                    stage,
-                    self._role,
-                    program.num_microbatches,
-                    transport,
-                    inboxes,
-                    frozenset(deferred[stage.stage_index]),
-                )
-        for index, player in players.items():
-            player.connect(
-                self._neighbour(players, index, index - 1),
-                self._neighbour(players, index, index + 1),
-            )
-        return players
-
-    def _neighbour(
-        self, players: Mapping[int, Player], index: int, other: int
-    ) -> Player | int | None:
-        placement = self._program.placement
-        if not 0 <= other < placement.num_stages:
-            return None
-        same = placement.same_rank(index, other)
-        return players[other] if same else placement.rank_of(other)
-
-    def _bind(self) -> list[Call]:
-        program = self._program
-        if len(self._engine.transports) == program.num_ranks:
-            steps = [step for _, step in global_order(program)]
-        else:
-            steps = list(program.ranks[self._engine.transports[0].rank])
-        return [
-            call
-            for step in steps
-            for action in step.parts
-            for call in self.players[action.stage].bind(action)
-        ]
-
-    def open(self, batch: Batch) -> None:
-        """Begin a step: all ranks learn which shapes come, from the rank of the first stage."""
-        engine, placement = self._engine, self._program.placement
-        root = placement.rank_of(0)
-        num = self._program.num_microbatches
-        ids = [0] * num
-        if engine.has_first:
-            if batch.args is None:
-                raise StageError(
-                    "no inputs: the rank of the first stage passes them to step() or eval()",
-                    where=Where(rank=root, stage=0),
-                )
-            ids = self._shapes.ids(batch.args, batch.kwargs)
-        if self.train and engine.has_last and engine.options.loss_fn and batch.targets is None:
-            raise StageError(
-                "no target, where the loss is computed: the rank of the last stage passes "
-                "target= (or target_mbs=) to step()",
-                where=Where(
-                    rank=placement.rank_of(placement.num_stages - 1), stage=placement.num_stages - 1
-                ),
-            )
-        header = [engine._num_steps, int(self.train)]
-        for transport in sorted(engine.transports, key=lambda t: t.rank != root):
-            shared = transport.share_numbers([*header, *ids], root)
-            if shared[:2] != header:
-                raise ScheduleError(
-                    f"rank {root} is at {_moment(shared)}, rank {transport.rank} at "
-                    f"{_moment(header)}: call step() and eval() in the same order on every rank"
-                )
-            batch.shape_ids = shared[2:]
-        fresh = self._shapes.learn(batch.shape_ids)
-        for transport in engine.transports:
-            transport.relax(fresh or engine.options.dynamic_shapes)
-        for player in self.players.values():
-            player.batch = batch
-
-    def share_losses(self, batch: Batch) -> list[Tensor]:
-        """The losses on every rank, as the rank of the last stage has them."""
-        engine, placement = self._engine, self._program.placement
-        if engine.options.loss_fn is None:
-            return []
-        if engine.has_last and len(engine.transports) == self._program.num_ranks:
-            return [loss for loss in batch.losses if loss is not None]
-        root = placement.rank_of(placement.num_stages - 1)
-        (transport,) = engine.transports
-        device = next(iter(engine.stages.values())).device
-        mine = [loss for loss in batch.losses if loss is not None]
-        # Doubles hold every narrower loss exactly; the dtype is told along, as is "no losses".
-        code = _LOSS_DTYPES.index(mine[0].dtype) if mine else -1
-        if self._loss_dtype is None or not self.train:
-            (code,) = transport.share_numbers([code], root)
-            self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
-        if self._loss_dtype is None:
-            return []
-        table = torch.zeros(self._program.num_microbatches, dtype=torch.float64, device=device)
-        if mine:
-            table.copy_(torch.stack(mine))
-        transport.share_tensor(table, root)
-        return mine or list(table.to(self._loss_dtype).unbind())
-
-
-_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _moment(header: Sequence[int]) -> str:
-    return f"{'step' if header[1] else 'eval'}(), after {header[0]} others"
 
 
 def _placed(error: BaseException, call: Call, program: Program) -> BaseException:

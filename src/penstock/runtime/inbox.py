@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.transport import Receipt, Transport
-from penstock.stage.boundary import TensorMeta
+from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["Arrival", "Inbox"]
 

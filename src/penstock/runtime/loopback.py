@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InternalError, PenstockError
-from penstock.stage.boundary import TensorMeta
+from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["LoopbackTransport", "loopback"]
 
@@ -32,9 +32,8 @@ class _Fabric:
     num_sent: defaultdict[Edge, int] = field(default_factory=lambda: defaultdict(int))
     num_posted: defaultdict[Edge, int] = field(default_factory=lambda: defaultdict(int))
     notes: defaultdict[Edge, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
-    # Shared values wait, per root and rank, for the ranks that come after the root.
+    # Shared numbers wait, per root and rank, for the ranks that come after the root.
     numbers: defaultdict[Edge, deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
-    tensors: defaultdict[Edge, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
 
 
 class _LoopbackReceipt:
@@ -98,13 +97,9 @@ class LoopbackTransport:
                 self._fabric.numbers[root, peer].append(list(numbers))
         return list(numbers)
 
-    def share_tensor(self, tensor: Tensor, root: int) -> None:
-        if self.rank != root:
-            tensor.copy_(self._fabric.tensors[root, self.rank].popleft())
-            return
-        for peer in range(self.num_ranks):
-            if peer != root:
-                self._fabric.tensors[root, peer].append(tensor)
+    def add_up(self, tensor: Tensor) -> None:
+        # Each rank in turn would need what later ones have; who plays all ranks adds up itself.
+        raise InternalError("nothing is added up over ranks in one process")
 
     def meet(self) -> None:
         pass

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from penstock.stage.boundary import NAMESPACE, flatten
+from penstock.stage.trees import NAMESPACE, flatten
 
 __all__ = [
     "TensorChunkSpec",

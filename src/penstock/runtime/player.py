@@ -21,10 +21,11 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.inbox import Inbox
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Action, Op
-from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
+from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.data_parallel import Replicas
 from penstock.stage.slots import Slot
 from penstock.stage.stage import Stage
+from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["Call", "Player", "Role"]
 

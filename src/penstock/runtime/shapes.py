@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.stage.boundary import flatten
+from penstock.stage.trees import flatten
 
 __all__ = ["ShapeBook"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.stage.boundary import TensorMeta
+from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["Receipt", "Transport", "empty_tensors"]
 
@@ -66,8 +66,8 @@ class Transport(Protocol):
         """``numbers`` as ``root`` has them; every rank passes equally many, and blocks."""
         ...
 
-    def share_tensor(self, tensor: Tensor, root: int) -> None:
-        """Overwrite ``tensor`` on every rank by that of ``root``."""
+    def add_up(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` on every rank by the sum of all; waits for all, as ``meet``."""
         ...
 
     def meet(self) -> None:

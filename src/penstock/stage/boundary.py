@@ -13,137 +13,19 @@ every later value is held against it. This module neither sends nor runs anythin
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 import json
-import sys
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.stage.tensor_meta import Plain, TensorMeta, decode_leaf, encode_leaf, plain_tag
+from penstock.stage.trees import Leaf, as_args, decode_tree, encode_tree, flatten
 
-__all__ = ["BoundarySpec", "TensorMeta", "as_args", "describe", "flatten"]
-
-NAMESPACE = "penstock"
-Plain: TypeAlias = Any  # a leaf that is no tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMeta:
-    """Shape and dtype of a tensor that crosses, and whether its gradient comes back.
-
-    Args:
-        shape: its sizes.
-        dtype: its dtype.
-        requires_grad: whether the producing stage needs its gradient.
-        order: its dimensions as they lie in memory, outermost first, where that is another order
-            than their own (channels last, transposed): so it arrives as it left. None otherwise.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-    order: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorMeta:
-        """The description of ``tensor``."""
-        return cls(
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            requires_grad=tensor.requires_grad,
-            order=_order_in_memory(tensor),
-        )
-
-    @property
-    def wire_shape(self) -> Sequence[int]:
-        """The shape in which it travels: contiguous, dimensions as they lie in memory."""
-        return self.shape if self.order is None else [self.shape[i] for i in self.order]
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """``tensor`` as it travels: a view wherever it is dense."""
-        return (tensor if self.order is None else tensor.permute(self.order)).contiguous()
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """What ``pack`` was given, from what arrived."""
-        if self.order is None:
-            return tensor
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return tensor.permute(inverse)
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what this describes.
-
-        One that needs no gradient any more fits (its producer was frozen since); one that needs
-        a gradient which nobody would send back does not.
-        """
-        return (
-            tensor.shape == self.shape
-            and tensor.dtype is self.dtype
-            and (self.requires_grad or not tensor.requires_grad)
-        )
-
-    def __str__(self) -> str:
-        """``float32 (4, 512), with gradient``."""
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name} {tuple(self.shape)}, {'with' if self.requires_grad else 'no'} gradient"
-
-
-def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return None
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
-    return order if tensor.permute(order).is_contiguous() else None
-
-
-def as_args(output: Any) -> tuple[Any, ...]:
-    """A stage's output as the positional arguments of the next stage (see the table above)."""
-    # Named tuples, torch.return_types and torch.Size are tuples too, but one value each.
-    if type(output) is tuple:
-        return output
-    return tuple(output) if type(output) is list else (output,)
-
-
-def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and structure of any tree; dataclasses are opened like the other containers."""
-    leaves, tree = optree.tree_flatten(value, namespace=NAMESPACE)
-    fresh = {type(leaf) for leaf in leaves if _is_dataclass_instance(leaf)}
-    if not fresh:
-        return leaves, tree
-    for cls in fresh:
-        _register_dataclass(cls)
-    return flatten(value)
-
-
-def _is_dataclass_instance(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _register_dataclass(cls: type[Any]) -> None:
-    names = tuple(f.name for f in dataclasses.fields(cls))
-
-    def unflatten(_: object, children: Sequence[Any]) -> Any:
-        values = dict(zip(names, children, strict=True))
-        made = object.__new__(cls)
-        if issubclass(cls, dict):  # such as Hugging Face's ModelOutput: both views of the fields
-            return cls(**values)
-        for name, value in values.items():
-            object.__setattr__(made, name, value)
-        return made
-
-    optree.register_pytree_node(
-        cls,
-        lambda value: (tuple(getattr(value, name) for name in names), None, names),
-        unflatten,  # type: ignore[arg-type]  # a dataclass is no Collection; optree takes it
-        namespace=NAMESPACE,
-    )
+__all__ = ["BoundarySpec", "describe", "static_spec"]
 
 
 class BoundarySpec:
@@ -255,9 +137,9 @@ class BoundarySpec:
 
     def encode(self) -> bytes:
         """The spec as JSON, to be read by ``decode`` on another rank."""
-        skeleton = optree.tree_unflatten(self.tree, [_Leaf(i) for i in range(len(self.leaves))])
-        leaves = [_encode_leaf(leaf) for leaf in self.leaves]
-        return json.dumps({"tree": _encode_tree(skeleton), "leaves": leaves}).encode()
+        skeleton = optree.tree_unflatten(self.tree, [Leaf(i) for i in range(len(self.leaves))])
+        leaves = [encode_leaf(leaf) for leaf in self.leaves]
+        return json.dumps({"tree": encode_tree(skeleton), "leaves": leaves}).encode()
 
     @staticmethod
     def decode(data: bytes) -> BoundarySpec:
@@ -267,8 +149,8 @@ class BoundarySpec:
             BoundaryError: it names a class that this process has not imported.
         """
         read = json.loads(data)
-        _, tree = flatten(_decode_tree(read["tree"]))
-        return BoundarySpec(tree, tuple(_decode_leaf(leaf) for leaf in read["leaves"]))
+        _, tree = flatten(decode_tree(read["tree"]))
+        return BoundarySpec(tree, tuple(decode_leaf(leaf) for leaf in read["leaves"]))
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -312,7 +194,7 @@ def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
                 "return it as dense tensors (indices and values, for instance)"
             )
         return TensorMeta.of(leaf)
-    if _plain_tag(leaf) is None:
+    if plain_tag(leaf) is None:
         raise BoundaryError(
             f"output {slot} is a {type(leaf).__qualname__}, which can't cross between stages; "
             "tensors, numbers, strings, None and containers of these can"
@@ -338,174 +220,32 @@ def _mismatch(slot: int, expected: TensorMeta | Plain, got: Any) -> BoundaryErro
     return BoundaryError(f"output {slot} is {shown}, expected {wanted}{hint}")
 
 
-# --- the JSON form ---------------------------------------------------------------------------
+def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
+    """The spec of what the user says will cross; floating tensors take gradients unless told not to.
 
+    Args:
+        values: example tensors, or None where nothing is said.
+        grads: per value an example gradient, None where it takes none; or None altogether.
+        what: ``"input"`` or ``"output"``, for messages.
+        stage_index: likewise.
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Stands for the leaf of this index while a tree is written or read."""
-
-    index: int
-
-
-# Classes that this process has sent: found again without a look into their module.
-_seen_classes: dict[str, type[Any]] = {}
-
-
-def _encode_tree(node: Any) -> Any:
-    match node:
-        case _Leaf(index):
-            return index
-        case None:
-            return None
-        case tuple() if hasattr(node, "_fields") or optree.is_structseq(node):
-            return {"class": _class_name(type(node)), "items": [_encode_tree(x) for x in node]}
-        case tuple() | list():
-            return {"kind": type(node).__name__, "items": [_encode_tree(x) for x in node]}
-        case _ if _is_dataclass_instance(node):
-            values = [getattr(node, f.name) for f in dataclasses.fields(node)]
-            return {"class": _class_name(type(node)), "items": [_encode_tree(x) for x in values]}
-        case dict() if type(node) in (dict, OrderedDict):
-            items = [[_encode_key(k), _encode_tree(v)] for k, v in node.items()]
-            return {"kind": type(node).__name__, "items": items}
-    raise BoundaryError(
-        f"a {type(node).__qualname__} can't cross between stages; return a tuple, list, dict, "
-        "named tuple or dataclass"
-    )
-
-
-def _encode_key(key: Any) -> Any:
-    if type(key) in (str, int):
-        return key
-    raise BoundaryError(f"dict key {key!r} can't cross between stages; use str or int keys")
-
-
-def _decode_tree(node: Any) -> Any:
-    if node is None:
+    Raises:
+        BoundaryError: there is not one gradient for each value.
+    """
+    if values is None:
         return None
-    if isinstance(node, int):
-        # A bare object is a leaf to optree, whatever it is.
-        return object()
-    items = node["items"]
-    if "class" in node:
-        return _make(_find_class(node["class"]), [_decode_tree(x) for x in items])
-    match node["kind"]:
-        case "tuple":
-            return tuple(_decode_tree(x) for x in items)
-        case "list":
-            return [_decode_tree(x) for x in items]
-        case "dict":
-            return {key: _decode_tree(value) for key, value in items}
-        case "OrderedDict":
-            return OrderedDict((key, _decode_tree(value)) for key, value in items)
-    raise BoundaryError(f"a boundary's description names an unknown container {node['kind']!r}")
-
-
-def _make(cls: type[Any], values: list[Any]) -> Any:
-    if optree.is_structseq_class(cls):  # such as torch.return_types.topk
-        return cls(values)
-    if issubclass(cls, tuple):
-        return cls(*values)
-    made = object.__new__(cls) if not issubclass(cls, dict) else None
-    names = [f.name for f in dataclasses.fields(cls)]
-    if made is None:
-        return cls(**dict(zip(names, values, strict=True)))
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _class_name(cls: type[Any]) -> str:
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    _seen_classes[name] = cls
-    return name
-
-
-def _find_class(name: str) -> type[Any]:
-    """The class of this name among those that this process has; nothing is imported for it."""
-    if name in _seen_classes:
-        return _seen_classes[name]
-    module_name, _, path = name.partition(":")
-    found: Any = sys.modules.get(module_name)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    is_container = isinstance(found, type) and (
-        dataclasses.is_dataclass(found)
-        or hasattr(found, "_fields")
-        or optree.is_structseq_class(found)
-    )
-    if not is_container:
-        raise BoundaryError(
-            f"a stage sends a {name}, a class that this rank can't find; define it at the top "
-            "level of a module that every rank imports"
-        )
-    cls: type[Any] = found
-    return cls
-
-
-_PLAIN: dict[type[Any], str] = {
-    bool: "bool",
-    int: "int",
-    float: "float",
-    str: "str",
-    complex: "complex",
-    bytes: "bytes",
-    torch.dtype: "dtype",
-    torch.device: "device",
-    torch.Size: "size",
-}
-
-
-def _plain_tag(value: Plain) -> str | None:
-    return _PLAIN.get(type(value))
-
-
-def _encode_leaf(leaf: TensorMeta | Plain) -> list[Any]:
-    if isinstance(leaf, TensorMeta):
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        return ["tensor", list(leaf.shape), dtype, leaf.requires_grad, leaf.order]
-    tag = _plain_tag(leaf)
-    match tag:
-        case "bool" | "int" | "str":
-            return [tag, leaf]
-        case "float":
-            return [tag, leaf.hex()]
-        case "complex":
-            return [tag, leaf.real.hex(), leaf.imag.hex()]
-        case "bytes":
-            return [tag, base64.b64encode(leaf).decode()]
-        case "size":
-            return [tag, list(leaf)]
-        case _:
-            return [str(tag), str(leaf).removeprefix("torch.")]
-
-
-def _decode_leaf(data: list[Any]) -> TensorMeta | Plain:
-    match data:
-        case ["tensor", shape, dtype, requires_grad, order]:
-            return TensorMeta(
-                shape=torch.Size(shape),
-                dtype=_dtype(dtype),
-                requires_grad=requires_grad,
-                order=None if order is None else tuple(order),
+    given = values if isinstance(values, tuple) else (values,)
+    takes: list[bool]
+    if grads is None:
+        takes = [v.is_floating_point() or v.is_complex() for v in given]
+    else:
+        listed = grads if isinstance(grads, tuple) else (grads,)
+        if len(listed) != len(given):
+            raise BoundaryError(
+                f"stage {stage_index}: {len(listed)} {what}_grads for {len(given)} {what}_args"
             )
-        case ["float", value]:
-            return float.fromhex(value)
-        case ["complex", real, imag]:
-            return complex(float.fromhex(real), float.fromhex(imag))
-        case ["bytes", value]:
-            return base64.b64decode(value)
-        case ["size", value]:
-            return torch.Size(value)
-        case ["dtype", value]:
-            return _dtype(value)
-        case ["device", value]:
-            return torch.device(value)
-        case [_, value]:
-            return value
-    raise BoundaryError(f"a boundary's description holds an unknown leaf {data!r}")
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+        takes = [g is not None for g in listed]
+    described = tuple(
+        v.detach().to("meta").requires_grad_(take) for v, take in zip(given, takes, strict=True)
+    )
+    return describe(described)

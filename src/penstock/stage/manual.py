@@ -21,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.errors import BoundaryError, StageError
-from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
+from penstock.errors import StageError
+from penstock.stage.announcing import announced, default_group
+from penstock.stage.boundary import BoundarySpec, describe, static_spec
 from penstock.stage.data_parallel import replicas_of
 from penstock.stage.slots import Phase, Slot
 from penstock.stage.stage import Stage
+from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["PipelineStage"]
 
@@ -74,15 +76,16 @@ class PipelineStage(Stage):
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: GetMesh | None = None,
     ) -> None:
-        super().__init__(submodule, stage_index, num_stages, device, dw_builder=dw_builder)
+        if group is None:
+            group = default_group()
+        with announced(group):
+            super().__init__(submodule, stage_index, num_stages, device, dw_builder=dw_builder)
+            self.static_inputs = static_spec(input_args, input_grads, "input", stage_index)
+            self.static_outputs = static_spec(output_args, output_grads, "output", stage_index)
         self.get_mesh = get_mesh
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
         self.group = group
         self.group_rank: int = group.rank() if group is not None else 0
         self.group_size: int = group.size() if group is not None else 1
-        self.static_inputs = _static_spec(input_args, input_grads, "input", stage_index)
-        self.static_outputs = _static_spec(output_args, output_grads, "output", stage_index)
         self.has_backward = True
         self.chunks: int | None = None
         self._slots: dict[int, Slot] = {}
@@ -391,24 +394,3 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-
-def _static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
-    """The spec of statically given values; floating ones take gradients unless told otherwise."""
-    if values is None:
-        return None
-    given = values if isinstance(values, tuple) else (values,)
-    takes: list[bool]
-    if grads is None:
-        takes = [v.is_floating_point() or v.is_complex() for v in given]
-    else:
-        listed = grads if isinstance(grads, tuple) else (grads,)
-        if len(listed) != len(given):
-            raise BoundaryError(
-                f"stage {stage_index}: {len(listed)} {what}_grads for {len(given)} {what}_args"
-            )
-        takes = [g is not None for g in listed]
-    described = tuple(
-        v.detach().to("meta").requires_grad_(take) for v, take in zip(given, takes, strict=True)
-    )
-    return describe(described)

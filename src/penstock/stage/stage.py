@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import StageError
-from penstock.stage.boundary import BoundarySpec, flatten
+from penstock.stage.boundary import BoundarySpec
 from penstock.stage.deferred import DeferredWeights, find_leaks
 from penstock.stage.slots import Slot
+from penstock.stage.trees import flatten
 
 __all__ = ["Stage"]
 

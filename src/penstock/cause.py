@@ -1,0 +1,85 @@
+"""What failed first, as data: made on one rank, raised on the others.
+
+This module neither stores nor sends anything.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from dataclasses import asdict, dataclass
+
+from penstock import errors
+from penstock.errors import NOWHERE, PeerError, PenstockError, Where
+
+__all__ = ["Cause", "as_error", "cause_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """What failed first.
+
+    Args:
+        kind: the exception's class name.
+        message: its message.
+        rank: the pipeline rank that it was raised on.
+        stage, microbatch, action: what was at work, where known.
+        traceback: the original traceback.
+    """
+
+    kind: str
+    message: str
+    rank: int
+    stage: int | None
+    microbatch: int | None
+    action: str | None
+    traceback: str
+
+    @property
+    def where(self) -> Where:
+        """Its place."""
+        return Where(
+            rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action
+        )
+
+    def to_json(self) -> str:
+        """The cause as JSON, to be read by ``from_json`` on another rank."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(data: str | bytes) -> Cause:
+        """The cause that ``to_json`` wrote."""
+        return Cause(**json.loads(data))
+
+
+def cause_of(error: BaseException, rank: int) -> Cause:
+    """The cause that ``error``, raised on ``rank``, is to the other ranks."""
+    where = error.where if isinstance(error, PenstockError) else NOWHERE
+    original = error.__cause__ or error
+    return Cause(
+        kind=type(error).__name__,
+        message=str(error),
+        rank=rank,
+        stage=where.stage,
+        microbatch=where.microbatch,
+        action=where.action,
+        traceback="".join(traceback.format_exception(original)),
+    )
+
+
+def as_error(cause: Cause) -> PenstockError:
+    """What a rank raises for another rank's failure.
+
+    Penstock's own kinds keep their type, so that a mistake is the same error on every rank; what
+    the user's code raised comes as a ``PeerError``.
+    """
+    kinds: dict[str, type[PenstockError]] = {
+        "BoundaryError": errors.BoundaryError,
+        "ScheduleError": errors.ScheduleError,
+        "PartitionError": errors.PartitionError,
+    }
+    kind = kinds.get(cause.kind, PeerError)
+    told = cause.message if str(cause.where) in cause.message else f"{cause.where}: {cause.message}"
+    error = kind(f"{told}\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}")
+    error.where = cause.where
+    return error

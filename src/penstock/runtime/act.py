@@ -1,0 +1,196 @@
+"""One program at play on this process's stages: players, executor, and how a step begins and ends.
+
+Training and evaluation are two acts over the same stages. An act is told of no failure and
+handles none; see ``engine.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ScheduleError, StageError, Where
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import Executor
+from penstock.runtime.inbox import Inbox
+from penstock.runtime.player import Call, Player, Role
+from penstock.runtime.shapes import ShapeBook
+from penstock.runtime.transport import Transport
+from penstock.schedule.action import Op
+from penstock.schedule.order import global_order
+from penstock.schedule.program import CheckedProgram
+from penstock.stage.stage import Stage
+
+__all__ = ["Act"]
+
+
+class Act:
+    """One program, bound.
+
+    Args:
+        program: what to play.
+        role: how its players play.
+        stages: this process's stages, by index.
+        transports: one per rank that this process plays, in rank order.
+
+    Attributes:
+        players: one per stage, by index.
+        executor: runs what they are bound to.
+    """
+
+    def __init__(
+        self,
+        program: CheckedProgram,
+        role: Role,
+        stages: Mapping[int, Stage],
+        transports: Sequence[Transport],
+    ) -> None:
+        self.role = role
+        self._program = program
+        self._stages = stages
+        self._transports = transports
+        placement = program.placement
+        self._first_rank = placement.rank_of(0)
+        self._last_rank = placement.rank_of(placement.num_stages - 1)
+        self._is_alone = len(transports) == program.num_ranks
+        self._shapes = ShapeBook()
+        self._loss_dtype: torch.dtype | None = None
+        self.players = self._make_players()
+        self.executor = Executor(self._bind())
+
+    def _make_players(self) -> dict[int, Player]:
+        program, placement = self._program, self._program.placement
+        deferred: dict[int, set[int]] = {i: set() for i in self._stages}
+        for action in program.actions():
+            if action.op is Op.INPUT_GRAD and action.stage in deferred:
+                assert action.microbatch is not None
+                deferred[action.stage].add(action.microbatch)
+        players: dict[int, Player] = {}
+        for transport in self._transports:
+            stages = [self._stages[i] for i in placement.stages_of(transport.rank)]
+            peers = {
+                placement.rank_of(s.stage_index + d)
+                for s in stages
+                for d in (-1, 1)
+                if 0 <= s.stage_index + d < placement.num_stages
+            }
+            inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
+            for stage in stages:
+                players[stage.stage_index] = Player(
+                    stage,
+                    self.role,
+                    program.num_microbatches,
+                    transport,
+                    inboxes,
+                    frozenset(deferred[stage.stage_index]),
+                )
+        for index, player in players.items():
+            player.connect(
+                self._neighbour(players, index, index - 1),
+                self._neighbour(players, index, index + 1),
+            )
+        return players
+
+    def _neighbour(
+        self, players: Mapping[int, Player], index: int, other: int
+    ) -> Player | int | None:
+        placement = self._program.placement
+        if not 0 <= other < placement.num_stages:
+            return None
+        same = placement.same_rank(index, other)
+        return players[other] if same else placement.rank_of(other)
+
+    def _bind(self) -> list[Call]:
+        program = self._program
+        if self._is_alone:
+            steps = [step for _, step in global_order(program)]
+        else:
+            steps = list(program.ranks[self._transports[0].rank])
+        return [
+            call
+            for step in steps
+            for action in step.parts
+            for call in self.players[action.stage].bind(action)
+        ]
+
+    def open(self, batch: Batch, num_steps: int) -> None:
+        """Begin a step: all ranks learn which shapes come, from the rank of the first stage.
+
+        Args:
+            batch: this process's inputs and targets.
+            num_steps: how many steps went before; the same on every rank, if all is well.
+
+        Raises:
+            StageError: inputs or targets are missing where they are needed.
+            ScheduleError: the ranks are not at the same step.
+        """
+        header = [num_steps, int(self.role.train)]
+        ids = self._check_batch(batch)
+        for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
+            shared = transport.share_numbers([*header, *ids], self._first_rank)
+            if shared[:2] != header:
+                raise ScheduleError(
+                    f"rank {self._first_rank} is at {_moment(shared)}, rank {transport.rank} at "
+                    f"{_moment(header)}: call step() and eval() in the same order on every rank"
+                )
+            batch.shape_ids = shared[2:]
+        fresh = self._shapes.learn(batch.shape_ids)
+        for transport in self._transports:
+            transport.relax(fresh or self.role.dynamic_shapes)
+        for player in self.players.values():
+            player.batch = batch
+
+    def _check_batch(self, batch: Batch) -> list[int]:
+        """The shape ids, where the inputs are here; zeros elsewhere."""
+        last = self._program.num_stages - 1
+        needs_target = self.role.train and self.role.loss_fn is not None
+        if needs_target and last in self._stages and batch.targets is None:
+            raise StageError(
+                "no target, where the loss is computed: the rank of the last stage passes "
+                "target= (or target_mbs=) to step()",
+                where=Where(rank=self._last_rank, stage=last),
+            )
+        if 0 not in self._stages:
+            return [0] * self._program.num_microbatches
+        if batch.args is None:
+            raise StageError(
+                "no inputs: the rank of the first stage passes them to step() or eval()",
+                where=Where(rank=self._first_rank, stage=0),
+            )
+        return self._shapes.ids(batch.args, batch.kwargs)
+
+    def close(self, batch: Batch) -> list[Tensor]:
+        """End a step: no rank leaves before all are through, so that none misses a failure.
+
+        Returns:
+            The losses on every rank, as the rank of the last stage has them.
+        """
+        mine = [loss for loss in batch.losses if loss is not None]
+        if self._is_alone:
+            return mine
+        (transport,) = self._transports
+        if self.role.loss_fn is None:
+            transport.meet()
+            return []
+        device = next(iter(self._stages.values())).device
+        # Doubles hold every narrower loss exactly; the dtype is told along, as is "no losses".
+        code = _LOSS_DTYPES.index(mine[0].dtype) if mine else -1
+        if self._loss_dtype is None or not self.role.train:
+            (code,) = transport.share_numbers([code], self._last_rank)
+            self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
+        table = torch.zeros(self._program.num_microbatches, dtype=torch.float64, device=device)
+        if mine:
+            table.copy_(torch.stack(mine))
+        transport.add_up(table)
+        if self._loss_dtype is None:
+            return []
+        return mine or list(table.to(self._loss_dtype).unbind())
+
+
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _moment(header: Sequence[int]) -> str:
+    return f"{'step' if header[1] else 'eval'}(), after {header[0]} others"

@@ -1,0 +1,251 @@
+"""A program played over one rank's stages: what ``step()`` and ``eval()`` of every schedule do.
+
+The named schedules (``schedules.py``) and ``Pipeline`` are this class with one program or another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError, ScheduleError, StageError
+from penstock.runtime.batch import Batch
+from penstock.runtime.c10d import C10dTransport
+from penstock.runtime.engine import Engine, Options
+from penstock.runtime.loopback import loopback
+from penstock.runtime.microbatch import (
+    merge_chunks,
+    num_chunks,
+    split_args_kwargs_into_chunks,
+    split_tree,
+)
+from penstock.runtime.transport import Transport
+from penstock.schedule.catalog import build
+from penstock.schedule.program import Program
+from penstock.stage.manual import PipelineStage
+from penstock.trace import Trace
+
+__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSchedule"]
+
+LossFn = Callable[..., Any]
+DEFAULT_TIMEOUT_S = 600.0
+
+# Schedules made so far per group: every rank makes them in the same order, so the count names
+# them alike everywhere.
+_num_made: Counter[str] = Counter()
+
+
+class PipelineSchedule:
+    """Plays a program over one rank's stages. The schedules below say which program.
+
+    Args:
+        program: the program; or, made by a subclass, None.
+        stages: this rank's stages.
+        n_microbatches: microbatches per step.
+        loss_fn: ``loss_fn(output, target)`` gives the mean loss of a microbatch: a scalar
+            tensor, or ``(scalar, metrics)``. Without one, steps run forward only.
+        args_chunk_spec, kwargs_chunk_spec: how arguments are split; dimension 0 if None.
+        output_merge_spec: how outputs are merged; dimension 0 if None.
+        scale_grads: whether each microbatch's loss is divided by ``n_microbatches``, so that
+            gradients are those of the mean loss over the batch.
+        dynamic_shapes: whether shapes may change between the microbatches of a step.
+        timeout_s: how long a rank waits for another before it gives up.
+        transports: the ranks that this process plays, if not just its own of the stages' group.
+
+    Raises:
+        ScheduleError: stages, ranks and microbatches do not fit the program.
+    """
+
+    schedule_name: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        *,
+        program: Program | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        dynamic_shapes: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        transports: Sequence[Transport] | None = None,
+    ) -> None:
+        self.n_microbatches = n_microbatches
+        self.scale_grads = scale_grads
+        self._args_chunk_spec = args_chunk_spec
+        self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self._has_loss = loss_fn is not None
+        self.metrics: list[Any] = []
+        if transports is None:
+            transports = _transports(stages, timeout_s)
+        options = Options(loss_fn=loss_fn, scale_grads=scale_grads, dynamic_shapes=dynamic_shapes)
+        try:
+            check_indices(stages)
+            program = program or self._build(stages, transports[0].num_ranks)
+            self.engine = Engine(program, {s.stage_index: s for s in stages}, transports, options)
+        except PenstockError as error:
+            # The other ranks may be waiting for this one in their first step.
+            for transport in transports:
+                transport.fail(error)
+            raise
+        self._trains = self._has_loss and self.engine.has_backward
+        for stage in stages:
+            stage.chunks = n_microbatches
+            stage.has_backward = self._trains
+
+    def _build(self, stages: Sequence[PipelineStage], num_ranks: int) -> Program:
+        assert self.schedule_name is not None
+        num_stages = stages[0].num_stages
+        if num_stages % num_ranks:
+            raise ScheduleError(
+                f"{num_stages} stages on {num_ranks} ranks: the number of stages must be a "
+                f"multiple of the number of ranks for {self.schedule_name}"
+            )
+        return build(
+            self.schedule_name,
+            ranks=num_ranks,
+            microbatches=self.n_microbatches,
+            virtual=num_stages // num_ranks,
+        )
+
+    @property
+    def program(self) -> Program:
+        """The program that runs, sends and receives included."""
+        return self.engine.program
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one training step: gradients are added to the parameters' ``.grad``.
+
+        Args:
+            args: the model's inputs, a whole batch (needed on the rank of the first stage).
+            target: what the loss is computed against (needed on the rank of the last stage).
+            losses: a list that is filled with the microbatches' losses, on every rank.
+            return_outputs: whether to merge and return the last stage's outputs.
+            loss_kwargs: keyword arguments of the loss function.
+            arg_mbs, kwarg_mbs, target_mbs: ready microbatches, instead of a batch to split.
+            kwargs: keyword arguments of every stage on this rank, a whole batch.
+
+        Returns:
+            On the rank of the last stage the merged outputs, if asked for; else None.
+
+        Raises:
+            PenstockError: this rank failed, or another one did; see its type.
+        """
+        with self.engine.guard():
+            if not torch.is_grad_enabled():
+                raise StageError("step() computes gradients, but runs under no_grad; use eval()")
+            batch = self._batch(
+                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
+            )
+            return self._finish(batch, self.engine.run(batch, train=self._trains), losses)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the forwards alone, without a graph. Arguments and result are those of ``step``.
+
+        Losses are computed where a target is given.
+        """
+        with self.engine.guard(), torch.no_grad():
+            batch = self._batch(
+                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, True
+            )
+            return self._finish(batch, self.engine.run(batch, train=False), losses)
+
+    def _batch(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        arg_mbs: Sequence[tuple[Any, ...]] | None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None,
+        target_mbs: Sequence[Any] | None,
+        loss_kwargs: Mapping[str, Any] | None,
+        keep_outputs: bool,
+    ) -> Batch:
+        n = self.n_microbatches
+        ready = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        length = num_chunks(ready)
+        if length is not None and length != n:
+            raise ValueError(f"{length} ready microbatches, expected n_microbatches={n}")
+        batch = Batch(n)
+        batch.keep_outputs = keep_outputs and self.engine.has_last
+        batch.loss_kwargs = loss_kwargs or {}
+        split_args, split_kwargs = split_args_kwargs_into_chunks(
+            args, kwargs, n, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+        given = args or kwargs or arg_mbs or kwarg_mbs
+        batch.args = (arg_mbs or split_args) if given else None
+        batch.kwargs = kwarg_mbs or split_kwargs
+        batch.targets = target_mbs
+        if target_mbs is None and target is not None and self.engine.has_last:
+            batch.targets = split_tree(target, n)
+        return batch
+
+    def _finish(self, batch: Batch, losses: list[Tensor], asked: list[Tensor] | None) -> Any:
+        if asked is not None:
+            asked[:] = losses
+        self.metrics = batch.metrics if self.engine.has_last else []
+        return merge_chunks(batch.outputs, self._output_merge_spec) if batch.keep_outputs else None
+
+    def trace(self) -> Trace:
+        """What ran when in the last step, on all ranks. Every rank calls it."""
+        return self.engine.trace()
+
+
+def check_indices(stages: Sequence[PipelineStage]) -> None:
+    """Every stage once, in rising order, all of one model.
+
+    Raises:
+        ScheduleError: otherwise.
+    """
+    indices = [s.stage_index for s in stages]
+    if not indices:
+        raise ScheduleError("a rank was given no stage")
+    counts = {s.num_stages for s in stages}
+    if len(counts) > 1:
+        raise ScheduleError(f"the stages disagree on num_stages: {sorted(counts)}")
+    doubled = sorted(i for i, count in Counter(indices).items() if count > 1)
+    if doubled:
+        raise ScheduleError(f"stage indices given twice on one rank: {doubled}")
+    if indices != sorted(indices):
+        raise ScheduleError(f"the stages are in the order {indices}; pass them in rising order")
+
+
+def _transports(stages: Sequence[PipelineStage], timeout_s: float) -> list[Transport]:
+    if not stages:
+        raise ScheduleError("a rank was given no stage")
+    group = stages[0].group
+    if group is None or group.size() == 1:
+        return list(loopback(1))
+    name = group.group_name
+    _num_made[name] += 1
+    key = f"{name}/{_num_made[name]}"
+    return [C10dTransport(group, stages[0].device, key, timeout_s)]

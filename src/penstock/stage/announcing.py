@@ -1,0 +1,60 @@
+"""A mistake made before any schedule exists, told to the ranks that may wait for this one already.
+
+A rank whose stage can't be made never comes to the first step, where the others wait for it. It
+leaves a note in the group's store; there they find it. The note is taken back as soon as this rank
+makes good. This module knows neither stages nor schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from penstock.cause import cause_of
+
+__all__ = ["announced", "default_group", "note_key", "withdraw"]
+
+# The groups in whose store this process has left a note.
+_noted: set[str] = set()
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group; None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def note_key(group: dist.ProcessGroup) -> str:
+    """Under which key of the group's store a note lies."""
+    return f"penstock/{group.group_name}/note"
+
+
+@contextlib.contextmanager
+def announced(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What is raised within is told to the other ranks of ``group``, until this one makes good.
+
+    Args:
+        group: the pipeline's group; None where there are no other ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group is not None and group.size() > 1:
+            # Where the store is gone, so is whoever would read it.
+            with contextlib.suppress(RuntimeError, dist.DistError):
+                cause = cause_of(error, group.rank())
+                group.get_group_store().set(note_key(group), cause.to_json())
+                _noted.add(group.group_name)
+        raise
+    if group is not None:
+        withdraw(group)
+
+
+def withdraw(group: dist.ProcessGroup) -> None:
+    """Take back this process's note, if it has left one: the mistake is mended."""
+    if group.group_name in _noted:
+        _noted.discard(group.group_name)
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            # Emptied, not deleted: a rank that has seen the key may be about to read it.
+            group.get_group_store().set(note_key(group), "")
