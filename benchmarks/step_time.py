@@ -28,7 +28,7 @@ from benchmarks.split_backward import Block
 from penstock.schedule.passes import lower
 from penstock.testing.processes import run_ranks
 
-__all__ = ["Case", "measure_compute_bound", "measure_tiny"]
+__all__ = ["RANKS", "TINY", "Case", "measure_compute_bound", "measure_tiny", "time_ways"]
 
 RANKS = 2
 
@@ -84,7 +84,7 @@ def _figures(group: str, cases: Sequence[Case], work: str, rounds: int, block: i
     figures = []
     for case in cases:
         args = (case.schedule, case.virtual, work, case.over_bare is not None, rounds, block)
-        times = run_ranks(_time_ways, RANKS, *args, timeout_s=1800)[0].result()
+        times = run_ranks(time_ways, RANKS, *args, timeout_s=1800)[0].result()
         pairs = [("penstock", "torch", case.over_torch)]
         if case.over_bare is not None:
             pairs = [
@@ -114,7 +114,7 @@ def _figures(group: str, cases: Sequence[Case], work: str, rounds: int, block: i
 Way = Callable[[], Any]
 
 
-def _time_ways(
+def time_ways(
     rank: int,
     num_ranks: int,
     schedule: str,

@@ -1,0 +1,79 @@
+"""The demo, run as a user runs it, for a few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_name
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def run_demo(command: list[str], out: Path, **environment: str) -> str:
+    settings = {"STEPS": "3", "OUT": str(out), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [*command, str(SCRIPT)],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def row(output: str, name: str) -> list[str]:
+    """The cells of a row of the table that the demo ends with."""
+    (line,) = (line for line in output.splitlines() if line.startswith(f"│ {name}"))
+    return [cell.strip() for cell in line.strip("│").split("│")][1:]
+
+
+def expect_agreement(output: str) -> None:
+    ours, theirs = row(output, "loss, last step")
+    assert theirs.endswith(" plain loop")
+    # Six digits are shown; what is beyond them is rounding.
+    assert float(ours) == pytest.approx(float(theirs.split()[0]), abs=2e-6)
+    first, _ = row(output, "loss, first step")
+    assert float(first) == pytest.approx(5.5, abs=0.3), "as good as chance before training"
+    assert float(ours) < float(first)
+
+
+def test_all_ranks_in_one_process(tmp_path: Path) -> None:
+    output = run_demo([sys.executable], tmp_path, SCHEDULE="zbv", MICROBATCHES="4")
+    expect_agreement(output)
+    assert "zbv: 2 ranks, 4 microbatches" in output
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    shown = [e["name"] for e in events if e["ph"] == "X" and re.search(r"[FBIW]\d+$", e["name"])]
+    assert shown.count("0F3") == 1
+    assert len([name for name in shown if re.fullmatch(r"\dF\d", name)]) == 4 * 4
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_process_per_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = run_demo([*TORCHRUN, "--nproc-per-node", "2"], tmp_path)
+    expect_agreement(output)
+    assert "1f1b: 2 ranks, 8 microbatches" in output
+    for rank in range(2):
+        (peak, _) = row(output, f"peak memory, rank {rank}")
+        assert float(peak.removesuffix(" MB").replace(",", "")) > 50
+    measured, simulated = row(output, "bubble")
+    assert 0 < float(measured.removesuffix("%")) < 100
+    assert 0 < float(simulated.removesuffix("% simulated")) < 100
+    # The checkpoint of two ranks goes into the plain model.
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpt
+
+    model = gpt.gpt(gpt.Config(num_blocks=8, dim=96, max_length=64))
+    for param in model.parameters():
+        torch.nn.init.constant_(param, float("nan"))
+    load_by_name({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert all(param.isfinite().all() for param in model.parameters())
