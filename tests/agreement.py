@@ -1,4 +1,8 @@
-"""Train a model twice, in a pipeline over loopback and in the plain loop, and compare."""
+"""Train a model twice, in a pipeline and in the plain loop, and compare.
+
+The pipeline is over loopback, or over the ranks' processes where they run: then every rank trains
+the whole plain model beside its stages, and compares its own part.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock import Pipeline
+from penstock import Pipeline, split_args_kwargs_into_chunks
 from penstock.schedule.catalog import Family
 from penstock.testing.compare import PlainResult, Tolerance, assert_same, plain_step, snapshot
 
@@ -34,6 +38,7 @@ class Twins:
         model: the model: as ``Pipeline`` takes it, if not a list of stages.
         loss_fn: the loss of both.
         tolerance: how far gradients may lie apart; None demands equality.
+        all_inputs: whether every rank passes inputs and targets, or just those that need them.
         options: of the pipeline.
     """
 
@@ -43,6 +48,7 @@ class Twins:
         loss_fn: Callable[..., Any],
         *,
         tolerance: Tolerance | None = None,
+        all_inputs: bool = True,
         **options: Any,
     ) -> None:
         whole = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
@@ -51,6 +57,7 @@ class Twins:
         self.loss_fn = loss_fn
         self.scale_grads = options.get("scale_grads", True)
         self.tolerance = tolerance
+        self.all_inputs = all_inputs
 
     def step(self, *args: Any, **kwargs: Any) -> PlainResult:
         """One step on both; losses, gradients and buffers must agree."""
@@ -62,16 +69,57 @@ class Twins:
             scale_grads=self.scale_grads,
             **kwargs,
         )
-        loss = self.pipe.step(*args, **kwargs)
+        loss = self.pipe.step(*self.inputs(args), **self.targets(kwargs))
+        assert len(self.pipe.losses) == len(expected.losses)
         if self.tolerance is None:
             assert torch.equal(loss, expected.loss)
             assert all(map(torch.equal, self.pipe.losses, expected.losses))
         else:
             torch.testing.assert_close(loss, expected.loss)
-        assert len(self.pipe.losses) == len(expected.losses)
+            torch.testing.assert_close(self.pipe.losses, list(expected.losses))
         self.compare()
         return expected
 
+    def eval(self, *args: Any) -> None:
+        """Evaluate both; the outputs must agree, where the pipeline's is."""
+        out = self.pipe.eval(*self.inputs(args))
+        has_last = any(stage.is_last for stage in self.pipe.stages)
+        assert (out is not None) == has_last
+        if has_last:
+            num = self.pipe.program.num_microbatches
+            with torch.no_grad():
+                outs = [self.plain(*mb) for mb in split_args_kwargs_into_chunks(args, {}, num)[0]]
+            assert not out.requires_grad
+            assert torch.equal(out, torch.cat(outs))
+        self.compare()
+
+    def inputs(self, args: Any) -> Any:
+        """``args`` on the ranks that are to pass them."""
+        has_first = any(stage.is_first for stage in self.pipe.stages)
+        return args if self.all_inputs or has_first else ()
+
+    def targets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``kwargs``, without the target on the ranks that are not to pass it."""
+        has_last = any(stage.is_last for stage in self.pipe.stages)
+        return kwargs if self.all_inputs or has_last else kwargs | {"target": None}
+
+    def descend(self) -> None:
+        """Take a gradient step on both, and forget the gradients.
+
+        By hand: the first use of an optimizer imports torch's compiler, in every process.
+        """
+        with torch.no_grad():
+            for model in (self.pipe, self.plain):
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param -= 0.1 * param.grad
+                        param.grad = None
+
     def compare(self) -> None:
         """Hold the pipeline's gradients and buffers against the plain model's."""
-        assert_same(snapshot(self.pipe), snapshot(self.plain), tolerance=self.tolerance)
+        assert_same(
+            snapshot(self.pipe),
+            snapshot(self.plain),
+            tolerance=self.tolerance,
+            partial=self.pipe.is_distributed,
+        )

@@ -54,13 +54,10 @@ def test_models(case: str, schedule: str, ranks: int, virtual: int) -> None:
     """Attention and embeddings, batch norm with its buffers, recurrence."""
     mbs = 3
     both = twins(case, schedule, ranks, virtual, mbs)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (both.pipe, both.plain)]
     for step in range(2):
         inputs, target = CASES[case].batch(2 * mbs + 1, step)
         both.step(inputs, target=target)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        both.descend()
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
@@ -107,11 +104,7 @@ def test_batch_norm_counts_every_microbatch_once(schedule: str) -> None:
     # Batch statistics belong to training: evaluating in eval mode leaves them.
     both.pipe.train(False)
     both.plain.train(False)
-    out = both.pipe.eval(inputs)
-    both.compare()
-    with torch.no_grad():
-        expected = torch.cat([both.plain(x) for x in inputs.tensor_split(4)])
-    assert torch.equal(out, expected)
+    both.eval(inputs)
 
 
 @pytest.mark.parametrize("schedule", TRAINING)

@@ -45,11 +45,7 @@ def test_shapes_change_from_step_to_step(schedule: str) -> None:
         inputs, target = tokens(rows, step, length)
         both.step(inputs, target=target)
         seen, _ = tokens(rows + step, 50 + step, length + 1)
-        out = both.pipe.eval(seen)
-        with torch.no_grad():
-            expected = torch.cat([both.plain(x) for x in seen.tensor_split(3)])
-        assert torch.equal(out, expected)
-        both.compare()
+        both.eval(seen)
 
 
 @SCHEDULES

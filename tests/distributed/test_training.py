@@ -1,0 +1,119 @@
+"""Training over real processes and gloo: the gradients of one device, bit by bit.
+
+One set of processes plays many pipelines, since starting it takes most of the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.schedule.catalog import family
+from penstock.testing.compare import plain_step
+from penstock.testing.processes import run_ranks
+from tests.agreement import TRAINING
+from tests.crossings import CROSSINGS
+from tests.distributed import workers
+from tests.distributed.workers import Plan
+from tests.models import CASES, features
+
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+
+
+def results(work: Any, ranks: int, *args: Any) -> list[Any]:
+    """What each rank returns."""
+    return [outcome.result() for outcome in run_ranks(work, ranks, *args, timeout_s=120)]
+
+
+def plans(ranks: int) -> list[Plan]:
+    """Every schedule with several models, stages and microbatches, and all inputs or fewest."""
+    made = []
+    for schedule in TRAINING:
+        each = family(schedule)
+        virtuals = each.virtuals or ((1, 2, 3) if ranks < 4 else (2,))
+        for i, virtual in enumerate(virtuals):
+            for j, mbs in enumerate((1, ranks + 1, 2 * ranks)):
+                made.append(Plan("mlp", schedule, virtual, mbs, (i + j) % 2 == 0))
+        made.append(Plan("gpt", schedule, each.default_virtual, 3, False))
+        made.append(Plan("convnet", schedule, each.default_virtual, 4, True))
+        if ranks == 2:
+            made.append(Plan("lstm", schedule, each.default_virtual, 2, True))
+    return made
+
+
+@functools.cache
+def trained(ranks: int) -> dict[Plan, list[str]]:
+    """Each plan, trained in one set of processes: what was wrong with it, by rank."""
+    every = plans(ranks)
+    told = results(workers.train, ranks, [tuple(plan) for plan in every])
+    return {plan: [told[rank][i] for rank in range(ranks)] for i, plan in enumerate(every)}
+
+
+@RANKS
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule_trains_as_one_device_does(schedule: str, ranks: int) -> None:
+    played = {plan: told for plan, told in trained(ranks).items() if plan.schedule == schedule}
+    assert len(played) >= 5
+    for plan, told in played.items():
+        for rank, wrong in enumerate(told):
+            assert not wrong, f"{plan}, rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("dynamic_shapes", [False, True])
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 4), ("zbv", 2), ("interleaved-1f1b", 2)])
+def test_what_crosses(schedule: str, ranks: int, dynamic_shapes: bool) -> None:
+    names = list(CROSSINGS)
+    for rank, told in enumerate(results(workers.cross, ranks, names, schedule, dynamic_shapes)):
+        for name, wrong in zip(names, told, strict=True):
+            assert not wrong, f"{name}, rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("schedules", [("gpipe", "1f1b"), ("zbv", "dualpipev", "interleaved-zb")])
+def test_shapes_change_and_parameters_are_frozen_between_steps(schedules: tuple[str, ...]) -> None:
+    ranks = 4 // family(schedules[0]).default_virtual
+    for told in results(workers.shapes_and_freezing, ranks, list(schedules)):
+        for wrong in told:
+            assert not wrong, wrong
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_every_rank_sees_the_same_losses_and_trace(schedule: str) -> None:
+    told = results(workers.losses_and_traces, 2, schedule)
+    model = CASES["mlp"].make(4)
+    inputs, target = features(7, 0)
+    expected = plain_step(model, CASES["mlp"].loss_fn, inputs, target=target, n_microbatches=3)
+    for one in told:
+        assert torch.equal(one["loss"], expected.loss)
+        for losses in (one["losses"], one["eval losses with a target"]):
+            assert all(map(torch.equal, losses, expected.losses))
+            assert len(losses) == 3
+        assert one["eval losses"] == 0
+        assert one["metrics"] == ([3, 2, 2] if one["last"] else [])
+        assert one["eval"] == one["last"]
+        assert one["spans"] == told[0]["spans"]
+        assert 0 < one["bubble_ratio"] < 1
+        for rank in range(2):
+            ran = [action for r, action, _, _ in one["spans"] if r == rank]
+            assert ran == one["program"][rank]
+    assert sum(one["last"] for one in told) == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("members", [[1, 2], [0, 2]])
+def test_a_pipeline_over_some_of_the_ranks(members: list[int], schedule: str) -> None:
+    assert results(workers.subgroup, 3, members, schedule) == ["", "", ""]
+
+
+def test_two_pipelines_side_by_side() -> None:
+    """They share no key of the store, no message, and no failure."""
+    assert results(workers.side_by_side, 4, ["1f1b", "zbv"]) == [""] * 4
+
+
+def test_data_parallel_pipelines() -> None:
+    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2)]
+    for told in results(workers.replicated, 4, schedules):
+        for wrong in told:
+            assert not wrong, wrong

@@ -1,0 +1,242 @@
+"""What each rank's process runs, to train a pipeline beside the plain model.
+
+Every rank holds the whole plain model too, and compares its own stages with it, so all that goes
+back is what was wrong: a text per case, empty where nothing was.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock import Pipeline
+from penstock.testing.compare import plain_step
+from tests.agreement import ROUNDING, Twins
+from tests.crossings import SUMMED, crossing_model
+from tests.models import CASES, features, mlp, token_loss, tokens
+
+__all__ = [
+    "Plan",
+    "cross",
+    "losses_and_traces",
+    "replicated",
+    "shapes_and_freezing",
+    "side_by_side",
+    "subgroup",
+    "train",
+]
+
+# A rank whose comparison fails leaves the others waiting in the next step.
+TIMEOUT_S = 20.0
+
+
+class Plan(NamedTuple):
+    """One pipeline to train."""
+
+    model: str
+    schedule: str
+    virtual: int
+    microbatches: int
+    all_inputs: bool
+
+
+def told(run: Callable[..., None], *args: Any, **kwargs: Any) -> str:
+    """What went wrong in ``run``; empty if nothing did."""
+    try:
+        run(*args, **kwargs)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def train(rank: int, num_ranks: int, plans: list[tuple[Any, ...]]) -> list[str]:
+    """Train each plan's pipeline over all ranks."""
+    return [told(_train, Plan(*plan), dist.new_group(list(range(num_ranks)))) for plan in plans]
+
+
+def _train(plan: Plan, group: dist.ProcessGroup) -> None:
+    case = CASES[plan.model]
+    both = Twins(
+        case.make(max(3, group.size() * plan.virtual)),
+        case.loss_fn,
+        all_inputs=plan.all_inputs,
+        schedule=plan.schedule,
+        virtual=plan.virtual,
+        n_microbatches=plan.microbatches,
+        group=group,
+        timeout_s=TIMEOUT_S,
+        **({} if group.size() > 1 else {"ranks": 1}),
+    )
+    assert both.pipe.is_distributed == (group.size() > 1)
+    assert both.pipe.num_ranks == group.size()
+    _all_parameters_are_somewhere(both, group)
+    for step, rows in enumerate((2 * plan.microbatches, plan.microbatches + 1)):
+        inputs, target = case.batch(rows, step)
+        both.step(inputs, target=target)
+        both.step(inputs, target=target)
+        both.descend()
+        if plan.model != "convnet":  # whose evaluation counts batches, split differently
+            both.eval(case.batch(rows + 3, 10 + step)[0])
+
+
+def _all_parameters_are_somewhere(both: Twins, group: dist.ProcessGroup) -> None:
+    names: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(names, [name for name, _ in both.pipe.named_parameters()], group=group)
+    held = [name for part in names for name in part]
+    assert sorted(held) == sorted(name for name, _ in both.plain.named_parameters())
+
+
+def cross(rank: int, num_ranks: int, names: list[str], schedule: str, dynamic: bool) -> list[str]:
+    """Send what ``tests.crossings`` gives between the ranks."""
+    return [told(_cross, name, schedule, dynamic) for name in names]
+
+
+def _cross(name: str, schedule: str, dynamic: bool) -> None:
+    both = Twins(
+        crossing_model(name),
+        F.mse_loss,
+        tolerance=ROUNDING if name in SUMMED else None,
+        schedule=schedule,
+        n_microbatches=3,
+        dynamic_shapes=dynamic,
+        timeout_s=TIMEOUT_S,
+    )
+    for step, rows in enumerate((6, 5)):
+        inputs, target = features(rows, step)
+        both.step(inputs, target=target)
+        both.eval(inputs)
+
+
+def shapes_and_freezing(rank: int, num_ranks: int, schedules: list[str]) -> list[str]:
+    """Shapes that change from step to step, and parameters that are frozen in between."""
+    return [told(_shapes_and_freezing, schedule) for schedule in schedules]
+
+
+def _shapes_and_freezing(schedule: str) -> None:
+    both = Twins(
+        CASES["gpt"].make(4),
+        token_loss,
+        schedule=schedule,
+        n_microbatches=3,
+        all_inputs=False,
+        timeout_s=TIMEOUT_S,
+    )
+    for step, (rows, length) in enumerate([(6, 5), (4, 5), (6, 9), (3, 1), (6, 5)]):
+        inputs, target = tokens(rows, step, length)
+        both.step(inputs, target=target)
+        both.eval(tokens(rows + step, 50 + step, length + 1)[0])
+        if step == 2:
+            for model in (both.plain, both.pipe):
+                for name, param in model.named_parameters():
+                    if name.startswith(("0.", "1.")):
+                        param.requires_grad_(False)
+
+
+def losses_and_traces(rank: int, num_ranks: int, schedule: str) -> dict[str, Any]:
+    """The losses, metrics and trace as this rank sees them."""
+    model = CASES["mlp"].make(2 * num_ranks)
+    pipe = Pipeline(
+        model,
+        loss_fn=lambda out, target: (F.mse_loss(out, target), len(out)),
+        schedule=schedule,
+        n_microbatches=3,
+        timeout_s=TIMEOUT_S,
+    )
+    inputs, target = features(7, 0)
+    loss = pipe.step(inputs, target=target)
+    trace = pipe.trace()
+    return {
+        "loss": loss,
+        "losses": list(pipe.losses),
+        "metrics": list(pipe.metrics),
+        "spans": [(s.rank, str(s.action), s.start, s.end) for s in trace.spans],
+        "program": [[str(a) for step in r for a in step.parts] for r in pipe.program.ranks],
+        "bubble_ratio": trace.bubble_ratio,
+        "eval": pipe.eval(inputs) is not None,
+        "eval losses": len(pipe.losses),
+        "eval losses with a target": (pipe.eval(inputs, target=target), list(pipe.losses))[1],
+        "last": pipe.stages[-1].is_last or pipe.stages[0].is_last,
+    }
+
+
+def subgroup(rank: int, num_ranks: int, members: list[int], schedule: str) -> str:
+    """A pipeline over some of the ranks; the others do something else."""
+    group = dist.new_group(members)
+    if rank not in members:
+        return ""
+    return told(_subgroup, group, schedule)
+
+
+def _subgroup(group: dist.ProcessGroup, schedule: str) -> None:
+    _train(Plan("mlp", schedule, 2 if schedule == "zbv" else 1, 3, False), group)
+
+
+def side_by_side(rank: int, num_ranks: int, schedules: list[str]) -> str:
+    """Two pipelines at once, over two ranks each."""
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    mine = 0 if rank in (0, 2) else 1
+    return told(_subgroup, groups[mine], schedules[mine])
+
+
+def replicated(rank: int, num_ranks: int, schedules: list[tuple[str, int]]) -> list[str]:
+    """Data parallel 2 × pipeline 2: ranks 0, 1 and 2, 3 are pipelines, 0, 2 and 1, 3 replicas."""
+    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pipelines[rank // 2], replicas[rank % 2]
+    return [told(_replicated, rank, *mine, schedule, virtual) for schedule, virtual in schedules]
+
+
+def _replicated(
+    rank: int,
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup,
+    schedule: str,
+    virtual: int,
+) -> None:
+    torch.manual_seed(0)
+    model = mlp(4)
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model,
+        loss_fn=F.mse_loss,
+        schedule=schedule,
+        n_microbatches=3,
+        virtual=virtual,
+        group=group,
+        timeout_s=TIMEOUT_S,
+    )
+    modules = nn.ModuleList(stage.submod for stage in pipe.stages)
+    for stage in pipe.stages:
+        stage.submod = DistributedDataParallel(stage.submod, process_group=replicas)
+    halves = [features(6, seed) for seed in range(4)]
+    for step in range(2):
+        # Mean over the replicas, as DDP has it: each plain gradient counts half.
+        batches = halves[2 * step : 2 * step + 2]
+        for inputs, target in batches:
+            plain_step(
+                plain,
+                lambda out, target: F.mse_loss(out, target) / 2,
+                inputs,
+                target=target,
+                n_microbatches=3,
+            )
+        inputs, target = batches[rank // 2]
+        pipe.step(inputs, target=target)
+        mine = {n: p for module in modules for n, p in module.named_parameters()}
+        assert mine
+        for name, param in plain.named_parameters():
+            if name in mine:
+                torch.testing.assert_close(mine[name].grad, param.grad)
+                copies = [torch.empty_like(param) for _ in range(2)]
+                dist.all_gather(copies, mine[name].grad, group=replicas)
+                assert torch.equal(copies[0], copies[1])
+        for each in (plain, modules):
+            each.zero_grad()
