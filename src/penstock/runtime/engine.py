@@ -224,12 +224,12 @@ class Engine:
         if self._agreed:
             return
         facts = {
-            "program": hashlib.sha256(format_csv(self.program).encode()).hexdigest()[:16],
-            "name": self.program.name,
-            "microbatches": self.num_microbatches,
-            "stages": self.program.num_stages,
+            "the schedule": self.program.name,
+            "the number of microbatches": self.num_microbatches,
+            "the number of stages": self.program.num_stages,
+            "the program": hashlib.sha256(format_csv(self.program).encode()).hexdigest()[:16],
             "dynamic_shapes": self.options.dynamic_shapes,
-            "has a loss": self.options.loss_fn is not None,
+            "having a loss_fn": self.options.loss_fn is not None,
         }
         for transport in self.transports:
             notes = [json.loads(n) for n in transport.gather_notes(json.dumps(facts).encode())]

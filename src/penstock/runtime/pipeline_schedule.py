@@ -26,6 +26,7 @@ from penstock.runtime.microbatch import (
 from penstock.runtime.transport import Transport
 from penstock.schedule.catalog import build
 from penstock.schedule.program import Program
+from penstock.stage.announcing import announced, default_group
 from penstock.stage.manual import PipelineStage
 from penstock.trace import Trace
 
@@ -85,10 +86,15 @@ class PipelineSchedule:
         self._has_loss = loss_fn is not None
         self.metrics: list[Any] = []
         if transports is None:
-            transports = _transports(stages, timeout_s)
+            with announced(default_group()):
+                transports = _transports(stages, timeout_s)
         options = Options(loss_fn=loss_fn, scale_grads=scale_grads, dynamic_shapes=dynamic_shapes)
         try:
             check_indices(stages)
+            if loss_fn is not None and not callable(loss_fn):
+                raise ScheduleError(
+                    f"loss_fn is {loss_fn!r}, expected something callable: loss_fn(output, target)"
+                )
             program = program or self._build(stages, transports[0].num_ranks)
             self.engine = Engine(program, {s.stage_index: s for s in stages}, transports, options)
         except PenstockError as error:
@@ -242,6 +248,12 @@ def check_indices(stages: Sequence[PipelineStage]) -> None:
 def _transports(stages: Sequence[PipelineStage], timeout_s: float) -> list[Transport]:
     if not stages:
         raise ScheduleError("a rank was given no stage")
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise ScheduleError(
+                f"a {type(stage).__name__} was given as a stage, expected a PipelineStage "
+                "(schedules with one stage per rank take it alone, the others in a list)"
+            )
     group = stages[0].group
     if group is None or group.size() == 1:
         return list(loopback(1))
