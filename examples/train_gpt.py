@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py      a process per rank
     python examples/train_gpt.py                           all ranks in this process
 
-Set in the environment: SCHEDULE (1f1b), MICROBATCHES (8), STEPS (150), RANKS (2; torchrun's number
+Set in the environment: SCHEDULE (1f1b), MICROBATCHES (8), STEPS (120), RANKS (2; torchrun's number
 of processes overrides it), OUT (runs/gpt). The training itself is ``train``; the rest measures it,
 compares it with a plain loop, and shows what came out.
 """
@@ -46,7 +46,7 @@ class Settings:
 
     schedule: str = os.environ.get("SCHEDULE", "1f1b")
     microbatches: int = int(os.environ.get("MICROBATCHES", "8"))
-    steps: int = int(os.environ.get("STEPS", "150"))
+    steps: int = int(os.environ.get("STEPS", "120"))
     ranks: int = int(os.environ.get("WORLD_SIZE", os.environ.get("RANKS", "2")))
     out: Path = Path(os.environ.get("OUT", "runs/gpt"))
 
@@ -105,7 +105,7 @@ def train(settings: Settings, progress: Progress) -> tuple[penstock.Pipeline, Ru
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)  # <─
     run = Run()
-    bar = progress.add_task(f"pipeline, {settings.ranks} ranks", total=settings.steps, told="")
+    bar = progress.add_task("pipeline", total=settings.steps, told="")
     for inputs, target in batches(settings.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -126,7 +126,7 @@ def train_plainly(settings: Settings, progress: Progress) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     run = Run()
     n = settings.microbatches
-    bar = progress.add_task("plain loop, 1 process", total=settings.steps, told="")
+    bar = progress.add_task("plain loop", total=settings.steps, told="")
     for inputs, target in batches(settings.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -148,9 +148,9 @@ def note(run: Run, loss: Tensor | None, start: float) -> None:
 
 def show(progress: Progress, bar: object, run: Run) -> None:
     """Move the bar on; where there is no terminal to draw it, say a line now and then."""
-    told = f"loss {run.losses[-1]:.3f}  {run.tokens_per_s:,.0f} tokens/s"
+    told = f"loss {run.losses[-1]:.3f} {run.tokens_per_s:,.0f} tokens/s"
     if run.traces:
-        told += f"  bubble {run.traces[-1].bubble_ratio:.1%}"
+        told += f" bubble {run.traces[-1].bubble_ratio:.0%}"
     progress.update(bar, advance=1, told=told)  # type: ignore[arg-type]
     if not progress.disable and not progress.console.is_terminal:
         step = len(run.losses)
@@ -209,9 +209,7 @@ def report(
         f"{plain.tokens_per_s:,.0f} plain loop, 1 process",
     )
     bubble = "bubble" if len(peaks) > 1 else "bubble, ranks taking turns"
-    table.add_row(
-        bubble, f"{typical.bubble_ratio:.1%}", f"{simulation.bubble_ratio:.1%} simulated"
-    )
+    table.add_row(bubble, f"{typical.bubble_ratio:.1%}", f"{simulation.bubble_ratio:.1%} simulated")
     for rank, peak in enumerate(peaks):
         name = f"peak memory, rank {rank}" if len(peaks) > 1 else "peak memory, all ranks"
         table.add_row(name, f"{peak:,.0f} MB", "")
@@ -231,7 +229,7 @@ def main() -> None:
     is_first = int(os.environ.get("RANK", "0")) == 0
     console = Console()
     with contextlib.ExitStack() as stack:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn())
         told = TextColumn("{task.fields[told]}")
         progress = Progress(
             *columns, told, TimeElapsedColumn(), console=console, disable=not is_first

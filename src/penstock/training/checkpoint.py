@@ -69,8 +69,13 @@ def save(
             and nothing was written.
 
     Example:
-        >>> pipe.step(inputs, target=labels)                                 # doctest: +SKIP
-        >>> save("runs/step100", pipe, optimizer)                            # doctest: +SKIP
+        >>> from tempfile import TemporaryDirectory
+        >>> model = nn.Linear(2, 2)
+        >>> with TemporaryDirectory() as folder:
+        ...     save(folder, model, torch.optim.SGD(model.parameters()))
+        ...     names = FileSystemReader(folder).read_metadata().state_dict_metadata
+        >>> "model.weight" in names, "optim.param_groups.weight.lr" in names
+        (True, True)
     """
     _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
     state: dict[str, Any] = {"model": model.state_dict()}
@@ -103,7 +108,13 @@ def load(
             it in another shape; on every rank, and nothing was overwritten.
 
     Example:
-        >>> load("runs/step100", pipe, optimizer)                            # doctest: +SKIP
+        >>> from tempfile import TemporaryDirectory
+        >>> trained, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> with TemporaryDirectory() as folder:
+        ...     save(folder, trained)
+        ...     load(folder, fresh)
+        >>> torch.equal(trained.weight, fresh.weight)
+        True
     """
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = {"model": model.state_dict()}
