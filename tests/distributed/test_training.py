@@ -25,7 +25,7 @@ RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 
 def results(work: Any, ranks: int, *args: Any) -> list[Any]:
     """What each rank returns."""
-    return [outcome.result() for outcome in run_ranks(work, ranks, *args, timeout_s=120)]
+    return [outcome.result() for outcome in run_ranks(work, ranks, *args, timeout_s=200)]
 
 
 def plans(ranks: int) -> list[Plan]:
@@ -33,9 +33,9 @@ def plans(ranks: int) -> list[Plan]:
     made = []
     for schedule in TRAINING:
         each = family(schedule)
-        virtuals = each.virtuals or ((1, 2, 3) if ranks < 4 else (2,))
+        virtuals = each.virtuals or {1: (2,), 2: (1, 2), 3: (1, 3), 4: (2,)}[ranks]
         for i, virtual in enumerate(virtuals):
-            for j, mbs in enumerate((1, ranks + 1, 2 * ranks)):
+            for j, mbs in enumerate((ranks - 1 or 3, ranks + 1)):
                 made.append(Plan("mlp", schedule, virtual, mbs, (i + j) % 2 == 0))
         made.append(Plan("gpt", schedule, each.default_virtual, 3, False))
         made.append(Plan("convnet", schedule, each.default_virtual, 4, True))
@@ -56,7 +56,7 @@ def trained(ranks: int) -> dict[Plan, list[str]]:
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_trains_as_one_device_does(schedule: str, ranks: int) -> None:
     played = {plan: told for plan, told in trained(ranks).items() if plan.schedule == schedule}
-    assert len(played) >= 5
+    assert len(played) >= 4
     for plan, told in played.items():
         for rank, wrong in enumerate(told):
             assert not wrong, f"{plan}, rank {rank}: {wrong}"

@@ -59,7 +59,12 @@ def told(run: Callable[..., None], *args: Any, **kwargs: Any) -> str:
 
 def train(rank: int, num_ranks: int, plans: list[tuple[Any, ...]]) -> list[str]:
     """Train each plan's pipeline over all ranks."""
-    return [told(_train, Plan(*plan), dist.new_group(list(range(num_ranks)))) for plan in plans]
+    every = [Plan(*plan) for plan in plans]
+    # A group per schedule: the broken connections of one that fails are not those of the next.
+    groups = {
+        name: dist.new_group(list(range(num_ranks))) for name in sorted({p.schedule for p in every})
+    }
+    return [told(_train, plan, groups[plan.schedule]) for plan in every]
 
 
 def _train(plan: Plan, group: dist.ProcessGroup) -> None:
