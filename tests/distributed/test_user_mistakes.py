@@ -1,0 +1,395 @@
+"""A mistake on one rank, or on all: one clear error on every rank, and no hang."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    StageError,
+)
+from tests.distributed.attempts import SOON_S, Attempt, Run, played
+
+DIM = 4
+CPU = torch.device("cpu")
+BATCH = torch.ones(8, DIM)
+
+
+def make_stage(index: int, group: dist.ProcessGroup, num_stages: int = 2) -> PipelineStage:
+    return PipelineStage(nn.Linear(DIM, DIM), index, num_stages, CPU, group=group)
+
+
+def make_schedule(
+    rank: int, group: dist.ProcessGroup, cls: Any = ScheduleGPipe, num_mb: int = 4, **options: Any
+) -> Any:
+    loss_fn = options.pop("loss_fn", nn.functional.mse_loss)
+    return cls(make_stage(rank, group), num_mb, loss_fn, timeout_s=20, **options)
+
+
+def step(rank: int, schedule: Any) -> object:
+    return schedule.step(*((BATCH,) if rank == 0 else ()), target=BATCH if rank else None)
+
+
+# --- what goes wrong: each is called with the rank and a fresh group -------------------------
+
+
+def under_no_grad(culprit: int, rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    with torch.set_grad_enabled(rank != culprit):
+        return step(rank, schedule)
+
+
+def too_few_rows(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    return schedule.step(BATCH[:3]) if rank == 0 else schedule.step(target=BATCH)
+
+
+def target_of_other_size(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    return schedule.step(BATCH) if rank == 0 else schedule.step(target=BATCH.repeat(3, 1))
+
+
+def target_with_too_few_rows(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    return schedule.step(BATCH) if rank == 0 else schedule.step(target=BATCH[:2])
+
+
+def no_target(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    return schedule.step(BATCH) if rank == 0 else schedule.step()
+
+
+def no_inputs(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    return schedule.step() if rank == 0 else schedule.step(target=BATCH)
+
+
+def no_inputs_in_eval(rank: int, group: dist.ProcessGroup) -> object:
+    return make_schedule(rank, group).eval()
+
+
+def step_beside_eval(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    step(rank, schedule)
+    return step(rank, schedule) if rank == 0 else schedule.eval()
+
+
+def too_short_lists(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    if rank == 0:
+        return schedule.step(arg_mbs=[(BATCH,)] * 3)
+    return schedule.step(target=BATCH)
+
+
+def other_microbatches(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, make_schedule(rank, group, num_mb=4 + rank))
+
+
+def other_schedule(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, make_schedule(rank, group, Schedule1F1B if rank else ScheduleGPipe))
+
+
+def loss_on_one_rank_only(rank: int, group: dist.ProcessGroup) -> object:
+    loss_fn = nn.functional.mse_loss if rank else None
+    return step(rank, make_schedule(rank, group, loss_fn=loss_fn))
+
+
+def dynamic_on_one_rank_only(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, make_schedule(rank, group, dynamic_shapes=rank == 0))
+
+
+def doubled_stage(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, ScheduleGPipe(make_stage(0, group), 4, nn.functional.mse_loss))
+
+
+def out_of_range(culprit: int, rank: int, group: dist.ProcessGroup) -> object:
+    index = 2 if rank == culprit else rank
+    return step(rank, ScheduleGPipe(make_stage(index, group), 4, nn.functional.mse_loss))
+
+
+def swapped_stages(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, ScheduleGPipe(make_stage(1 - rank, group), 4, nn.functional.mse_loss))
+
+
+def interleaved(indices: list[int], rank: int, group: dist.ProcessGroup) -> object:
+    stages = [make_stage(i, group, 4) for i in indices]
+    return step(rank, ScheduleInterleaved1F1B(stages, 4, nn.functional.mse_loss))
+
+
+def wrong_order(rank: int, group: dist.ProcessGroup) -> object:
+    return interleaved([2, 0] if rank == 0 else [1, 3], rank, group)
+
+
+def doubled_on_a_rank(rank: int, group: dist.ProcessGroup) -> object:
+    return interleaved([0, 2] if rank == 0 else [1, 1], rank, group)
+
+
+def missing_stage(rank: int, group: dist.ProcessGroup) -> object:
+    return interleaved([0, 2] if rank == 0 else [1], rank, group)
+
+
+def no_stage(rank: int, group: dist.ProcessGroup) -> object:
+    stages = [] if rank else [make_stage(0, group)]
+    return step(rank, ScheduleInterleaved1F1B(stages, 4, nn.functional.mse_loss, timeout_s=20))
+
+
+def wrong_number_of_stages(rank: int, group: dist.ProcessGroup) -> object:
+    stage = make_stage(rank, group, num_stages=3)
+    return step(rank, ScheduleLoopedBFS([stage], 4, nn.functional.mse_loss))
+
+
+def two_per_rank_for_1f1b(rank: int, group: dist.ProcessGroup) -> object:
+    stage = make_stage(rank, group, num_stages=4)
+    return step(rank, Schedule1F1B(stage, 4, nn.functional.mse_loss))
+
+
+def num_stages_differs(rank: int, group: dist.ProcessGroup) -> object:
+    stage = make_stage(rank, group, num_stages=2 if rank == 0 else 4)
+    return step(rank, ScheduleGPipe(stage, 4, nn.functional.mse_loss))
+
+
+def vector_loss(rank: int, group: dist.ProcessGroup) -> object:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target, reduction="none")
+
+    return step(rank, make_schedule(rank, group, loss_fn=loss_fn))
+
+
+def number_loss(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, make_schedule(rank, group, loss_fn=lambda output, target: 1.0))
+
+
+def detached_loss(rank: int, group: dist.ProcessGroup) -> object:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output.detach(), target)
+
+    return step(rank, make_schedule(rank, group, loss_fn=loss_fn))
+
+
+def module_for_a_stage(rank: int, group: dist.ProcessGroup) -> object:
+    stage: Any = nn.Linear(DIM, DIM) if rank else make_stage(0, group)
+    return step(rank, ScheduleGPipe(stage, 4, nn.functional.mse_loss, timeout_s=20))
+
+
+def list_for_a_stage(rank: int, group: dist.ProcessGroup) -> object:
+    stage: Any = [make_stage(1, group)] if rank else make_stage(0, group)
+    return step(rank, ScheduleGPipe(stage, 4, nn.functional.mse_loss, timeout_s=20))
+
+
+def stage_for_a_list(rank: int, group: dist.ProcessGroup) -> object:
+    stages: Any = make_stage(1, group) if rank else [make_stage(0, group)]
+    return step(rank, ScheduleLoopedBFS(stages, 4, nn.functional.mse_loss, timeout_s=20))
+
+
+def uncallable_loss(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, make_schedule(rank, group, loss_fn="mse" if rank else nn.MSELoss()))
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake, and what is heard of it.
+
+    Args:
+        make: what each rank does.
+        kinds: the error's type on rank 0 and on rank 1.
+        said: pattern of what the message says, on every rank.
+        by: the ranks that may be named as the culprit.
+    """
+
+    make: Callable[[int, dist.ProcessGroup], object]
+    kinds: tuple[str, str]
+    said: str
+    by: tuple[int, ...] = (0, 1)
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        return [lambda: self.make(rank, group)]
+
+
+@dataclass(frozen=True)
+class InDefaultGroup(Mistake):
+    """What has no stage has no group but the default one: such cases run alone."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        assert dist.group.WORLD is not None
+        return super().__call__(rank, dist.group.WORLD)
+
+
+@dataclass(frozen=True)
+class By:
+    """A mistake that either rank may make."""
+
+    make: Callable[[int, int, dist.ProcessGroup], object]
+    culprit: int
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> object:
+        return self.make(self.culprit, rank, group)
+
+
+S, P, SCH = "StageError", "PeerError", "ScheduleError"
+MISTAKES = {
+    "no grad on rank 0": Mistake(By(under_no_grad, 0), (S, P), r"no_grad; use eval\(\)", (0,)),
+    "no grad on rank 1": Mistake(By(under_no_grad, 1), (P, S), r"no_grad; use eval\(\)", (1,)),
+    "too few rows": Mistake(
+        too_few_rows, ("ValueError", P), r"\(3, 4\) can't be split into 4 .* at least 4 rows", (0,)
+    ),
+    "target of another size": Mistake(target_of_other_size, (P, S), "The size of tensor a", (1,)),
+    "target with too few rows": Mistake(
+        target_with_too_few_rows, (P, "ValueError"), r"\(2, 4\) can't be split into 4", (1,)
+    ),
+    "no target": Mistake(no_target, (P, S), r"no target.*passes target= .* to step\(\)", (1,)),
+    "no inputs": Mistake(no_inputs, (S, P), r"no inputs.*passes them to step\(\) or eval", (0,)),
+    "no inputs in eval": Mistake(no_inputs_in_eval, (S, P), r"no inputs.*passes them", (0,)),
+    "step beside eval": Mistake(
+        step_beside_eval, (SCH, SCH), r"rank 0 is at step\(\).*rank 1 at eval\(\).*same order"
+    ),
+    "too short lists": Mistake(
+        too_short_lists, ("ValueError", P), "3 ready microbatches, expected n_microbatches=4", (0,)
+    ),
+    "other microbatches": Mistake(
+        other_microbatches, (SCH, SCH), "do not agree on .*microbatches.*rank 0: .*4.*rank 1: .*5"
+    ),
+    "other schedule": Mistake(
+        other_schedule, (SCH, SCH), "do not agree on .*rank 0: .*gpipe.*rank 1: .*1f1b"
+    ),
+    "loss on one rank only": Mistake(
+        loss_on_one_rank_only, (SCH, SCH), "do not agree on .*loss.*False.*True"
+    ),
+    "dynamic on one rank only": Mistake(
+        dynamic_on_one_rank_only, (SCH, SCH), "do not agree on dynamic_shapes .*True.*False"
+    ),
+    "doubled stage": Mistake(
+        doubled_stage, (SCH, SCH), r"needs the stages \[1\].* was given \[0\]", (1,)
+    ),
+    "out of range on rank 0": Mistake(
+        By(out_of_range, 0), (S, P), "stage_index is 2, expected 0 to 1 for num_stages=2", (0,)
+    ),
+    "out of range on rank 1": Mistake(
+        By(out_of_range, 1), (P, S), "stage_index is 2, expected 0 to 1 for num_stages=2", (1,)
+    ),
+    "swapped stages": Mistake(
+        swapped_stages, (SCH, SCH), r"needs the stages \[\d\].*stage → rank: \(0, 1\)"
+    ),
+    "wrong order": Mistake(
+        wrong_order, (SCH, SCH), r"in the order \[2, 0\]; pass them in rising order", (0,)
+    ),
+    "doubled on a rank": Mistake(
+        doubled_on_a_rank, (SCH, SCH), r"given twice on one rank: \[1\]", (1,)
+    ),
+    "missing stage": Mistake(
+        missing_stage, (SCH, SCH), r"needs the stages \[1, 3\].*missing: \[3\]", (1,)
+    ),
+    "wrong number of stages": Mistake(
+        wrong_number_of_stages, (SCH, SCH), "3 stages on 2 ranks.*multiple of the number of ranks"
+    ),
+    "two per rank for 1f1b": Mistake(
+        two_per_rank_for_1f1b, (SCH, SCH), "1f1b: virtual=2 stages per rank do not work; 1 does"
+    ),
+    "num_stages differs": Mistake(
+        num_stages_differs, (SCH, SCH), "gpipe: virtual=2 stages per rank do not work", (1,)
+    ),
+    "vector loss": Mistake(
+        vector_loss, (P, S), r"a tensor of shape \(2, 4\), expected a scalar tensor, or", (1,)
+    ),
+    "number for a loss": Mistake(
+        number_loss, (P, S), r"returned 1\.0, expected a scalar tensor", (1,)
+    ),
+    "detached loss": Mistake(detached_loss, (P, S), "does not depend on any parameter", (1,)),
+    "uncallable loss": Mistake(uncallable_loss, (SCH, SCH), "loss_fn is 'mse'.*callable", (1,)),
+}
+NO_GROUP = {
+    "no stage": InDefaultGroup(no_stage, (SCH, SCH), "was given no stage", (1,)),
+    "module for a stage": InDefaultGroup(
+        module_for_a_stage, (SCH, SCH), "a Linear was given .*expected a PipelineStage", (1,)
+    ),
+    "list for a stage": InDefaultGroup(
+        list_for_a_stage, (SCH, SCH), "a list was given .*expected a PipelineStage", (1,)
+    ),
+    "stage for a list": InDefaultGroup(
+        stage_for_a_list, (SCH, SCH), "a PipelineStage was given .*expected a list", (1,)
+    ),
+}
+
+
+def assert_told(mistake: Mistake, attempts: list[Attempt]) -> None:
+    assert tuple(a.kind for a in attempts) == mistake.kinds, [a.message for a in attempts]
+    for attempt in attempts:
+        assert attempt.elapsed_s < SOON_S
+        assert re.search(mistake.said, attempt.message.replace("\n", " ")), attempt.message
+    for rank, attempt in enumerate(attempts):
+        if rank not in mistake.by:
+            culprit = mistake.by[0]
+            assert attempt.where[0] == culprit
+            assert f"on rank {culprit}:\nTraceback" in attempt.message
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_rank_gets_one_clear_error(name: str) -> None:
+    mistake = MISTAKES[name]
+    assert_told(mistake, [told[0] for told in played(tuple(MISTAKES.values()), 2)[mistake]])
+
+
+@pytest.mark.parametrize("name", NO_GROUP)
+def test_a_mistake_before_there_is_a_stage(name: str) -> None:
+    mistake = NO_GROUP[name]
+    assert_told(mistake, [told[0] for told in played((mistake,), 2)[mistake]])
+
+
+@dataclass(frozen=True)
+class Mended:
+    """Rank 1 makes mistakes, notices, and goes on; the others need not hear of it."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        def mend() -> None:
+            if rank == 1:
+                with pytest.raises(StageError):
+                    make_stage(5, group)
+            schedule = make_schedule(rank, group)
+            if rank == 1:
+                with pytest.raises(StageError):
+                    make_stage(-1, group)
+            step(rank, schedule)
+
+        return [mend]
+
+
+def test_a_mended_mistake_is_forgotten() -> None:
+    case = Mended()
+    for (told,) in played((case,), 2)[case]:
+        assert told.kind is None, told.message
+
+
+class WithMetrics:
+    """A loss with something beside it is no mistake."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        schedule = make_schedule(rank, group, loss_fn=loss_and_metrics)
+
+        def run() -> None:
+            losses: list[Tensor] = []
+            schedule.step(*((BATCH,) if rank == 0 else ()), target=BATCH, losses=losses)
+            assert len(losses) == 4
+            assert schedule.metrics == ([{"rows": 2}] * 4 if rank == 1 else [])
+
+        return [run]
+
+
+def loss_and_metrics(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, int]]:
+    return nn.functional.mse_loss(output, target), {"rows": len(output)}
+
+
+def test_a_loss_with_metrics_is_accepted() -> None:
+    case = WithMetrics()
+    for (told,) in played((case,), 2)[case]:
+        assert told.kind is None, told.message
