@@ -1,0 +1,213 @@
+"""The backward split along the graph: the gradients of autograd, and of torch where it is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.pipelining._backward as peer
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.errors import StageError
+from penstock.stage.backward import (
+    construct_reverse_graph,
+    get_param_groups,
+    reverse_closure,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from tests.stage.deferral_cases import (
+    Block,
+    Case,
+    Gradients,
+    assert_same,
+    fresh,
+    function_cases,
+    gradients,
+    module_cases,
+    outputs_of,
+    plain,
+    some_grads,
+)
+
+CASES = module_cases() | function_cases()
+
+
+def walked(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Gradients:
+    """The gradients of F, I and W, split along the graph, all microbatches in flight at once."""
+    module = copy.deepcopy(module)
+    inputs = fresh(inputs)
+    left = []
+    for _ in range(steps):
+        torch.manual_seed(1)
+        outputs = outputs_of(module(*inputs))
+        grads, groups = stage_backward_input(
+            outputs, some_grads(outputs), inputs, module.parameters()
+        )
+        assert [g is None for g in grads] == [not x.requires_grad for x in inputs]
+        left.append(groups)
+    assert all(p.grad is None for p in module.parameters())
+    for groups in left:
+        stage_backward_weight(module.parameters(), groups)
+    return gradients(module, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_gradients_of_plain_autograd(case: Case, steps: int) -> None:
+    module, inputs = case.make()
+    assert_same(walked(module, inputs, steps), plain(module, inputs, steps), exact=False)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_full_backward(case: Case) -> None:
+    module, inputs = case.make()
+    expected = plain(module, inputs)
+    module, inputs = copy.deepcopy(module), fresh(inputs)
+    torch.manual_seed(1)
+    outputs = outputs_of(module(*inputs))
+    grads = stage_backward(outputs, some_grads(outputs), inputs)
+    assert all(x.grad is None for x in inputs)
+    found = {name: p.grad for name, p in module.named_parameters()}
+    found |= {f"input {i}": grad for i, grad in enumerate(grads)}
+    assert_same(found, expected)
+
+
+def test_the_same_as_torch_on_a_block() -> None:
+    module, x = Block(8, 2), torch.randn(2, 3, 8, requires_grad=True)
+    expected = copy.deepcopy(module)
+    out, grad = expected(x), torch.randn(2, 3, 8)
+    (x_grad,), groups = peer.stage_backward_input([out], [grad], [x], expected.parameters())
+    sizes = sorted((len(g["params"]), len(g["intermediates"])) for g in groups)
+    peer.stage_backward_weight(expected.parameters(), groups)
+    x.grad = None
+
+    out = module(x)
+    (ours,), groups = stage_backward_input([out], [grad], [x], module.parameters())
+    assert sorted((len(g["params"]), len(g["intermediates"])) for g in groups) == sizes
+    assert torch.equal(ours, x_grad)
+    assert out.grad_fn is None
+    stage_backward_weight(module.parameters(), groups)
+    for got, wanted in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got.grad, wanted.grad)
+
+
+def nodes(*tensors: Tensor) -> list:
+    return [get_gradient_edge(t).node for t in tensors]
+
+
+def test_the_graph_functions_are_those_of_torch() -> None:
+    module, x = Block(8, 2), torch.randn(2, 3, 8, requires_grad=True)
+    roots = nodes(module(x))
+    params, inputs = nodes(*module.parameters()), nodes(x)
+    parents, expected = construct_reverse_graph(roots), peer.construct_reverse_graph(roots)
+    assert {n: set(p) for n, p in parents.items()} == {n: set(p) for n, p in expected.items()}
+    assert reverse_closure(inputs, set(), parents) == peer.reverse_closure(inputs, set(), expected)
+    on_path, _ = reverse_closure(inputs, set(), parents)
+    for param in params:
+        got = reverse_closure([param], on_path, parents)
+        assert got == peer.reverse_closure([param], on_path, expected)
+
+    def as_sets(groups: list) -> set:
+        return {(frozenset(g["params"]), frozenset(g["intermediates"])) for g in groups}
+
+    ours = get_param_groups(inputs, params, parents)
+    assert as_sets(ours) == as_sets(peer.get_param_groups(inputs, params, expected))
+    assert len(ours) == 6  # four linears and two norms, each by itself
+
+
+def test_groups_that_a_later_parameter_joins_are_one() -> None:
+    # a and b meet the path at one node each; c meets it at both.
+    a, b, c = (nn.Parameter(torch.randn(3)) for _ in range(3))
+    x = torch.randn(3, requires_grad=True)
+    out = x * (a * c) + x * (b * c)
+    parents = construct_reverse_graph(nodes(out))
+    (group,) = get_param_groups(nodes(x), nodes(a, b, c), parents)
+    assert group["params"] == set(nodes(a, b, c))
+    assert len(group["intermediates"]) == 2
+
+
+def test_hooks_run_once_with_w() -> None:
+    module, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    seen = []
+    module.weight.register_hook(lambda grad: seen.append("tensor") or grad * 2)
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    grad = torch.randn(2, 3)
+    torch.autograd.backward([module(module(x))], [grad])
+    expected, module.weight.grad = module.weight.grad, None
+    seen.clear()
+    _, groups = stage_backward_input([module(module(x))], [grad], [x], module.parameters())
+    assert seen == []
+    stage_backward_weight(module.parameters(), groups)
+    assert seen == ["tensor", "accumulated"]
+    torch.testing.assert_close(module.weight.grad, expected)
+
+
+def test_a_loss_needs_no_gradient() -> None:
+    module, x = nn.Linear(3, 1), torch.randn(1, 3, requires_grad=True)
+    (full,) = stage_backward(module(x).sum(), None, [x])
+    weight_grad, module.weight.grad = module.weight.grad, None
+    (split,), groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
+    assert torch.equal(full, split)
+    assert torch.equal(module.weight.grad, weight_grad)
+
+
+def test_outputs_without_a_gradient_take_no_part() -> None:
+    x = torch.randn(3, requires_grad=True)
+    a, b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    outputs = {"a": x * a, "rest": [x * b, 3, None]}
+    (grad,) = stage_backward(outputs, {"a": torch.ones(3), "rest": [None, None, None]}, [x])
+    assert torch.equal(grad, a)
+    assert b.grad is None
+    (grad,), groups = stage_backward_input([x * a, x * b], [None, torch.ones(3)], [x], [a, b])
+    assert torch.equal(grad, b)
+    a.grad = None
+    stage_backward_weight([a, b], groups)
+    assert a.grad is None
+    assert torch.equal(b.grad, x)
+
+
+def test_only_the_chosen_outputs() -> None:
+    x = torch.ones(3, requires_grad=True)
+    grads = stage_backward([x * 2, x * 3], [torch.ones(3), torch.ones(3)], [x, "text"], [1])
+    assert torch.equal(grads[0], torch.full((3,), 3.0))
+    assert grads[1] is None
+
+
+def test_gradients_of_another_structure_are_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(StageError, match="a tuple of 2 expected as much or None, got a list of 1"):
+        stage_backward((x * 2, x), [torch.ones(3)], [x])
+
+
+def test_a_failure_says_what_was_asked() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(
+        StageError, match=r"shape \(3,\) with a torch.float32 tensor of shape \(4,\)"
+    ):
+        stage_backward(x * 2, torch.ones(4), [x])
+    with pytest.raises(StageError, match=r"input gradient failed.*shape \(4,\)"):
+        stage_backward_input([x * 2], [torch.ones(4)], [x], [])
+
+
+def test_weight_gradients_are_computed_once() -> None:
+    module, x = nn.Linear(3, 1), torch.randn(1, 3, requires_grad=True)
+    _, groups = stage_backward_input([module(x)], None, [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
+    with pytest.raises(StageError, match="computed already"):
+        stage_backward_weight(module.parameters(), groups)
+
+
+def test_the_same_input_twice_gets_its_gradient_once() -> None:
+    x = torch.ones(3, requires_grad=True)
+    grads, _ = stage_backward_input([x * 2], None, [x, x], [])
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
