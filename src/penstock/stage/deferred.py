@@ -67,6 +67,7 @@ class DeferredWeights(TorchFunctionMode):
         super().__init__()
         self.ledger = Ledger(frozenset(map(id, excluded)) if excluded else frozenset())
         self.depth = 0
+        self.forwarded = False
 
     def __torch_function__(
         self,
@@ -86,6 +87,9 @@ class DeferredWeights(TorchFunctionMode):
         return func(*args)
 
     def __enter__(self) -> DeferredWeights:
+        if not self.depth and self.ledger.records and not self.forwarded:
+            self.ledger.forget_strays()  # the forward is behind us, this is I
+            self.forwarded = True
         self.depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -106,6 +110,7 @@ class DeferredWeights(TorchFunctionMode):
         Raises:
             StageError: a tensor that a gradient needs was modified in place since the forward.
         """
+        self.forwarded = False
         deliver(self.ledger.take())
 
 

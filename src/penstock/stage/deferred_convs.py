@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.stage.deferred_generic import Interception, intercept_any
 from penstock.stage.deferred_rules import ConvConfig, conv_grads
-from penstock.stage.torch_private import autocast_enabled, inside_transform
+from penstock.stage.torch_private import autocast_enabled, deferrable_now
 
 __all__ = ["CONVS", "conv"]
 
@@ -74,8 +74,7 @@ def conv(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
         or ledger.weight(x) is not None
         or x.is_complex()
         or autocast_enabled()
-        or not torch.is_grad_enabled()
-        or inside_transform()
+        or not deferrable_now()
     ):
         return intercept_any(mode, func, args, kwargs)
     options = DEFAULTS | {k: v for k, v in given.items() if k in DEFAULTS}

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from penstock.stage.deferred_ledger import Ledger
 from penstock.stage.deferred_rules import Weight
 from penstock.stage.torch_private import (
-    inside_transform,
+    deferrable_now,
     saved_tensor_hooks_active,
     without_override_check,
 )
@@ -136,7 +136,7 @@ def intercept_any(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
     operands(ledger, args, weights, others)
     if kwargs:
         operands(ledger, kwargs.values(), weights, others)
-    if not weights or not torch.is_grad_enabled() or inside_transform():
+    if not weights or not deferrable_now():
         return run(func, args, kwargs)
 
     in_place = changes_in_place(func, kwargs)

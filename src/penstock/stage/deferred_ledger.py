@@ -12,7 +12,7 @@ The ledger knows weights and records. It knows no operation (`deferred_ops`) and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from penstock.errors import StageError
 from penstock.stage.deferred_rules import Expression, Rule, Weight, proxy_grads
 from penstock.stage.torch_private import observe_grad, saved_tensor_hooks_active
 
-__all__ = ["CannotDeferError", "Ledger", "Record"]
+__all__ = ["CannotDeferError", "Ledger", "Record", "refuse"]
 
 # rule, weights, what the rule needs saved, its version then, the rule's other facts, gradients of
 # the result. A plain tuple: one is made per operation and microbatch, on the hot path.
@@ -33,6 +33,15 @@ Record: TypeAlias = tuple[Rule, tuple[Weight, ...], Tensor | None, int, Any, Any
 
 class CannotDeferError(StageError):
     """The module's forward does what deferral by operation can't give right gradients for."""
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise what is raised where a stage needs the graph from its results to its parameters."""
+    raise CannotDeferError(
+        f"the module or its loss calls {what}, which needs the graph that leads to the "
+        "parameters, and weight gradients put off by operation have none; set "
+        "defers_weights = False on this stage, or use a schedule with full backwards"
+    )
 
 
 class Ledger:
@@ -131,6 +140,18 @@ class Ledger:
         self.proxies.clear()
         self.expressions.clear()
         return records
+
+    def forget_strays(self) -> None:
+        """Drop gradients that came by before I: somebody differentiated between F and I.
+
+        Raises:
+            CannotDeferError: with ``create_graph=True``; what that adds to weights is not noted.
+        """
+        for record in self.records:
+            if record and record[5] and not isinstance(record[5], Proxied):
+                if any(grad is not None and grad.requires_grad for grad in record[5]):
+                    refuse("autograd.grad(create_graph=True) on the outputs")
+                record[5].clear()
 
     def unobserved(self, call: Callable[[], Any]) -> Any:
         """Run ``call``, a differentiation inside the forward, as if no record saw it."""

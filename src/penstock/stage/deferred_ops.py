@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from penstock.stage.deferred_convs import CONVS, conv
 from penstock.stage.deferred_generic import Interception, intercept_any, run
-from penstock.stage.deferred_ledger import CannotDeferError, Ledger
+from penstock.stage.deferred_ledger import Ledger, refuse
 from penstock.stage.deferred_norms import embedding, group_norm, layer_norm, rms_norm
 from penstock.stage.deferred_rules import (
     Rule,
@@ -35,7 +35,7 @@ from penstock.stage.deferred_rules import (
 )
 from penstock.stage.torch_private import (
     autocast_enabled,
-    inside_transform,
+    deferrable_now,
     observe_at_node,
     observed,
     saved_tensor_hooks_active,
@@ -85,30 +85,31 @@ def linear(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
         w_ref is None
         or (b is not None and b_ref is None)
         or not plain_activation(x)
-        or ledger.weight(x) is not None
+        or (ledger.expressions and ledger.weight(x) is not None)
+        or not deferrable_now()
         or x.dim() < 2
-        or not torch.is_grad_enabled()
-        or inside_transform()
     ):
         return intercept_any(mode, func, args, {})
     if autocast_enabled():
         x = lowered(x)
     detached = w.detach()
-    if x.dim() > 2 and not x.is_contiguous():
+    row_major = detached.is_contiguous()
+    if not x.is_contiguous() and x.dim() > 2:
         # Given a weight that needs no gradient, torch would multiply in batches instead of
         # copying x to one matrix: other rounding than that of an ordinary forward.
         copied = x.reshape(-1, x.shape[-1])
-        y = func(copied, detached)
-        y = ledger.tap(y, linear_grads, (w_ref,), copied, detached.is_contiguous())
+        y = ledger.tap(func(copied, detached), linear_grads, (w_ref,), copied, row_major)
         y = y.view(*x.shape[:-1], w.shape[0])
-        return y if b is None else add(mode, torch.add, (y, b), {})
-    if b is None or b_ref is None:
-        return ledger.tap(func(x, detached), linear_grads, (w_ref,), x, detached.is_contiguous())
-    y = func(x, detached, b.detach())
+        return y if b is None else sums(mode, torch.add, (y, b), {})
+    if b_ref is None:
+        return ledger.tap(func(x, detached), linear_grads, (w_ref,), x, row_major)
+    y = func(x, detached, b.detach())  # type: ignore[union-attr]
     # With a bias, what comes back for a stack of matrices is a view of one matrix. Operations in
     # place on a view lead the graph around it, to its base.
-    base = y._base if y._is_view() else y
-    tapped = ledger.tap(base, linear_grads, (w_ref, b_ref), x, detached.is_contiguous())
+    base = y._base
+    if base is None:
+        return ledger.tap(y, linear_grads, (w_ref, b_ref), x, row_major)
+    tapped = ledger.tap(base, linear_grads, (w_ref, b_ref), x, row_major)
     return y if tapped is base else tapped.view(y.shape)
 
 
@@ -122,12 +123,7 @@ def matmul(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if l_ref is None and r_ref is None:
         return func(left, right)
     x, w = (right, left) if r_ref is None else (left, right)
-    if (
-        (l_ref is not None and r_ref is not None)
-        or not plain_activation(x)
-        or not torch.is_grad_enabled()
-        or inside_transform()
-    ):
+    if (l_ref is not None and r_ref is not None) or not plain_activation(x) or not deferrable_now():
         return intercept_any(mode, func, args, kwargs)
     detached = w.detach()
     if autocast_enabled():
@@ -163,8 +159,7 @@ def addmm(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
         or ledger.weight(x) is not None
         or not plain_activation(x)
         or not plain_activation(b.detach())
-        or not torch.is_grad_enabled()
-        or inside_transform()
+        or not deferrable_now()
     ):
         return intercept_any(mode, func, args, kwargs)
     if autocast_enabled():
@@ -196,8 +191,7 @@ def einsum(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
         or not set(terms[position]) <= set(terms[1 - position]) | set(terms[2])
         or not broadcast_free(terms, args)
         or autocast_enabled()
-        or not torch.is_grad_enabled()
-        or inside_transform()
+        or not deferrable_now()
     ):
         return intercept_any(mode, func, args, kwargs)
     detached = w.detach()
@@ -257,8 +251,7 @@ def weighted(
         or (rule_left is None and x._is_view())  # in place: the base gets another history
         or not plain_activation(x)
         or not plain_activation(w.detach())
-        or not torch.is_grad_enabled()
-        or inside_transform()
+        or not deferrable_now()
     ):
         return intercept_any(mode, func, (left, right), {})
     if not x.requires_grad and is_constant_of(ledger, x, w):
@@ -284,24 +277,15 @@ def differentiate(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
     inputs = given["inputs"]
     wanted = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     if given.get("create_graph"):
-        refuse("torch.autograd.grad with create_graph=True")
+        refuse("autograd.grad(create_graph=True) inside the forward")
     if any(mode.ledger.weight(value) is not None for value in wanted):
-        refuse("torch.autograd.grad with respect to a parameter")
+        refuse("autograd.grad with respect to a parameter inside the forward")
     return mode.ledger.unobserved(lambda: run(func, args, kwargs))
 
 
 def backward(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``tensor.backward()`` inside a forward."""
-    return refuse("Tensor.backward")
-
-
-def refuse(what: str) -> None:
-    """Raise what a module gets that differentiates its own weights' way inside its forward."""
-    raise CannotDeferError(
-        f"the module calls {what} inside its forward, which needs the graph that leads to the "
-        "parameters, and weight gradients put off by operation have none; set "
-        "defers_weights = False on this stage, or use a schedule with full backwards"
-    )
+    return refuse("Tensor.backward inside the forward")
 
 
 def grad_fn(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -354,4 +338,3 @@ HANDLERS: dict[Func, Handler] = {
     Tensor.backward: backward,
     Tensor.grad_fn.__get__: grad_fn,  # type: ignore[union-attr]
 }
-add = sums

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+layer_norm_backward = aten.native_layer_norm_backward.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,21 +164,21 @@ def embedding_grads(
 
 
 def layer_norm_grads(saved: Tensor, extra: Any, weights: Weights, grad: Tensor) -> Grads:
-    """``extra``: normalized shape, mean, rstd, weight, bias, which of the two are wanted."""
-    shape, mean, rstd, weight, bias, wanted = extra
-    _, w_grad, b_grad = aten.native_layer_norm_backward.default(
-        grad, saved, shape, mean, rstd, weight, bias, [False, *wanted]
+    """``extra``: normalized shape, mean, rstd, weight, bias, whether bias wants a gradient."""
+    shape, mean, rstd, weight, bias, both = extra
+    _, w_grad, b_grad = layer_norm_backward(
+        grad, saved, shape, mean, rstd, weight, bias, (False, True, both)
     )
-    return tuple(g for g, want in zip((w_grad, b_grad), wanted, strict=True) if want)
+    return (w_grad, b_grad) if both else (w_grad,)
 
 
 def group_norm_grads(saved: Tensor, extra: Any, weights: Weights, grad: Tensor) -> Grads:
-    """``extra``: mean, rstd, weight, sizes (N, C, rest), groups, which of the two are wanted."""
-    mean, rstd, weight, sizes, groups, wanted = extra
+    """``extra``: mean, rstd, weight, sizes (N, C, rest), groups, whether bias wants a gradient."""
+    mean, rstd, weight, sizes, groups, both = extra
     _, w_grad, b_grad = aten.native_group_norm_backward.default(
-        grad.contiguous(), saved, mean, rstd, weight, *sizes, groups, [False, *wanted]
+        grad.contiguous(), saved, mean, rstd, weight, *sizes, groups, [False, True, both]
     )
-    return tuple(g for g, want in zip((w_grad, b_grad), wanted, strict=True) if want)
+    return (w_grad, b_grad) if both else (w_grad,)
 
 
 def fused_rms_norm_grads(saved: Tensor, extra: Any, weights: Weights, grad: Tensor) -> Grads:

@@ -10,6 +10,7 @@ one backward pass. This module knows no operation and no formula.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,59 +42,84 @@ def deliver(records: list[Record], *, batch_bytes: int = BATCH_BYTES) -> None:
     Raises:
         StageError: a tensor that a weight gradient needs was changed in place since the forward.
     """
-    due, tangled = outstanding(records)
-    sums: dict[int, Tensor] = {}
-    ready: list[tuple[Weight, Tensor]] = []
-    last: list[tuple[Weight, Tensor]] = []
-    held_bytes = 0
+    weights = [weight for record in records for weight in record[1]]
     records.reverse()
+    with torch.no_grad():
+        if len(set(map(id, weights))) == len(weights) and Expression not in map(type, weights):
+            deliver_singly(records, batch_bytes)
+        else:
+            deliver_summed(records, weights, batch_bytes)
+
+
+def deliver_singly(records: list[Record], batch_bytes: int) -> None:
+    """The usual case, quickly: parameters that take part once, as themselves."""
+    parameters: list[Any] = []
+    totals: list[Tensor] = []
+    held_bytes = 0
     while records:
-        weights = contribute(records.pop(), sums)
-        for weight in weights:
+        weights, parts = contribution(records.pop())
+        if not parts:
+            continue
+        parameters += weights
+        totals += parts
+        held_bytes += parts[0].nbytes if parts[0].layout is torch.strided else batch_bytes
+        del parts
+        if held_bytes > batch_bytes:
+            hand_over(parameters, totals)
+            held_bytes = 0
+    hand_over(parameters, totals)
+
+
+def deliver_summed(records: list[Record], weights: list[Weight], batch_bytes: int) -> None:
+    """The general case: parameters used several times, and expressions of parameters."""
+    due = Counter(map(id, weights))
+    tangled: set[int] = set()
+    for weight in weights:
+        if type(weight) is Expression:
+            tangled |= {id(weight), *weight.leaves}
+    sums: dict[int, Tensor] = {}
+    parameters: list[Any] = []
+    totals: list[Tensor] = []
+    roots: list[Any] = []
+    root_totals: list[Tensor] = []
+    held_bytes = 0
+    while records:
+        used, parts = contribution(records.pop())
+        for weight, part in zip(used, parts, strict=False):  # parts may be none at all
+            key = id(weight)
+            sums[key] = added(sums[key], part, weight) if key in sums else part
+        del parts
+        for weight in used:
             key = id(weight)
             due[key] -= 1
             if due[key] or key not in sums:
                 continue
             if key in tangled:
-                last.append((weight, sums.pop(key)))
+                roots.append(weight)
+                root_totals.append(sums.pop(key))
             else:
-                ready.append((weight, sums.pop(key)))
+                parameters.append(weight)
+                totals.append(sums.pop(key))
                 held_bytes += weight.nbytes  # type: ignore[union-attr]
         if held_bytes > batch_bytes:
-            hand_over(ready)
+            hand_over(parameters, totals)
             held_bytes = 0
-    if ready:
-        hand_over(ready)
-    if last:
-        hand_through(last)
+    hand_over(parameters, totals)
+    hand_through(roots, root_totals)
 
 
-def outstanding(records: list[Record]) -> tuple[dict[int, int], set[int]]:
-    """How many records each weight is in, by id; and the ids that belong to expressions."""
-    due: dict[int, int] = {}
-    tangled: set[int] = set()
-    for record in records:
-        for weight in record[1]:
-            key = id(weight)
-            due[key] = due.get(key, 0) + 1
-            if type(weight) is Expression:
-                tangled |= {key, *weight.leaves}
-    return due, tangled
-
-
-def contribute(record: Record, sums: dict[int, Tensor]) -> tuple[Weight, ...]:
-    """Add to ``sums``, by id, what ``record`` contributes to its weights; returns these."""
+def contribution(record: Record) -> tuple[tuple[Weight, ...], tuple[Tensor, ...]]:
+    """The weights of ``record`` and a gradient for each; none where no gradient came by."""
     rule, weights, saved, version, extra, grads = record
     if saved is not None and saved._version != version:
         raise_changed(saved, version, weights)
-    with torch.no_grad():
-        for grad in grads:
-            if grad is None:
-                continue
-            for weight, part in zip(weights, rule(saved, extra, weights, grad), strict=True):
-                key = id(weight)
-                sums[key] = added(sums[key], part, weight) if key in sums else part
-    return weights
+    parts: tuple[Tensor, ...] = ()
+    for grad in grads:
+        if grad is None:
+            continue
+        more = rule(saved, extra, weights, grad)
+        parts = tuple(map(added, parts, more, weights)) if parts else more
+    return weights, parts
 
 
 def added(total: Tensor, part: Tensor, weight: Weight) -> Tensor:
@@ -112,21 +138,23 @@ def raise_changed(saved: Tensor, version: int, owners: Sequence[Weight]) -> None
     )
 
 
-def hand_over(ready: list[tuple[Weight, Tensor]]) -> None:
-    """Accumulate into parameters that take part as themselves alone; ``ready`` is emptied."""
-    live: list[Any] = [pair for pair in ready if pair[0].requires_grad]  # type: ignore[union-attr]
-    ready.clear()
-    if not live:  # frozen since the forward
+def hand_over(parameters: list[Parameter], totals: list[Tensor]) -> None:
+    """Accumulate into parameters that take part as themselves alone; both lists are emptied."""
+    if not all(parameter.requires_grad for parameter in parameters):  # frozen since the forward
+        live = [pair for pair in zip(parameters, totals, strict=True) if pair[0].requires_grad]
+        parameters[:] = [parameter for parameter, _ in live]
+        totals[:] = [total for _, total in live]
+        del live
+    if not parameters:
         return
-    parameters = tuple(pair[0] for pair in live)
-    totals = [pair[1] for pair in live]
-    live.clear()
     if any(parameter.grad is None for parameter in parameters):
         with torch.enable_grad():
             root = Handover.apply(totals, *parameters)  # type: ignore[no-untyped-call]
         torch.autograd.backward((root,), (root.detach(),))
     else:
-        accumulate_into_leaves(parameters, tuple(totals))
+        accumulate_into_leaves(tuple(parameters), tuple(totals))
+    parameters.clear()
+    totals.clear()
 
 
 class Handover(torch.autograd.Function):
@@ -149,11 +177,11 @@ class Handover(torch.autograd.Function):
         return (None, *totals)
 
 
-def hand_through(last: list[tuple[Weight, Tensor]]) -> None:
+def hand_through(weights: list[Weight], totals: list[Tensor]) -> None:
     """One backward pass from expressions down to their parameters, and these themselves."""
     pairs: list[tuple[Any, Tensor]] = [
         (weight.edge if isinstance(weight, Expression) else weight, total)
-        for weight, total in last
+        for weight, total in zip(weights, totals, strict=True)
         if isinstance(weight, Expression) or weight.requires_grad
     ]
     if pairs:

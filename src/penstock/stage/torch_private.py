@@ -19,7 +19,7 @@ __all__ = [
     "TESTED_TORCH_VERSIONS",
     "accumulate_into_leaves",
     "autocast_enabled",
-    "inside_transform",
+    "deferrable_now",
     "observe_grad",
     "saved_tensor_hooks_active",
     "without_override_check",
@@ -32,6 +32,7 @@ TESTED_TORCH_VERSIONS = ("2.11", "2.12", "2.13")
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+grad_enabled = torch._C.is_grad_enabled
 engine = torch.autograd.Variable._execution_engine
 interpreters = torch._C._functorch.peek_interpreter_stack
 
@@ -50,18 +51,18 @@ def saved_tensor_hooks_active() -> bool:
     return top_hooks(False) is not None
 
 
-def inside_transform() -> bool:
-    """Whether a functional transform (vmap, grad, jvp) or forward-mode differentiation is at work.
+def deferrable_now() -> bool:
+    """Whether an operation called now is recorded by autograd, and by nothing beside it.
 
     Returns:
-        True inside ``torch.func`` transforms and ``torch.autograd.forward_ad.dual_level``.
+        False under ``no_grad`` and inside functional transforms and forward-mode differentiation.
 
     Example:
-        >>> with torch.autograd.forward_ad.dual_level():
-        ...     inside_transform()
-        True
+        >>> with torch.no_grad():
+        ...     deferrable_now()
+        False
     """
-    return interpreters() is not None or forward_ad._current_level >= 0
+    return grad_enabled() and interpreters() is None and forward_ad._current_level < 0
 
 
 class ObserverLast(dict[Any, Callable[..., Any]]):

@@ -1,0 +1,170 @@
+"""How much a backward costs once it is split: I + W over the full backward, on GPT blocks.
+
+    .venv/bin/python -m benchmarks.split_backward
+
+One thread. The ways are interleaved in one run, every figure is a median. Beside Penstock's
+deferral by operation stands the graph walk of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input as peer_input
+from torch.distributed.pipelining._backward import stage_backward_weight as peer_weight
+
+from penstock.stage.deferred import DeferredWeights
+
+__all__ = ["BOUNDS", "Block", "measure", "report"]
+
+BOUNDS = {16: 1.15, 256: 1.05, 512: 1.03}
+SHAPES = {16: (4, 16, 4), 256: (4, 128, 2), 512: (2, 128, 2)}  # dim → batch, time, blocks
+ROUNDS = {16: 400, 256: 25, 512: 15}
+
+
+class Block(nn.Module):
+    """A GPT block in plain PyTorch.
+
+    Args:
+        dim: the width.
+        heads: the number of attention heads.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden``: (batch, time, dim)."""
+        batch, length, dim = hidden.shape
+        qkv = self.qkv(self.norm1(hidden)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        return hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
+
+
+def timed(call: Callable[[], object]) -> float:
+    """CPU seconds that ``call`` takes in this thread: other processes don't count."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def measure_width(dim: int, rounds: int) -> dict[str, float]:
+    """Median times of the ways of one forward and its backward, at one width.
+
+    Args:
+        dim: the width of the blocks.
+        rounds: how often each way is taken.
+
+    Returns:
+        The figures, times in seconds.
+    """
+    torch.manual_seed(0)
+    batch, length, blocks = SHAPES[dim]
+    module = nn.Sequential(*(Block(dim, 4) for _ in range(blocks)))
+    parameters = list(module.parameters())
+    x = torch.randn(batch, length, dim, requires_grad=True)
+    grad = torch.randn(batch, length, dim)
+    times: dict[str, list[float]] = {}
+
+    def clear() -> None:
+        x.grad = None
+
+    def note(name: str, seconds: float) -> None:
+        times.setdefault(name, []).append(seconds)
+
+    def full() -> None:
+        y = module(x)
+        note("full", timed(lambda: torch.autograd.backward((y,), (grad,))))
+
+    def deferred() -> None:
+        work = DeferredWeights()
+        with work:
+            y = module(x)
+
+        def inputs() -> None:
+            with work:
+                torch.autograd.backward((y,), (grad,))
+
+        note("I", timed(inputs))
+        note("W", timed(work.accumulate))
+
+    def walked() -> None:
+        y = module(x)
+        groups: list[object] = []
+        note(
+            "peer I",
+            timed(lambda: groups.extend(peer_input([y], [grad], [x], iter(parameters))[1])),
+        )
+        note("peer W", timed(lambda: peer_weight(iter(parameters), groups)))
+
+    def forward() -> None:
+        note("F", timed(lambda: module(x)))
+
+    def forward_deferred() -> None:
+        with DeferredWeights():
+            note("F deferred", timed(lambda: module(x)))
+
+    ways = (full, deferred, walked, forward, forward_deferred)
+    for index in range(rounds + 3):
+        if index == 3:
+            times.clear()
+        for way in ways:
+            clear()
+            way()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    split_s = statistics.median(map(sum, zip(times["I"], times["W"], strict=True)))
+    peer_s = statistics.median(map(sum, zip(times["peer I"], times["peer W"], strict=True)))
+    return {
+        "dim": dim,
+        "full_s": medians["full"],
+        "input_s": medians["I"],
+        "weight_s": medians["W"],
+        "ratio": split_s / medians["full"],
+        "peer_ratio": peer_s / medians["full"],
+        "forward_ratio": medians["F deferred"] / medians["F"],
+        "bound": BOUNDS[dim],
+    }
+
+
+def measure(scale: float = 1.0) -> list[dict[str, float]]:
+    """I + W over the full backward, for each width.
+
+    Args:
+        scale: the share of the usual number of rounds.
+
+    Returns:
+        One row per width: ``ratio``, ``peer_ratio``, ``bound``, ``forward_ratio`` and times.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [measure_width(dim, max(3, int(ROUNDS[dim] * scale))) for dim in BOUNDS]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def report(rows: list[dict[str, float]]) -> str:
+    """The rows as a table."""
+    lines = ["  dim   full ms   I ms   W ms  (I + W) / full   bound   torch's   F / plain F"]
+    for row in rows:
+        lines.append(
+            f"{row['dim']:5.0f} {row['full_s'] * 1e3:9.3f} {row['input_s'] * 1e3:6.3f} "
+            f"{row['weight_s'] * 1e3:6.3f} {row['ratio']:15.3f} {row['bound']:7.2f} "
+            f"{row['peer_ratio']:9.3f} {row['forward_ratio']:13.3f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(report(measure()))
