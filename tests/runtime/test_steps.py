@@ -177,6 +177,50 @@ def test_a_stage_that_cuts_the_graph(schedule: str, place: int) -> None:
     assert trained == set(range(place, 4))
 
 
+class Cuts(nn.Module):
+    """Cuts the graph in the calls whose number ``when`` names."""
+
+    def __init__(self, when: set[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.when = when
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = self.calls in self.when
+        self.calls += 1
+        return self.linear(x.detach() if cut else x)
+
+
+# Calls 0, 1, 2 are the first step's, of three microbatches.
+CUTS = pytest.mark.parametrize("when", [{3, 4, 5}, {0, 1, 2}, {1}, {0}, {4}])
+
+
+@SCHEDULES
+@CUTS
+def test_gradients_that_come_at_times(schedule: str, when: set[int]) -> None:
+    """In one step or microbatch, not in another: told exactly, where it may change."""
+    model = nn.Sequential(*mlp(2), Cuts(when), *mlp(1))
+    both = made(model, F.mse_loss, schedule, dynamic_shapes=True)
+    for step in range(3):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+        both.descend()
+
+
+@SCHEDULES
+@CUTS
+def test_gradients_that_come_unannounced(schedule: str, when: set[int]) -> None:
+    """Never zeros for none, which an optimizer with weight decay would take for a gradient."""
+    model = nn.Sequential(*mlp(2), Cuts(when), *mlp(1))
+    both = made(model, F.mse_loss, schedule)
+    with pytest.raises(BoundaryError, match="dynamic_shapes=True"):
+        for step in range(2):
+            inputs, target = features(6, step)
+            both.step(inputs, target=target)
+            both.descend()
+
+
 @SCHEDULES
 def test_parameters_shared_between_stages_of_one_process(schedule: str) -> None:
     """Each stage adds its part at its own time, so the sum is rounded in another order."""

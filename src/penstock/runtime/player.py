@@ -365,19 +365,17 @@ class Player:
         assert spec is not None
         sent = []
         for i, grad, wanted in zip(spec.grad_slots, grads, present, strict=True):
-            if grad is not None and not wanted:
+            if (grad is not None) != wanted:
+                # Zeros in place of a missing gradient would be another result: an optimizer
+                # passes over parameters without a gradient, and decays those with zeros.
+                now, before = ("no", "one") if wanted else ("a", "none")
                 raise BoundaryError(
-                    f"input {i} has a gradient in this microbatch and had none in earlier ones; "
-                    "pass dynamic_shapes=True where this may change"
+                    f"input {i} has {now} gradient in this microbatch and had {before} in earlier "
+                    "ones; pass dynamic_shapes=True where this may change"
                 )
-            if wanted:
-                # A missing gradient counts as zero where the other side waits for one.
-                meta = spec.metas[i]
-                sent.append(meta.pack(self._zeros(meta) if grad is None else grad))
+            if grad is not None:
+                sent.append(spec.metas[i].pack(grad))
         return sent
-
-    def _zeros(self, meta: TensorMeta) -> Tensor:
-        return torch.zeros(meta.shape, dtype=meta.dtype, device=self.stage.device)
 
 
 def _detached(output: Any) -> Any:
