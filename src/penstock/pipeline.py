@@ -98,7 +98,6 @@ class Pipeline:
             dynamic_shapes=dynamic_shapes,
             timeout_s=timeout_s,
         )
-        self.losses: list[Tensor] = []
 
     # --- building ----------------------------------------------------------------------------
 
@@ -177,10 +176,10 @@ class Pipeline:
         Raises:
             PenstockError: this rank failed, or another one did; see its type.
         """
-        self.losses = []
         kwargs.setdefault("return_outputs", False)
-        self._schedule.step(*args, target=target, losses=self.losses, **kwargs)
-        return torch.stack(self.losses).mean() if self.losses else None
+        self._schedule.step(*args, target=target, **kwargs)
+        losses = self._schedule.losses
+        return None if losses is None else losses.mean()
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run the model forward, without a graph. Arguments are those of ``step``.
@@ -189,8 +188,7 @@ class Pipeline:
             The model's output for the whole batch, where the last stage is; None elsewhere. With
             a target, ``losses`` holds the microbatches' losses afterwards, on every rank.
         """
-        self.losses = []
-        return self._schedule.eval(*args, target=target, losses=self.losses, **kwargs)
+        return self._schedule.eval(*args, target=target, **kwargs)
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -203,6 +201,12 @@ class Pipeline:
     def is_distributed(self) -> bool:
         """Whether other ranks live in other processes."""
         return self._group is not None
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """The microbatches' losses of the last step or eval, on every rank."""
+        losses = self._schedule.losses
+        return [] if losses is None else list(losses.unbind())
 
     @property
     def metrics(self) -> list[Any]:

@@ -161,32 +161,34 @@ class Act:
             )
         return self._shapes.ids(batch.args, batch.kwargs)
 
-    def close(self, batch: Batch) -> list[Tensor]:
+    def close(self, batch: Batch) -> Tensor | None:
         """End a step: no rank leaves before all are through, so that none misses a failure.
 
         Returns:
-            The losses on every rank, as the rank of the last stage has them.
+            The losses, shape (microbatches,), on every rank as the rank of the last stage has
+            them; None where none were computed.
         """
-        mine = [loss for loss in batch.losses if loss is not None]
+        computed = [loss for loss in batch.losses if loss is not None]
+        mine = torch.stack(computed) if computed else None
         if self._is_alone:
             return mine
         (transport,) = self._transports
         if self.role.loss_fn is None:
             transport.meet()
-            return []
-        device = next(iter(self._stages.values())).device
+            return None
         # Doubles hold every narrower loss exactly; the dtype is told along, as is "no losses".
-        code = _LOSS_DTYPES.index(mine[0].dtype) if mine else -1
         if self._loss_dtype is None or not self.role.train:
+            code = _LOSS_DTYPES.index(mine.dtype) if mine is not None else -1
             (code,) = transport.share_numbers([code], self._last_rank)
             self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
-        table = torch.zeros(self._program.num_microbatches, dtype=torch.float64, device=device)
-        if mine:
-            table.copy_(torch.stack(mine))
+        if mine is not None:
+            table = mine.double()
+        else:
+            device = next(iter(self._stages.values())).device
+            num = self._program.num_microbatches
+            table = torch.zeros(num, dtype=torch.float64, device=device)
         transport.add_up(table)
-        if self._loss_dtype is None:
-            return []
-        return mine or list(table.to(self._loss_dtype).unbind())
+        return table.to(self._loss_dtype) if self._loss_dtype is not None else None
 
 
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

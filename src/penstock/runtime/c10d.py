@@ -35,7 +35,8 @@ __all__ = ["C10dTransport"]
 
 DATA_TAG = 0x5E7
 NOTE_TAG = 0x5E8
-POKE_TAG = 0x5E9
+RELAY_TAG = 0x5E9
+POKE_TAG = 0x5EA
 NOTE_BYTES = 4096
 # Sends to one peer may pile up to so many bytes (and at least two, and at most so many) before the
 # oldest is waited for: held sends are memory, but waiting costs a switch of threads, which small
@@ -79,6 +80,10 @@ class _Held:
     def drop_first(self) -> None:
         _, tensor = self.sends.popleft()
         self.num_bytes -= tensor.nbytes
+
+    def drop_all(self) -> None:
+        self.sends.clear()
+        self.num_bytes = 0
 
 
 class C10dTransport:
@@ -161,9 +166,8 @@ class C10dTransport:
 
     def drain(self) -> None:
         for peer, held in self._held.items():
-            while held.sends:
-                self.wait_for((held.sends[0][0],), peer)
-                held.drop_first()
+            self.wait_for([work for work, _ in held.sends], peer)
+            held.drop_all()
 
     def wait_for(self, works: Sequence[Any], peer: int | None) -> None:
         """Wait for ``works``, under the watcher's eye."""
@@ -199,8 +203,13 @@ class C10dTransport:
         return bytes(tensor.tolist())
 
     def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+        # From rank to rank, as the first microbatch will go: no rank waits for later ones.
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        self.wait_for((self._control.broadcast(tensor, root),), None)
+        before, after = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
+        if self.rank != root:
+            self.wait_for((self._control.recv([tensor], before, RELAY_TAG),), before)
+        if after != root:
+            self._held[after].add(self._control.send([tensor], after, RELAY_TAG), tensor)
         shared: list[int] = tensor.tolist()
         return shared
 

@@ -133,7 +133,7 @@ class Engine:
         """Whether the model's outputs leave in this process."""
         return self.program.num_stages - 1 in self.stages
 
-    def run(self, batch: Batch, *, train: bool) -> list[Tensor]:
+    def run(self, batch: Batch, *, train: bool) -> Tensor | None:
         """Run one step.
 
         Args:
@@ -141,7 +141,7 @@ class Engine:
             train: whether to compute gradients, or outputs alone.
 
         Returns:
-            The losses by microbatch, on every rank; empty if none were computed.
+            The losses, shape (microbatches,), on every rank; None if none were computed.
 
         Raises:
             PenstockError: this rank failed, or another one did.

@@ -73,6 +73,11 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
     leaves, treedef = flatten(tree)
     specs = _leaf_specs(tree, len(leaves), spec)
     columns = [_split_leaf(leaf, chunks, s) for leaf, s in zip(leaves, specs, strict=True)]
+    # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
+    if treedef.is_leaf():
+        return list(columns[0])
+    if type(tree) is tuple and len(tree) == len(leaves) > 0 and treedef.num_nodes == len(tree) + 1:
+        return list(zip(*columns, strict=True))
     return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
 
 

@@ -57,6 +57,10 @@ class PipelineSchedule:
         timeout_s: how long a rank waits for another before it gives up.
         transports: the ranks that this process plays, if not just its own of the stages' group.
 
+    Attributes:
+        losses: the last step's losses, shape (microbatches,), on every rank; None without a loss.
+        metrics: per microbatch, what the loss function returned beside the loss, where it ran.
+
     Raises:
         ScheduleError: stages, ranks and microbatches do not fit the program.
     """
@@ -84,6 +88,7 @@ class PipelineSchedule:
         self._kwargs_chunk_spec = kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
         self._has_loss = loss_fn is not None
+        self.losses: Tensor | None = None
         self.metrics: list[Any] = []
         if transports is None:
             with announced(default_group()):
@@ -215,10 +220,11 @@ class PipelineSchedule:
             batch.targets = split_tree(target, n)
         return batch
 
-    def _finish(self, batch: Batch, losses: list[Tensor], asked: list[Tensor] | None) -> Any:
-        if asked is not None:
-            asked[:] = losses
+    def _finish(self, batch: Batch, losses: Tensor | None, asked: list[Tensor] | None) -> Any:
+        self.losses = losses
         self.metrics = batch.metrics if self.engine.has_last else []
+        if asked is not None:
+            asked[:] = () if losses is None else losses.unbind()
         return merge_chunks(batch.outputs, self._output_merge_spec) if batch.keep_outputs else None
 
     def trace(self) -> Trace:

@@ -89,6 +89,7 @@ class Player:
         deferred: frozenset[int],
     ) -> None:
         self.stage = stage
+        self._is_first, self._is_last = stage.is_first, stage.is_last
         self.slots = [Slot(m) for m in range(num_microbatches)]
         # Between steps a batch that holds nothing: the step's tensors are the caller's again.
         self._no_batch = self.batch = Batch(num_microbatches)
@@ -215,7 +216,7 @@ class Player:
         slot.arrival = slot.in_spec.unpack(tensors)
 
     def _arguments(self, slot: Slot) -> tuple[Any, ...]:
-        if self.stage.is_first:
+        if self._is_first:
             if self.batch.args is None:
                 raise StageError("the first stage has no inputs: pass them to step() on this rank")
             return self.batch.args[slot.microbatch]
@@ -228,7 +229,7 @@ class Player:
         mb = slot.microbatch
         args = self._arguments(slot)
         output = self.stage.forward(slot, args, self.batch.kwargs[mb], defer=mb in self._deferred)
-        if self.stage.is_last:
+        if self._is_last:
             self._finish(slot, output)
         else:
             self._pass_on(slot, output)

@@ -28,12 +28,13 @@ class ShapeBook:
     ) -> list[int]:
         """For each microbatch, the number of its inputs' shapes."""
         numbers = self._numbers
-        found = []
+        found: list[int] = []
+        last: tuple[Any, ...] = ()
         for positional, named in zip(args, kwargs, strict=True):
             key = _key(positional, named)
-            number = numbers.get(key)
-            if number is None:
-                number = numbers[key] = len(numbers)
+            # Most microbatches are like the one before: comparing is quicker than hashing.
+            if key != last:
+                last, number = key, numbers.setdefault(key, len(numbers))
             found.append(number)
         return found
 

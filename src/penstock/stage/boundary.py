@@ -70,8 +70,10 @@ class BoundarySpec:
         Raises:
             BoundaryError: it is not what this boundary has carried so far.
         """
-        if self.single is not None and isinstance(output, Tensor) and self.single.fits(output):
-            return (output,)
+        if self.single is not None:
+            only = output[0] if type(output) is tuple and len(output) == 1 else output
+            if isinstance(only, Tensor) and self.single.fits(only):
+                return (only,)
         leaves, tree = flatten(as_args(output))
         if tree != self.tree:
             raise BoundaryError(f"the output's structure is {tree}, expected {self.tree}{_HINT}")
@@ -110,6 +112,8 @@ class BoundarySpec:
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors as they travel, see ``TensorMeta.pack``."""
+        if self.in_order:
+            return [t.contiguous() for t in tensors]
         return [meta.pack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -114,6 +114,10 @@ class Stage:
         """
         tensors = spec.tensors(output)
         slot.spec = spec
+        if len(tensors) == 1 and tensors[0].requires_grad:
+            slot.roots = (get_gradient_edge(tensors[0]),)
+            slot.outgoing = (tensors[0].detach(),)
+            return
         slot.roots = [
             get_gradient_edge(t) if (t := tensors[i]).requires_grad else None
             for i in spec.grad_slots
