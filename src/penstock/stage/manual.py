@@ -89,8 +89,6 @@ class PipelineStage(Stage):
         self.has_backward = True
         self.chunks: int | None = None
         self._slots: dict[int, Slot] = {}
-        self._outputs_spec: BoundarySpec | None = self.static_outputs
-        self._inputs_spec: BoundarySpec | None = self.static_inputs
 
     # --- driven by hand ----------------------------------------------------------------------
 
@@ -130,8 +128,7 @@ class PipelineStage(Stage):
         if self.is_last:
             slot.output = output
         else:
-            spec = self._outputs_spec = self._outputs_spec or describe(output)
-            self.leave(slot, output, spec)
+            self.leave(slot, output, self.static_outputs or describe(output))
         return output
 
     def _received_args(self, slot: Slot) -> tuple[Any, ...]:
@@ -280,7 +277,8 @@ class PipelineStage(Stage):
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
     def _buffers(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
-        return [torch.empty(m.wire_shape, dtype=m.dtype, device=self.device) for m in metas]
+        # Contiguous, whatever lies behind ``meta.order``: the peer may know shapes alone.
+        return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of this microbatch's inputs; none on the first stage.
@@ -291,10 +289,9 @@ class PipelineStage(Stage):
         if self.is_first:
             return []
         slot = self._slot(fwd_chunk_id)
-        slot.in_spec = self._known(self._inputs_spec, "input_args")
-        buffers = self._buffers(slot.in_spec.metas)
-        slot.arrival = slot.in_spec.unpack(buffers)
-        return self._p2p(dist.irecv, buffers, self.stage_index - 1)
+        slot.in_spec = self._known(self.static_inputs or self.inputs_spec, "input_args")
+        slot.arrival = self._buffers(slot.in_spec.metas)
+        return self._p2p(dist.irecv, slot.arrival, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of this microbatch's outputs; none on the last stage."""
@@ -306,8 +303,7 @@ class PipelineStage(Stage):
                 f"stage {self.stage_index}, microbatch {fwd_chunk_id}: nothing to send; run "
                 "forward_one_chunk() first, and send once"
             )
-        assert slot.spec is not None
-        tensors, slot.outgoing = slot.spec.pack(slot.outgoing), None
+        tensors, slot.outgoing = [t.contiguous() for t in slot.outgoing], None
         return self._p2p(dist.isend, tensors, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -315,9 +311,8 @@ class PipelineStage(Stage):
         if self.is_last or not self.has_backward:
             return []
         slot = self._slot(bwd_chunk_id)
-        spec = self._known(slot.spec or self._outputs_spec, "output_args")
-        metas = [spec.metas[i] for i in spec.grad_slots]
-        slot.grad_arrival = [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
+        spec = self._known(slot.spec or self.static_outputs, "output_args")
+        slot.grad_arrival = self._buffers(spec.grad_metas)
         return self._p2p(dist.irecv, slot.grad_arrival, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -327,11 +322,8 @@ class PipelineStage(Stage):
         """
         if self.is_first or not self.has_backward:
             return []
-        spec = self._slot(bwd_chunk_id).in_spec
-        grads = self.get_local_bwd_output(bwd_chunk_id)
-        assert spec is not None
-        packed = [meta.pack(g) for meta, g in zip(spec.grad_metas, grads, strict=True)]
-        return self._p2p(dist.isend, packed, self.stage_index - 1)
+        grads = [g.contiguous() for g in self.get_local_bwd_output(bwd_chunk_id)]
+        return self._p2p(dist.isend, grads, self.stage_index - 1)
 
     def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
         if spec is None:
@@ -347,6 +339,7 @@ class PipelineStage(Stage):
         """Take a microbatch's inputs from the previous stage on the same rank, no message sent."""
         slot = self._slot(mb_index)
         slot.in_spec = spec = describe(prev_stage_outputs)
+        spec.check_static(self.static_inputs, "input")
         slot.arrival = [t.detach() for t in spec.tensors(prev_stage_outputs)]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
@@ -381,7 +374,7 @@ class PipelineStage(Stage):
         Raises:
             StageError: they are not known yet.
         """
-        spec = self._known(self._outputs_spec, "output_args")
+        spec = self._known(self.static_outputs or self.outputs_spec, "output_args")
         return tuple(torch.empty(m.shape, dtype=m.dtype, device="meta") for m in spec.metas)
 
 

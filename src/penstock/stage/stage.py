@@ -59,6 +59,9 @@ class Stage:
         # What crosses its boundaries, where the user has said so in advance.
         self.static_inputs: BoundarySpec | None = None
         self.static_outputs: BoundarySpec | None = None
+        # What crossed them last.
+        self.inputs_spec: BoundarySpec | None = None
+        self.outputs_spec: BoundarySpec | None = None
         # Whether I leaves weight gradients to W. False: I computes all, W has nothing to do; for
         # modules that differentiate within their own forward.
         self.defers_weights = dw_builder is None
@@ -76,7 +79,7 @@ class Stage:
 
     def enter(self, slot: Slot, tensors: Sequence[Tensor], spec: BoundarySpec) -> tuple[Any, ...]:
         """Received tensors as this stage's arguments; those that take gradients become leaves."""
-        slot.in_spec = spec
+        slot.in_spec = self.inputs_spec = spec
         slot.leaves = [tensors[i].requires_grad_() for i in spec.grad_slots]
         return spec.arguments(tensors)
 
@@ -113,7 +116,7 @@ class Stage:
             BoundaryError: the output is not what ``spec`` says.
         """
         tensors = spec.tensors(output)
-        slot.spec = spec
+        slot.spec = self.outputs_spec = spec
         if len(tensors) == 1 and tensors[0].requires_grad:
             slot.roots = (get_gradient_edge(tensors[0]),)
             slot.outgoing = (tensors[0].detach(),)
@@ -133,7 +136,7 @@ class Stage:
         """
         self._run_backward(slot, grads)
         if self.dw_builder is not None:
-            self.dw_builder()()
+            self._weight_runner()()
 
     def input_grad(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; its weight gradients are left to ``weight_grad``."""
@@ -143,7 +146,7 @@ class Stage:
                 self._run_backward(slot, grads)
             return
         self._run_backward(slot, grads)
-        slot.work = _Runner(self.dw_builder() if self.dw_builder is not None else _nothing)
+        slot.work = _Runner(self._weight_runner())
 
     def weight_grad(self, slot: Slot) -> None:
         """Weight gradients of a microbatch, after its input gradients."""
@@ -155,6 +158,18 @@ class Stage:
                 "input gradient of this microbatch first, once, and its weight gradient once"
             )
         work.accumulate()
+
+    def _weight_runner(self) -> Callable[..., None]:
+        """The weight gradients of the backward that has just run, as the user's module says."""
+        if self.dw_builder is None:
+            return _nothing
+        runner = self.dw_builder()
+        if not callable(runner):
+            raise StageError(
+                f"dw_builder returned {runner!r}, expected a callable that computes the weight "
+                "gradients of the backward before it"
+            )
+        return runner
 
     def _run_backward(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
         roots, slot.roots = slot.roots, ()
