@@ -67,7 +67,8 @@ class DeferredWeights(TorchFunctionMode):
         super().__init__()
         self.ledger = Ledger(frozenset(map(id, excluded)) if excluded else frozenset())
         self.depth = 0
-        self.forwarded = False
+        self.forwarded = False  # the first time in is F, the next is I
+        self.differentiated = False
 
     def __torch_function__(
         self,
@@ -87,9 +88,9 @@ class DeferredWeights(TorchFunctionMode):
         return func(*args)
 
     def __enter__(self) -> DeferredWeights:
-        if not self.depth and self.ledger.records and not self.forwarded:
-            self.ledger.forget_strays()  # the forward is behind us, this is I
-            self.forwarded = True
+        if not self.depth and self.forwarded and not self.differentiated:
+            self.differentiated = True
+            self.ledger.forget_strays()
         self.depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -97,6 +98,7 @@ class DeferredWeights(TorchFunctionMode):
     def __exit__(self, *failure: object) -> None:
         self.depth -= 1
         if not self.depth:
+            self.forwarded = True
             # Derived weights are known by identity, and only while nobody else can be given
             # their identity: within one forward.
             self.ledger.expressions.clear()
@@ -110,7 +112,7 @@ class DeferredWeights(TorchFunctionMode):
         Raises:
             StageError: a tensor that a gradient needs was modified in place since the forward.
         """
-        self.forwarded = False
+        self.forwarded = self.differentiated = False
         deliver(self.ledger.take())
 
 

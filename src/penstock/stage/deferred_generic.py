@@ -27,7 +27,7 @@ from penstock.stage.torch_private import (
     without_override_check,
 )
 
-__all__ = ["Interception", "intercept_any", "may_hold_weight", "run", "substitute"]
+__all__ = ["Interception", "intercept_any", "may_hold_weight", "run", "substitute", "twin_of"]
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -38,6 +38,7 @@ class Interception(AbstractContextManager[Any], Protocol):
     """The active mode, as far as the handlers of operations need to know it."""
 
     ledger: Ledger
+    forwarded: bool
 
 
 # They save no tensors, so that their graph is never recomputed with a checkpointed region.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.stage.deferred_convs import CONVS, conv
-from penstock.stage.deferred_generic import Interception, intercept_any, run
+from penstock.stage.deferred_generic import Interception, intercept_any, run, twin_of
 from penstock.stage.deferred_ledger import Ledger, refuse
 from penstock.stage.deferred_norms import embedding, group_norm, layer_norm, rms_norm
 from penstock.stage.deferred_rules import (
@@ -280,12 +280,22 @@ def differentiate(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
         refuse("autograd.grad(create_graph=True) inside the forward")
     if any(mode.ledger.weight(value) is not None for value in wanted):
         refuse("autograd.grad with respect to a parameter inside the forward")
-    return mode.ledger.unobserved(lambda: run(func, args, kwargs))
+    return mode.ledger.unobserved(lambda: inside(mode, func, args, kwargs))
 
 
 def backward(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``tensor.backward()`` inside a forward."""
-    return refuse("Tensor.backward inside the forward")
+    """``torch.autograd.backward``: in I, our own, or that of a checkpoint within."""
+    if not mode.forwarded:
+        refuse("backward() inside the forward")
+    return inside(mode, func, args, kwargs)
+
+
+def inside(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Run ``func`` with the mode active: regions are recomputed in it as they were computed."""
+    twin = twin_of(func)
+    assert twin is not None
+    with mode:
+        return twin(*args, **kwargs)
 
 
 def grad_fn(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -335,6 +345,7 @@ HANDLERS: dict[Func, Handler] = {
     F.group_norm: group_norm,
     F.rms_norm: rms_norm,
     torch.autograd.grad: differentiate,
+    torch.autograd.backward: backward,
     Tensor.backward: backward,
     Tensor.grad_fn.__get__: grad_fn,  # type: ignore[union-attr]
 }

@@ -25,7 +25,7 @@ __all__ = [
     "without_override_check",
 ]
 
-TESTED_TORCH_VERSIONS = ("2.11", "2.12", "2.13")
+TESTED_TORCH_VERSIONS = ("2.13",)
 
 # The public torch.is_autocast_enabled(device) wants the device's name, which costs more to ask
 # for than all the rest of an interception.

@@ -1,0 +1,382 @@
+"""Hooks, replicas, checkpointing, compiled regions: each runs as often as it would, and when."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import StageError
+from penstock.stage.deferred import CannotDeferError, DeferredWeights, find_leaks
+from tests.stage.deferral_cases import Block, Calls, Scale, assert_same, gradients, plain, split, x
+
+
+def forward_and_input_grad(module: nn.Module, *inputs: Tensor) -> DeferredWeights:
+    """F and I of one microbatch."""
+    work = DeferredWeights()
+    with work:
+        out = module(*inputs)
+    with work:
+        torch.autograd.backward((out,), (torch.ones_like(out),))
+    return work
+
+
+def test_hooks_of_parameters_run_once_with_w() -> None:
+    module = Calls(lambda m, t: m.l(m.l(t)) @ m.l.weight.T, l=nn.Linear(3, 3))
+    module.l.weight.register_hook(lambda grad: grad * 2)
+    inputs = (x(2, 3),)
+    expected = plain(module, inputs)
+    seen: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda _, name=name: seen.update([f"{name} tensor"]))
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: seen.update([f"{name} accumulated"])
+        )
+    work = forward_and_input_grad(module, *inputs)
+    assert not seen
+    work.accumulate()
+    assert seen == dict.fromkeys(
+        f"l.{name} {hook}" for name in ("weight", "bias") for hook in ("tensor", "accumulated")
+    ) | dict.fromkeys(seen, 1)
+    assert len(seen) == 4
+    # The hook doubled the sum of all three contributions.
+    assert expected["l.weight"] is not None
+
+
+def test_a_hook_sees_the_gradient_of_the_whole_microbatch() -> None:
+    module, inputs = nn.Linear(3, 2), (x(4, 3),)
+    seen: list[Tensor] = []
+    module.weight.register_hook(seen.append)
+    expected = plain(nn.ModuleList([module])[0], inputs)["weight"]
+    seen.clear()
+    out = module(*inputs)
+    torch.autograd.backward((out,), (torch.ones_like(out),))
+    whole = seen.pop()
+    forward_and_input_grad(module, *inputs).accumulate()
+    assert torch.equal(seen.pop(), whole)
+    assert expected is not None
+
+
+def test_an_optimizer_in_the_backward_steps_with_w() -> None:
+    torch.manual_seed(0)
+    module = Block(8, 2)
+    twin = copy.deepcopy(module)
+    inputs = (x(2, 3, 8),)
+
+    def stepped(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    stepped(module)
+    stepped(twin)
+    for _ in range(3):
+        out = twin(*inputs)
+        torch.autograd.backward((out,), (torch.ones_like(out),))
+        forward_and_input_grad(module, *inputs).accumulate()
+    for got, wanted in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_reduces_once_in_w(one_process: None) -> None:
+    torch.manual_seed(0)
+    module, inputs = Block(8, 2), (x(2, 3, 8),)
+    out = module(*inputs)
+    torch.autograd.backward((out,), (torch.ones_like(out),))
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    wrapped = DistributedDataParallel(module)
+    buckets: list[int] = []
+
+    def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
+        buckets.append(bucket.index())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, reduce)
+    for _ in range(3):
+        module.zero_grad()
+        work = forward_and_input_grad(wrapped, *inputs)
+        assert buckets == []
+        work.accumulate()
+        assert len(set(buckets)) == len(buckets) > 0
+        buckets.clear()
+        got = {name: p.grad for name, p in module.named_parameters()}
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_is_recomputed_once(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    runs: list[int] = []
+
+    def run(m: Calls, t: Tensor) -> Tensor:
+        def inner(hidden: Tensor) -> Tensor:
+            runs.append(1)
+            hidden = m.block(m.norm(hidden) * m.scale)
+            return F.linear(hidden, m.w * m.scale).relu_() @ m.w.T
+
+        return checkpoint(inner, m.up(t), use_reentrant=reentrant)
+
+    module = Calls(
+        run,
+        block=Block(8, 2),
+        up=nn.Linear(4, 8),
+        scale=nn.Parameter(torch.randn(8)),
+        norm=nn.BatchNorm1d(3),
+        w=nn.Parameter(torch.randn(8, 8)),
+    )
+    inputs = (x(2, 3, 4),)
+    expected = plain(module, inputs)
+    runs.clear()
+    assert_same(split(module, inputs), expected, exact=False)
+    assert len(runs) == 2  # in F and in I
+    work = forward_and_input_grad(module, *inputs)
+    # All that takes an activation in the region waits for W.
+    assert module.block.up.weight.grad is None
+    work.accumulate()
+    assert module.block.up.weight.grad is not None
+
+
+def test_a_checkpoint_holds_nothing_of_its_region() -> None:
+    module = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4))
+    work = DeferredWeights()
+    with work:
+        checkpoint(module, x(2, 4), use_reentrant=False)
+    assert all(record is None for record in work.ledger.records)
+
+
+def test_saved_tensors_on_cpu() -> None:
+    module, inputs = Block(8, 2), (x(2, 3, 8),)
+    expected = plain(module, inputs)
+    with torch.autograd.graph.save_on_cpu():
+        found = split(module, inputs)
+    assert_same(found, expected)
+
+
+def test_a_custom_function_leaks_and_is_found() -> None:
+    module = Calls(
+        lambda m, t: Scale.apply(m.l(t), m.w) * m.w,
+        l=nn.Linear(3, 3),
+        w=nn.Parameter(torch.ones(3)),
+    )
+    inputs = (x(2, 3),)
+    seen: list[str] = []
+    module.w.register_post_accumulate_grad_hook(lambda _: seen.append("w"))
+    work = DeferredWeights()
+    with work:
+        out = module(*inputs)
+    leaks = find_leaks([out], module.parameters())
+    assert [id(p) for p in leaks] == [id(module.w)]
+
+    work = DeferredWeights(leaks)
+    with work:
+        out = module(*inputs)
+    with work:
+        torch.autograd.backward((out,), (torch.ones_like(out),))
+    assert seen == ["w"]
+    work.accumulate()
+    assert seen == ["w"]
+    out = module(*inputs)
+    found = gradients(module, ())
+    module.zero_grad()
+    torch.autograd.backward((out,), (torch.ones_like(out),))
+    assert_same(found, gradients(module, ()))
+
+
+def test_ordinary_modules_leak_nothing() -> None:
+    module = nn.Sequential(Block(8, 2), nn.BatchNorm1d(3), nn.LSTM(8, 4))
+    with DeferredWeights():
+        out, _ = module(x(2, 3, 8))
+    assert find_leaks([out, None, 3], module.parameters()) == []
+
+
+# The compiler itself looks at the .grad of whatever comes in.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_submodule(backend: str) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    first, middle, last = Block(8, 2), nn.Linear(8, 8), Block(8, 2)
+    inputs = (x(2, 3, 8),)
+    expected = plain(nn.Sequential(first, middle, last), inputs, steps=2)
+    module = nn.Sequential(first, torch.compile(middle, backend=backend), last)
+    works = []
+    leaf = inputs[0].detach().clone().requires_grad_()
+    for _ in range(2):
+        work = DeferredWeights()
+        with work:
+            out = module(leaf)
+        works.append((work, out))
+    generator = torch.Generator().manual_seed(7)
+    grad = torch.randn(out.shape, generator=generator)
+    for work, out in works:
+        with work:
+            torch.autograd.backward((out,), (grad,))
+    assert last.up.weight.grad is None
+    for work, _ in works:
+        work.accumulate()
+    found = gradients(nn.Sequential(first, middle, last), (leaf,))
+    assert_same(found, expected, exact=False)
+
+
+@pytest.mark.parametrize("target", ["linear", "conv", "matmul"])
+def test_autocast(target: str) -> None:
+    members: dict[str, tuple[Callable[..., object], Tensor, dict[str, nn.Module]]] = {
+        "linear": (
+            lambda m, t: m.n(m.l(t)),
+            x(2, 3, 8),
+            {"l": nn.Linear(8, 8), "n": nn.LayerNorm(8)},
+        ),
+        "conv": (lambda m, t: m.c(t), x(2, 3, 8), {"c": nn.Conv1d(3, 4, 3)}),
+        "matmul": (
+            lambda m, t: m.b(t @ m.l.weight),
+            x(2, 3, 8),
+            {"l": nn.Linear(8, 8), "b": Block(8, 2)},
+        ),
+    }
+    function, t, modules = members[target]
+
+    def run(m: Calls, t: Tensor) -> object:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(m, t)
+
+    module = Calls(run, **modules)
+    expected = plain(module, (t,), steps=2)
+    assert_same(split(module, (t,), steps=2), expected)
+
+
+def test_an_input_changed_after_the_forward_is_refused() -> None:
+    module, t = nn.Linear(3, 2), x(4, 3)
+    work = forward_and_input_grad(module, t)
+    with torch.no_grad():
+        t.add_(1)
+    with pytest.raises(
+        StageError, match=r"shape \(4, 3\).*was modified in place after the forward"
+    ):
+        work.accumulate()
+
+
+@pytest.mark.parametrize("order", ["in the forward", "of the output"])
+def test_second_derivatives_are_refused(order: str) -> None:
+    linear = nn.Linear(3, 1)
+
+    def slope(out: Tensor, t: Tensor) -> Tensor:
+        return torch.autograd.grad(out.sum(), t, create_graph=True)[0].square()
+
+    t, work = x(2, 3), DeferredWeights()
+    if order == "in the forward":
+        with pytest.raises(CannotDeferError, match="create_graph"), work:
+            slope(linear(t).square(), t)
+        return
+    with work:
+        out = linear(t).square()
+    loss = slope(out, t)
+    with pytest.raises(CannotDeferError, match="create_graph"), work:
+        torch.autograd.backward((loss,), (torch.ones_like(loss),))
+
+
+def test_a_gradient_with_respect_to_a_parameter_is_refused() -> None:
+    linear = nn.Linear(3, 1)
+    with pytest.raises(CannotDeferError, match="with respect to a parameter"), DeferredWeights():
+        torch.autograd.grad(linear(x(2, 3)).sum(), linear.weight)
+    with (
+        pytest.raises(CannotDeferError, match=r"backward\(\) inside the forward"),
+        DeferredWeights(),
+    ):
+        linear(x(2, 3)).sum().backward()
+
+
+def test_a_gradient_taken_of_the_output_is_not_counted() -> None:
+    linear, t = nn.Linear(3, 1), x(2, 3)
+    work = DeferredWeights()
+    with work:
+        out = linear(t)
+    torch.autograd.grad(out.sum(), t, retain_graph=True)
+    with work:
+        torch.autograd.backward((out,), (torch.ones_like(out),))
+    work.accumulate()
+    assert torch.equal(linear.weight.grad, t.sum(0, keepdim=True))
+
+
+def test_nothing_is_held_after_w_and_no_graph_after_i() -> None:
+    class Held(torch.autograd.Function):
+        alive = 0
+
+        @staticmethod
+        def forward(ctx, t):  # type: ignore[no-untyped-def]
+            ctx.token = Token()
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+            return grad
+
+    class Token:
+        def __init__(self) -> None:
+            Held.alive += 1
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    linear = nn.Linear(3, 3)
+    work = forward_and_input_grad(Calls(lambda m, t: m.l(Held.apply(m.l(t))), l=linear), x(2, 3))
+    assert Held.alive == 0
+    assert len(work.ledger.records) == 2
+    work.accumulate()
+    assert work.ledger.records == []
+    assert not work.ledger.proxies and not work.ledger.expressions
+
+
+def test_a_parameter_frozen_between_f_and_w_gets_nothing() -> None:
+    linear = nn.Linear(3, 3)
+    work = forward_and_input_grad(linear, x(2, 3))
+    linear.weight.requires_grad_(False)
+    work.accumulate()
+    assert linear.weight.grad is None
+    assert linear.bias.grad is not None
+
+
+def test_w_leaves_first_gradients_in_memory_of_their_own() -> None:
+    bias, t = nn.Parameter(torch.zeros(4, 3)), x(4, 3)
+    for parameter in (bias,):
+        work = forward_and_input_grad(Calls(lambda m, t: t + m.b, b=parameter), t)
+        work.accumulate()
+    assert t.grad is not None and bias.grad is not None
+    bias.grad.add_(1)
+    assert torch.equal(t.grad, torch.ones(4, 3))
+
+
+def test_two_microbatches_in_any_order() -> None:
+    module = nn.Linear(3, 2)
+    first, second = forward_and_input_grad(module, x(1, 3)), forward_and_input_grad(module, x(5, 3))
+    second.accumulate()
+    after_second = module.weight.grad.clone()
+    first.accumulate()
+    assert not torch.equal(module.weight.grad, after_second)
+    first.accumulate()  # nothing is left over twice
+    again = module.weight.grad.clone()
+    second.accumulate()
+    assert torch.equal(module.weight.grad, again)
