@@ -1,0 +1,372 @@
+"""Stages driven by hand in one process, beside the plain model; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import BoundaryError, PipelineStage, Schedule1F1B, StageError
+
+DIM = 5
+NUM_MICROBATCHES = 3
+CPU = torch.device("cpu")
+
+
+def make_modules(num_stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(num_stages)]
+
+
+def make_stages(modules: Sequence[nn.Module], **options: Any) -> list[PipelineStage]:
+    return [PipelineStage(m, i, len(modules), CPU, **options) for i, m in enumerate(modules)]
+
+
+def microbatches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(2, DIM, generator=generator), torch.randn(2, DIM, generator=generator))
+        for _ in range(NUM_MICROBATCHES)
+    ]
+
+
+def grads_of(modules: Sequence[nn.Module]) -> list[Tensor]:
+    found = []
+    for module in modules:
+        for param in module.parameters():
+            assert param.grad is not None
+            found.append(param.grad)
+    return found
+
+
+def plain_grads(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """The gradients of the plain model; those of the modules are cleared."""
+    for x, target in microbatches():
+        for module in modules:
+            x = module(x)
+        nn.functional.mse_loss(x, target).backward()
+    grads = [g.clone() for g in grads_of(modules)]
+    for module in modules:
+        module.zero_grad()
+    return grads
+
+
+def run_forward(stages: Sequence[PipelineStage], mb: int, x: Tensor) -> Any:
+    out = stages[0].forward_one_chunk(mb, (x,))
+    for stage in stages[1:]:
+        stage.set_local_fwd_input(out, mb)
+        out = stage.forward_one_chunk(mb, ())
+    return out
+
+
+def run_backward(stages: Sequence[PipelineStage], mb: int, loss: Tensor, *, full: bool) -> None:
+    stages[-1].backward_one_chunk(mb, loss=loss, full_backward=full)
+    for after, stage in zip(stages[:0:-1], stages[-2::-1], strict=True):
+        stage.set_local_bwd_input(after.get_local_bwd_output(mb), mb)
+        stage.backward_one_chunk(mb, full_backward=full)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("full", [True, False], ids=["full", "split"])
+def test_gradients_are_those_of_the_plain_model(num_stages: int, full: bool) -> None:
+    modules = make_modules(num_stages)
+    expected = plain_grads(modules)
+    stages = make_stages(modules)
+    losses = []
+    for mb, (x, target) in enumerate(microbatches()):
+        losses.append(nn.functional.mse_loss(run_forward(stages, mb, x), target))
+    for mb, loss in enumerate(losses):
+        run_backward(stages, mb, loss, full=full)
+    if not full:
+        assert all(p.grad is None for m in modules for p in m.parameters())
+        for stage in stages:
+            for mb in range(NUM_MICROBATCHES):
+                stage.backward_weight_one_chunk(mb)
+    torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
+
+
+def test_full_and_split_backwards_may_be_mixed() -> None:
+    modules = make_modules(2)
+    expected = plain_grads(modules)
+    stages = make_stages(modules)
+    for mb, (x, target) in enumerate(microbatches()):
+        loss = nn.functional.mse_loss(run_forward(stages, mb, x), target)
+        run_backward(stages, mb, loss, full=mb == 1)
+        if mb != 1:
+            for stage in stages:
+                stage.backward_weight_one_chunk(mb)
+    torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
+
+
+def test_chunks_can_be_used_again_step_after_step_with_other_shapes() -> None:
+    modules = make_modules(2)
+    stages = make_stages(modules)
+    for rows in (4, 3, 6):
+        x, target = torch.randn(rows, DIM), torch.randn(rows, DIM)
+        nn.functional.mse_loss(modules[1](modules[0](x)), target).backward()
+        expected = [g.clone() for g in grads_of(modules)]
+        for module in modules:
+            module.zero_grad()
+        loss = nn.functional.mse_loss(run_forward(stages, 0, x), target)
+        run_backward(stages, 0, loss, full=True)
+        torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
+        for module in modules:
+            module.zero_grad()
+
+
+def test_scale_grads_divides_every_gradient() -> None:
+    modules = make_modules(1)
+    (stage,) = make_stages(modules)
+    x, target = microbatches()[0]
+    stage.backward_one_chunk(0, nn.functional.mse_loss(stage.forward_one_chunk(0, (x,)), target))
+    before = [g.clone() for g in grads_of(modules)]
+    stage.scale_grads(1)
+    torch.testing.assert_close(grads_of(modules), before, rtol=0, atol=0)
+    modules[0].register_parameter("unused", nn.Parameter(torch.ones(1)))
+    stage.scale_grads(4)
+    modules[0].unused = None  # type: ignore[assignment]
+    torch.testing.assert_close(grads_of(modules), [g / 4 for g in before], rtol=0, atol=0)
+    stage.perform_reduce_grad(2)  # not replicated: it scales, and that is all
+    torch.testing.assert_close(grads_of(modules), [g / 8 for g in before], rtol=0, atol=0)
+
+
+def test_several_outputs_one_without_a_gradient() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            out = self.linear(x)
+            return out, x > 0, out * 2
+
+    class Join(nn.Module):
+        def forward(self, out: Tensor, mask: Tensor, unused: Tensor) -> Tensor:
+            return (out * mask).sum()
+
+    torch.manual_seed(0)
+    pair, join = Pair(), Join()
+    x = torch.randn(3, DIM)
+    join(*pair(x)).backward()
+    expected = [p.grad.clone() for p in pair.parameters() if p.grad is not None]
+    pair.zero_grad()
+    first, last = make_stages([pair, join])
+    last.set_local_fwd_input(first.forward_one_chunk(0, (x,)), 0)
+    last.backward_one_chunk(0, last.forward_one_chunk(0, ()))
+    given = last.get_local_bwd_output(0)
+    assert [tuple(g.shape) for g in given] == [(3, DIM), (3, DIM)]
+    assert not given[1].any()  # no gradient reached it
+    first.set_local_bwd_input(given, 0)
+    first.backward_one_chunk(0)
+    torch.testing.assert_close(grads_of([pair]), expected, rtol=0, atol=0)
+
+
+# --- the user's own weight gradients --------------------------------------------------------
+
+
+class OwnWeights(nn.Module):
+    """A linear layer that keeps back its weight gradient until it is told to compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.functional.linear(x, self.weight.detach())
+        if not x.requires_grad:
+            out.requires_grad_()
+        out.register_hook(lambda grad: self.waiting.append((x.detach(), grad)))
+        return out
+
+    def build(self) -> Callable[..., None]:
+        """What torch calls a dw_builder: taken after each backward, run at its W."""
+        x, grad = self.waiting.pop()
+
+        def run() -> None:
+            delta = grad.T @ x
+            self.weight.grad = delta if self.weight.grad is None else self.weight.grad + delta
+
+        return run
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "split"])
+def test_a_module_may_compute_its_own_weight_gradients(full: bool) -> None:
+    torch.manual_seed(0)
+    own, head = OwnWeights(), nn.Linear(DIM, DIM)
+    plain = nn.Linear(DIM, DIM, bias=False)
+    plain.weight = nn.Parameter(own.weight.detach().clone())
+    expected = plain_grads([plain, head])
+    stages = [
+        PipelineStage(own, 0, 2, CPU, dw_builder=own.build),
+        PipelineStage(head, 1, 2, CPU),
+    ]
+    for mb, (x, target) in enumerate(microbatches()):
+        loss = nn.functional.mse_loss(run_forward(stages, mb, x), target)
+        run_backward(stages, mb, loss, full=full)
+    if not full:
+        assert own.weight.grad is None
+        for mb in range(NUM_MICROBATCHES):
+            for stage in stages:
+                stage.backward_weight_one_chunk(mb)
+    # Its formula is not autograd's, so it may round otherwise.
+    torch.testing.assert_close(grads_of([own]), expected[:1], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(grads_of([head]), expected[1:], rtol=0, atol=0)
+
+
+def test_a_builder_that_gives_no_runner_is_named() -> None:
+    linear = nn.Linear(DIM, DIM)
+    builder: Any = lambda: None  # noqa: E731
+    stage = PipelineStage(linear, 0, 1, CPU, dw_builder=builder)
+    for full in (True, False):
+        loss = stage.forward_one_chunk(0, (torch.ones(1, DIM),)).sum()
+        with pytest.raises(StageError, match="dw_builder returned None, expected a callable"):
+            stage.backward_one_chunk(0, loss, full_backward=full)
+
+
+# --- mistakes ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stage() -> PipelineStage:
+    return make_stages(make_modules(1))[0]
+
+
+@pytest.fixture
+def middle() -> PipelineStage:
+    return PipelineStage(nn.Linear(DIM, DIM), 1, 3, CPU)
+
+
+def test_weights_before_the_input_gradient(stage: PipelineStage) -> None:
+    with pytest.raises(StageError, match=r"stage 0, microbatch 0: a weight gradient .*'not run'"):
+        stage.backward_weight_one_chunk(0)
+    stage.forward_one_chunk(0, (torch.ones(1, DIM),))
+    with pytest.raises(StageError, match=r"after 'input gradient done', .* at 'forward done'"):
+        stage.backward_weight_one_chunk(0)
+
+
+def test_weights_twice_or_after_a_full_backward(stage: PipelineStage) -> None:
+    for mb, full in ((0, False), (1, True)):
+        loss = stage.forward_one_chunk(mb, (torch.ones(1, DIM),)).sum()
+        stage.backward_one_chunk(mb, loss, full_backward=full)
+    stage.backward_weight_one_chunk(0)
+    for mb in (0, 1):
+        with pytest.raises(StageError, match=f"microbatch {mb}: .* at 'backward done'"):
+            stage.backward_weight_one_chunk(mb)
+
+
+def test_backward_before_forward_or_twice(stage: PipelineStage) -> None:
+    with pytest.raises(StageError, match=r"a backward is asked for, .* 'not run'"):
+        stage.backward_one_chunk(0, torch.ones(()))
+    loss = stage.forward_one_chunk(0, (torch.ones(1, DIM),)).sum()
+    stage.backward_one_chunk(0, loss)
+    with pytest.raises(StageError, match=r"a backward is asked for, .* 'backward done'"):
+        stage.backward_one_chunk(0, loss)
+
+
+def test_the_last_stage_wants_a_loss(stage: PipelineStage) -> None:
+    stage.forward_one_chunk(0, (torch.ones(1, DIM),))
+    with pytest.raises(StageError, match="stage 0 is the last one: pass its loss"):
+        stage.backward_one_chunk(0)
+
+
+def test_what_has_not_come_or_gone(middle: PipelineStage) -> None:
+    with pytest.raises(StageError, match="no input has come; run get_fwd_recv_ops"):
+        middle.forward_one_chunk(0, ())
+    with pytest.raises(StageError, match=r"nothing to send; run forward_one_chunk\(\) first"):
+        middle.get_fwd_send_ops(0)
+    with pytest.raises(StageError, match="shapes are not known yet; pass input_args"):
+        middle.get_fwd_recv_ops(0)
+    with pytest.raises(StageError, match="no input gradients; run backward_one_chunk"):
+        middle.get_bwd_send_ops(0)
+    middle.set_local_fwd_input(torch.ones(2, DIM, requires_grad=True), 0)
+    middle.forward_one_chunk(0, ())
+    with pytest.raises(StageError, match="no gradient has come; run get_bwd_recv_ops"):
+        middle.backward_one_chunk(0)
+    grads: Any = [torch.ones(2, DIM)]
+    with pytest.raises(StageError, match="gradients come as a tuple, got list"):
+        middle.set_local_bwd_input(grads, 0)
+    with pytest.raises(StageError, match="messages need a process group"):
+        middle.get_fwd_send_ops(0)
+
+
+def test_the_ends_have_nothing_to_exchange() -> None:
+    first, last = make_stages(make_modules(2))
+    assert first.get_fwd_recv_ops(0) == [] == first.get_bwd_send_ops(0)
+    assert last.get_fwd_send_ops(0) == [] == last.get_bwd_recv_ops(0)
+
+
+def test_microbatches_out_of_range(stage: PipelineStage) -> None:
+    with pytest.raises(StageError, match="stage 0: microbatch -1"):
+        stage.forward_one_chunk(-1, (torch.ones(1, DIM),))
+    Schedule1F1B(stage, 2, nn.functional.mse_loss)
+    assert stage.chunks == 2
+    with pytest.raises(StageError, match="microbatch 2, expected 0 to 1"):
+        stage.forward_one_chunk(2, (torch.ones(1, DIM),))
+
+
+def test_clearing_forgets_all_microbatches(stage: PipelineStage) -> None:
+    loss = stage.forward_one_chunk(0, (torch.ones(1, DIM),)).sum()
+    stage.clear_runtime_states()
+    with pytest.raises(StageError, match="'not run'"):
+        stage.backward_one_chunk(0, loss)
+
+
+def test_an_unknown_kind_of_backward(stage: PipelineStage) -> None:
+    with pytest.raises(StageError, match="'half': expected 'full', 'input' or 'weight'"):
+        stage.backward_maybe_with_nosync("half", {})
+
+
+@pytest.mark.parametrize("index", [-1, 2, 7])
+def test_stage_index_out_of_range(index: int) -> None:
+    with pytest.raises(StageError, match=f"stage_index is {index}, expected 0 to 1"):
+        PipelineStage(nn.Linear(1, 1), index, 2, CPU)
+
+
+def test_static_shapes_are_held_to() -> None:
+    example = torch.empty(2, DIM, device="meta")
+    first, last = make_stages(make_modules(2), input_args=example, output_args=(example,))
+    assert [(t.shape, t.device.type) for t in first.get_outputs_meta()] == [((2, DIM), "meta")]
+    with pytest.raises(BoundaryError, match=r"output 0 is float32 \(3, 5\).*expected .*\(2, 5\)"):
+        first.forward_one_chunk(0, (torch.ones(3, DIM),))
+    with pytest.raises(BoundaryError, match=r"inputs are .*\(3, 5\).* input_args says .*\(2, 5\)"):
+        last.set_local_fwd_input(torch.ones(3, DIM), 0)
+    out = first.forward_one_chunk(1, (torch.ones(2, DIM),))
+    last.set_local_fwd_input(out, 1)
+    assert last.forward_one_chunk(1, ()).shape == (2, DIM)
+
+
+def test_static_gradients_say_which_values_take_none() -> None:
+    values = (torch.ones(2, DIM), torch.ones(2, DIM))
+    with pytest.raises(BoundaryError, match="stage 0: 1 output_grads for 2 output_args"):
+        PipelineStage(
+            nn.Identity(), 0, 2, CPU, output_args=values, output_grads=(torch.ones(2, DIM),)
+        )
+    stage = PipelineStage(
+        nn.Identity(), 0, 2, CPU, output_args=values, output_grads=(values[0], None)
+    )
+    assert stage.static_outputs is not None
+    assert stage.static_outputs.grad_slots == (0,)
+
+
+def test_output_shapes_are_known_after_the_first_run() -> None:
+    first, _ = make_stages(make_modules(2))
+    with pytest.raises(StageError, match="shapes are not known yet; pass output_args"):
+        first.get_outputs_meta()
+    first.forward_one_chunk(0, (torch.ones(4, DIM),))
+    (meta,) = first.get_outputs_meta()
+    assert (meta.shape, meta.dtype, meta.device.type) == ((4, DIM), torch.float32, "meta")
+
+
+def test_without_gradients_nothing_is_deferred(stage: PipelineStage) -> None:
+    with torch.no_grad():
+        out = stage.forward_one_chunk(0, (torch.ones(1, DIM),))
+    assert not out.requires_grad
+
+
+def test_the_module_can_be_called_alone(stage: PipelineStage) -> None:
+    x = torch.ones(1, DIM)
+    torch.testing.assert_close(stage.forward_maybe_with_nosync(x), stage.submod(x), rtol=0, atol=0)
