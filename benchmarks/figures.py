@@ -13,7 +13,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Figure", "save_figures", "show_figures"]
+__all__ = ["Figure", "load_figures", "save_figures", "show_figures", "write_page"]
+
+# What lies between these lines of a page is written by ``write_page``.
+_BEGIN, _END = "<!-- figures: written by make bench -->", "<!-- end of figures -->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +88,38 @@ def save_figures(figures: Sequence[Figure], path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def load_figures(path: Path) -> list[Figure]:
+    """The figures that ``save_figures`` wrote."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return [Figure(**{k: v for k, v in row.items() if k != "holds"}) for row in rows]
+
+
+def write_page(figures: Sequence[Figure], page: Path) -> None:
+    """Put the figures into a page, as a table between its two marker lines.
+
+    Raises:
+        ValueError: the page lacks a marker.
+    """
+    text = page.read_text(encoding="utf-8")
+    if _BEGIN not in text or _END not in text:
+        raise ValueError(f"{page} lacks the line {_BEGIN!r} or {_END!r}")
+    lines = [
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
+        "",
+        "| what | case | over | measured | ± | bound |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for figure in figures:
+        unit = f" {figure.unit}" if figure.unit else ""
+        spread = f"{figure.spread:.3f}" if figure.spread else ""
+        bound = "" if figure.bound is None else f"≤ {figure.bound:.2f}"
+        value = f"{figure.value:.3f}{unit}"
+        shown = value if figure.holds else f"**{value}** (does not hold)"
+        cells = (figure.group, figure.name, figure.over, shown, spread, bound)
+        lines.append(f"| {' | '.join(cells)} |")
+    head, rest = text.split(_BEGIN, 1)
+    tail = rest.split(_END, 1)[1]
+    table = "\n".join(lines)
+    page.write_text(f"{head}{_BEGIN}\n{table}\n{_END}{tail}", encoding="utf-8")

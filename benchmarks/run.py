@@ -4,7 +4,8 @@
     .venv/bin/python -m benchmarks.run tiny memory        some of it
     .venv/bin/python -m benchmarks.run --quick            few rounds: does it run, not what it says
 
-Two processes over gloo, one thread each. Prints a table and writes benchmarks/results/*.json.
+Two processes over gloo, one thread each. Prints a table, writes benchmarks/results/*.json, and puts
+all of those into docs/performance.md.
 Close what else runs: a ratio of two times is only as steady as the machine.
 """
 
@@ -23,13 +24,14 @@ os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
 
 from rich.console import Console
 
-from benchmarks.figures import Figure, save_figures, show_figures
+from benchmarks.figures import Figure, load_figures, save_figures, show_figures, write_page
 from benchmarks.memory import measure_memory
 from benchmarks.planning import measure_import, measure_planning
 from benchmarks.split_backward import measure as measure_split_widths
 from benchmarks.step_time import measure_compute_bound, measure_tiny
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
 
 def measure_split(scale: float) -> list[Figure]:
@@ -79,6 +81,9 @@ def main() -> int:
             save_figures(found, RESULTS / f"{name}.json")
         figures += found
     show_figures(figures, console)
+    if not asked.quick:
+        paths = [RESULTS / f"{name}.json" for name in known]
+        write_page([f for path in paths if path.exists() for f in load_figures(path)], PAGE)
     return 0 if asked.quick or all(figure.holds for figure in figures) else 1
 
 

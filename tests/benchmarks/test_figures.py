@@ -1,0 +1,45 @@
+"""Figures: verdicts, files, and the page that they are put into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figures import Figure, load_figures, save_figures, write_page
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+FAST = Figure(group="step time", name="1F1B", over="torch", value=0.5, bound=0.92, spread=0.01)
+SLOW = replace(FAST, name="ZBV", value=0.93)
+FREE = Figure(group="memory", name="M = 8", over="", value=40.0, unit="MB")
+
+
+def test_a_figure_holds_up_to_its_bound() -> None:
+    assert FAST.holds and FREE.holds and replace(FAST, value=0.92).holds
+    assert not SLOW.holds
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "figures.json"
+    save_figures([FAST, SLOW, FREE], path)
+    assert load_figures(path) == [FAST, SLOW, FREE]
+
+
+def test_a_page_gets_the_figures_and_keeps_the_rest(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    write_page([FAST], page)
+    write_page([FAST, SLOW, FREE], page)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines.count("| step time | 1F1B | torch | 0.500 | 0.010 | ≤ 0.92 |") == 1
+    assert "| step time | ZBV | torch | **0.930** (does not hold) | 0.010 | ≤ 0.92 |" in lines
+    assert "| memory | M = 8 |  | 40.000 MB |  |  |" in lines
+    assert lines[0] == "# Performance"
+
+
+def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here", encoding="utf-8")
+    with pytest.raises(ValueError, match="lacks the line"):
+        write_page([FAST], page)
