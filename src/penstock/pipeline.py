@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError, ScheduleError
-from penstock.partition.sequential import Split, cut, even_split
+from penstock.partition.sequential import Split, cut, even_split, layers_of
 from penstock.runtime.loopback import loopback
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
 from penstock.runtime.schedules import ScheduleProgram
@@ -321,15 +321,7 @@ def _infer_ranks(num_stages: int | None, virtual: int) -> int:
 
 
 def _modules(model: Model, split: Split | None, num_stages: int) -> list[nn.Module]:
-    if isinstance(model, nn.Module):
-        if not isinstance(model, nn.Sequential):
-            raise PartitionError(
-                f"a {type(model).__name__} can't be cut by itself; pass an nn.Sequential, a list "
-                "of modules, or PipelineStages"
-            )
-        layers = dict(model.named_children())
-    else:
-        layers = {str(i): m for i, m in enumerate(model) if isinstance(m, nn.Module)}
+    layers = layers_of(model)
     if split is None:
         split = even_split(len(layers), num_stages)
     return list(cut(layers, split))

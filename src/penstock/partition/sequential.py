@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from penstock.errors import PartitionError
+from penstock.partition.torch_private import has_forward_hooks
 
-__all__ = ["Chain", "Split", "cut", "even_split"]
+__all__ = ["Chain", "Split", "cut", "even_split", "layers_of"]
 
 Split: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
 
@@ -41,6 +42,44 @@ class Chain(nn.Module):
         for name in self._layers:
             value = self._modules[name](value)  # type: ignore[misc]
         return value if self._last else (value,)
+
+
+def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
+    """The layers of a sequence by name, in order; one that stands in several places, in each.
+
+    Args:
+        model: an ``nn.Sequential``, or a list of modules, which are named by their numbers.
+
+    Raises:
+        PartitionError: it is neither, or does more than to run its layers one after the other.
+
+    Example:
+        >>> relu = nn.ReLU()
+        >>> list(layers_of(nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)))
+        ['0', '1', '2', '3']
+    """
+    if not isinstance(model, nn.Module):
+        for i, layer in enumerate(model):
+            if not isinstance(layer, nn.Module):
+                raise PartitionError(
+                    f"item {i} of the list is a {type(layer).__name__}, expected modules alone; "
+                    "wrap a function in a module, and don't mix modules with PipelineStages"
+                )
+        return {str(i): layer for i, layer in enumerate(model)}
+    name = type(model).__name__
+    if not isinstance(model, nn.Sequential):
+        raise PartitionError(
+            f"a {name} can't be cut by itself; pass an nn.Sequential, a list of modules, or "
+            "PipelineStages"
+        )
+    if type(model).forward is not nn.Sequential.forward or has_forward_hooks(model):
+        raise PartitionError(
+            f"the {name} does more than to run its layers in turn (a forward of its own, or hooks "
+            "on the whole), which stages would leave out; pass its layers as a list, or "
+            "PipelineStages"
+        )
+    named = model.named_modules(remove_duplicate=False)
+    return {name: layer for name, layer in named if name and "." not in name}
 
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:
@@ -72,6 +111,8 @@ def cut(layers: Mapping[str, nn.Module], split: Split) -> list[Chain]:
         PartitionError: the split leaves layers out, names unknown ones, or has empty stages.
     """
     names = list(layers)
+    if not split:
+        raise PartitionError("the split is empty; name the layers of each stage, or count them")
     groups = _groups(names, split)
     if any(not group for group in groups):
         raise PartitionError(f"stage {groups.index([])} of the split is empty: {list(split)}")
@@ -81,7 +122,7 @@ def cut(layers: Mapping[str, nn.Module], split: Split) -> list[Chain]:
         missing = [name for name in names if name not in flat]
         raise PartitionError(
             f"the split must name every layer once and in order: unknown {unknown}, left over "
-            f"{missing}, layers are {names}"
+            f"{missing}, named {flat}, layers are {names}"
         )
     last = len(groups) - 1
     return [
@@ -91,10 +132,14 @@ def cut(layers: Mapping[str, nn.Module], split: Split) -> list[Chain]:
 
 
 def _groups(names: list[str], split: Split) -> list[list[str]]:
-    if not all(isinstance(part, int) for part in split):
-        return [[part] if isinstance(part, str) else list(part) for part in split]  # type: ignore
     counts = [part for part in split if isinstance(part, int)]
-    if sum(counts) != len(names) or min(counts, default=0) < 0:
+    if not counts:
+        return [[part] if isinstance(part, str) else list(part) for part in split]  # type: ignore
+    if len(counts) < len(split):
+        raise PartitionError(f"the split {list(split)} mixes counts with names; use either")
+    if min(counts) < 0:
+        raise PartitionError(f"the split {counts} has a negative count")
+    if sum(counts) != len(names):
         raise PartitionError(
             f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}"
         )
