@@ -7,6 +7,7 @@ The same script runs both ways: ``python train.py`` plays all ranks in this proc
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,7 @@ class Pipeline:
         split: Split | None,
     ) -> Program:
         world = self._group.size() if self._group is not None else None
+        num_stages = _num_stages(model, split)
         if isinstance(schedule, Program):
             if n_microbatches not in (None, schedule.num_microbatches):
                 raise ScheduleError(
@@ -122,13 +124,15 @@ class Pipeline:
                     f"the program given as schedule is for {schedule.num_ranks} ranks, but "
                     f"there are {world}"
                 )
+            _refuse_misfits(schedule, num_stages, ranks, virtual)
             return schedule
-        num_stages = _num_stages(model, split)
+        known = ranks if world is None else world
         if virtual is None:
-            known = world or ranks
-            whole = num_stages is not None and known is not None and num_stages % known == 0
-            virtual = num_stages // known if whole else family(schedule).default_virtual  # type: ignore
-        num_ranks = world or ranks or _infer_ranks(num_stages, virtual)
+            if num_stages is not None and known and num_stages % known == 0:
+                virtual = num_stages // known
+            else:
+                virtual = family(schedule).default_virtual
+        num_ranks = _infer_ranks(num_stages, virtual) if known is None else known
         if num_stages is not None and num_stages != num_ranks * virtual:
             raise ScheduleError(
                 f"{num_stages} stages, but {schedule} on {num_ranks} ranks with {virtual} per rank "
@@ -244,7 +248,12 @@ class Pipeline:
             yield from stage.submod.named_buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        """This process's parameters and buffers, under the plain model's names."""
+        """This process's parameters and buffers, under the plain model's names.
+
+        Raises:
+            PartitionError: stages cut by hand have a name in common.
+        """
+        self._refuse_common_names()
         state: dict[str, Any] = {}
         for stage in self.stages:
             state.update(stage.submod.state_dict())
@@ -255,10 +264,22 @@ class Pipeline:
 
         Raises:
             KeyError: a name of this process's is missing.
+            PartitionError: stages cut by hand have a name in common.
         """
+        self._refuse_common_names()
         for stage in self.stages:
             mine = {name: state_dict[name] for name in stage.submod.state_dict()}
             stage.submod.load_state_dict(mine)
+
+    def _refuse_common_names(self) -> None:
+        counts = Counter(name for stage in self.stages for name in stage.submod.state_dict())
+        common = sorted(name for name, count in counts.items() if count > 1)
+        if common:
+            raise PartitionError(
+                f"several stages have the names {common[:4]}{', …' if common[4:] else ''}, so one "
+                "state can't hold them all; save and load stage.submod of each stage, or name "
+                "their layers apart"
+            )
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -294,7 +315,11 @@ def _process_group(
 
 
 def _is_stages(model: Model) -> bool:
-    return not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model)
+    if isinstance(model, nn.Module):
+        return False
+    if not model:
+        raise PartitionError("the list of modules or stages is empty")
+    return all(isinstance(m, PipelineStage) for m in model)
 
 
 def _num_stages(model: Model, split: Split | None) -> int | None:
@@ -307,6 +332,22 @@ def _num_stages(model: Model, split: Split | None) -> int | None:
         first: Any = model[0]
         return int(first.num_stages)
     return len(model)
+
+
+def _refuse_misfits(
+    program: Program, num_stages: int | None, ranks: int | None, virtual: int | None
+) -> None:
+    """What is asked for beside a program must be what the program says."""
+    per_rank = program.num_stages / program.num_ranks
+    for what, asked, has in (
+        ("stages", num_stages, program.num_stages),
+        ("ranks", ranks, program.num_ranks),
+        ("stages per rank", virtual, int(per_rank) if per_rank.is_integer() else per_rank),
+    ):
+        if asked not in (None, has):
+            raise ScheduleError(
+                f"{asked} {what} are given, but the program given as schedule has {has}"
+            )
 
 
 def _infer_ranks(num_stages: int | None, virtual: int) -> int:

@@ -1,0 +1,310 @@
+"""The front door: what it takes, what it makes of it, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock import PartitionError, Pipeline, PipelineStage, ScheduleError, StageError
+from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
+from tests.agreement import Twins
+from tests.models import CASES, DIM, features, mlp
+
+CPU = torch.device("cpu")
+
+
+def named_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        OrderedDict(
+            embed=nn.Linear(DIM, DIM),
+            block0=nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)),
+            block1=nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()),
+            head=nn.Linear(DIM, DIM),
+        )
+    )
+
+
+def hand_cut(num: int = 2) -> list[PipelineStage]:
+    return [PipelineStage(m, i, num, CPU) for i, m in enumerate(mlp(num))]
+
+
+# --- models and splits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes"),
+    [
+        (None, [2, 2]),
+        ([1, 3], [1, 3]),
+        ([3, 1], [3, 1]),
+        ([["embed", "block0", "block1"], ["head"]], [3, 1]),
+    ],
+)
+def test_splits(split: Any, sizes: list[int]) -> None:
+    both = Twins(named_model(), F.mse_loss, split=split, ranks=2, n_microbatches=2)
+    inputs, target = features(6, 0)
+    both.step(inputs, target=target)
+    assert [len(list(s.submod.children())) for s in both.pipe.stages] == sizes
+
+
+def test_the_plain_models_names() -> None:
+    model = named_model()
+    pipe = Pipeline(model, split=[1, 1, 2], n_microbatches=2)
+    for mine, theirs in (
+        (pipe.named_parameters(), model.named_parameters()),
+        (pipe.named_buffers(), model.named_buffers()),
+    ):
+        found, expected = dict(mine), dict(theirs)
+        assert list(found) == list(expected)
+        assert all(found[name] is expected[name] for name in expected)
+    assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
+
+
+def test_layers_that_stand_in_several_places() -> None:
+    """One activation object between all layers, and one linear layer at both ends."""
+    act, linear = nn.Tanh(), nn.Linear(DIM, DIM)
+    model = nn.Sequential(linear, act, nn.Linear(DIM, DIM), act, linear, act)
+    both = Twins(
+        model,
+        F.mse_loss,
+        split=[1, 2, 2, 1],
+        n_microbatches=2,
+        # The shared layer's two stages add up apart from each other.
+        tolerance=Tolerance(relative=2e-6),
+    )
+    inputs, target = features(5, 0)
+    both.step(inputs, target=target)
+
+
+def test_a_list_of_modules_is_a_list_of_stages() -> None:
+    both = Twins(list(mlp(3)), F.mse_loss, n_microbatches=2)
+    assert both.pipe.num_ranks == len(both.pipe.stages) == 3
+    inputs, target = features(5, 0)
+    both.step(inputs, target=target)
+
+
+def test_a_list_of_layers_with_a_split() -> None:
+    both = Twins(list(mlp(5)), F.mse_loss, split=[3, 2], n_microbatches=2)
+    assert len(both.pipe.stages) == 2
+    inputs, target = features(5, 0)
+    both.step(inputs, target=target)
+
+
+def test_stages_cut_by_hand() -> None:
+    stages = hand_cut(4)
+    whole = nn.Sequential(*(s.submod for s in stages))
+    plain = copy.deepcopy(whole)
+    pipe = Pipeline(stages, loss_fn=F.mse_loss, schedule="zbv", n_microbatches=3)
+    assert (pipe.num_ranks, pipe.stages) == (2, tuple(stages))
+    inputs, target = features(6, 0)
+    loss = pipe.step(inputs, target=target)
+    expected = plain_step(plain, F.mse_loss, inputs, target=target, n_microbatches=3)
+    assert torch.equal(loss, expected.loss)
+    assert_same(snapshot(whole), snapshot(plain))
+
+
+def test_one_rank_is_a_pipeline_too() -> None:
+    both = Twins(mlp(3), F.mse_loss, ranks=1, n_microbatches=2)
+    inputs, target = features(5, 0)
+    both.step(inputs, target=target)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "told"),
+    [
+        (mlp(4), {}, ScheduleError, "pass ranks="),
+        (mlp(2), {"ranks": 3}, PartitionError, "2 layers can't make 3 stages"),
+        (mlp(4), {"split": [2, 1]}, PartitionError, "counts 3 layers, but there are 4"),
+        (mlp(4), {"split": [2, 2], "ranks": 3}, ScheduleError, "2 stages, but 1f1b on 3 ranks"),
+        (list(mlp(3)), {"ranks": 2}, ScheduleError, "3 stages, but 1f1b on 2 ranks"),
+        (mlp(6), {"split": [2, 2, 2], "schedule": "zbv"}, ScheduleError, "multiple"),
+        (mlp(4), {"ranks": 2, "virtual": 2}, ScheduleError, "virtual=2"),
+        (mlp(4), {"ranks": 2, "schedule": "1f2b"}, ScheduleError, "did you mean '1f1b'"),
+        (mlp(4), {"ranks": 0}, ScheduleError, "ranks=0"),
+        (mlp(4), {"ranks": 2, "n_microbatches": 0}, ScheduleError, "microbatches=0"),
+        (nn.Linear(2, 2), {"ranks": 1}, PartitionError, "can't be cut by itself"),
+        ([], {"ranks": 1}, PartitionError, "empty"),
+        ([nn.Tanh(), torch.tanh], {"ranks": 2}, PartitionError, "item 1"),
+        ([nn.Tanh(), hand_cut()[1]], {"ranks": 2}, PartitionError, "item 1"),
+        (hand_cut()[::-1], {}, ScheduleError, "rising order"),
+        (hand_cut()[:1], {}, ScheduleError, "missing"),
+        (hand_cut()[:1] * 2, {}, ScheduleError, "twice"),
+        ([hand_cut(2)[0], hand_cut(3)[1]], {}, ScheduleError, "disagree on num_stages"),
+    ],
+)
+def test_what_does_not_fit(model: Any, options: Any, error: Any, told: str) -> None:
+    with pytest.raises(error, match=told):
+        Pipeline(model, loss_fn=F.mse_loss, **({"n_microbatches": 2} | options))
+
+
+# --- schedules -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages"),
+    [("1f1b", 4, 4), ("gpipe", 2, 2), ("zbv", 2, 4), ("interleaved-1f1b", 2, 4)],
+)
+def test_ranks_follow_from_the_stages(schedule: str, ranks: int, stages: int) -> None:
+    pipe = Pipeline(mlp(stages), split=[1] * stages, schedule=schedule, n_microbatches=2)
+    assert (pipe.num_ranks, len(pipe.stages)) == (ranks, stages)
+    assert pipe.program.num_ranks == ranks
+
+
+def test_stages_per_rank_follow_from_ranks_and_stages() -> None:
+    pipe = Pipeline(mlp(6), split=[1] * 6, schedule="interleaved-1f1b", ranks=2, n_microbatches=2)
+    assert pipe.program.placement.stage_ranks == (0, 1, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Schedule1F1B", "schedule_1f1b", "dapple"])
+def test_schedules_by_any_of_their_names(name: str) -> None:
+    pipe = Pipeline(mlp(2), schedule=name, ranks=2, n_microbatches=2)
+    assert pipe.program.name == "1f1b"
+
+
+def test_a_program_as_schedule() -> None:
+    program = penstock.build("looped-bfs", ranks=2, microbatches=3, virtual=2)
+    both = Twins(mlp(4), F.mse_loss, schedule=program)
+    inputs, target = features(7, 0)
+    both.step(inputs, target=target)
+    assert both.pipe.program.name == "looped-bfs"
+    assert len(both.pipe.losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (mlp(4), {"n_microbatches": 4}, "n_microbatches=4.*has 3"),
+        (mlp(4), {"ranks": 3}, "3 ranks are given.*has 2"),
+        (mlp(4), {"virtual": 1}, "1 stages per rank are given.*has 2"),
+        (mlp(5), {"split": [1] * 5}, "5 stages are given.*has 4"),
+        (mlp(3), {"split": [1] * 3}, "3 stages are given.*has 4"),
+        (list(mlp(5)), {}, "5 stages are given.*has 4"),
+        (hand_cut(2), {}, "2 stages are given.*has 4"),
+    ],
+)
+def test_what_does_not_fit_a_program(model: Any, options: Any, told: str) -> None:
+    """Above all, no layer is left out because the program has fewer stages."""
+    program = penstock.build("looped-bfs", ranks=2, microbatches=3, virtual=2)
+    with pytest.raises(ScheduleError, match=told):
+        Pipeline(model, loss_fn=F.mse_loss, schedule=program, **options)
+
+
+def test_eight_microbatches_unless_told_otherwise() -> None:
+    both = Twins(mlp(2), F.mse_loss, ranks=2)
+    inputs, target = features(9, 0)
+    both.step(inputs, target=target)
+    assert len(both.pipe.losses) == 8
+
+
+# --- steps -----------------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_mean_over_the_microbatches() -> None:
+    model = mlp(2)
+    pipe = Pipeline(model, loss_fn=F.mse_loss, ranks=2, n_microbatches=3)
+    inputs, target = features(6, 0)
+    loss = pipe.step(inputs, target=target)
+    assert loss.shape == ()
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, F.mse_loss(model(inputs), target).detach())
+    assert torch.equal(loss, torch.stack(pipe.losses).mean())
+
+
+def test_a_whole_training() -> None:
+    """With any optimizer, over the pipeline's parameters: the same model in the end."""
+    both = Twins(CASES["gpt"].make(4), CASES["gpt"].loss_fn, ranks=2, n_microbatches=4)
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1)
+        for each in (both.pipe, both.plain)
+    ]
+    losses = []
+    for step in range(6):
+        for each in (both.pipe, both.plain):
+            each.zero_grad()
+        inputs, target = CASES["gpt"].batch(8, step % 2)
+        losses.append(both.step(inputs, target=target).loss)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[-1] < losses[0]
+    state, expected = both.pipe.state_dict(), both.plain.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_gradients_are_forgotten_on_demand() -> None:
+    both = Twins(mlp(2), F.mse_loss, ranks=2, n_microbatches=2)
+    inputs, target = features(4, 0)
+    both.step(inputs, target=target)
+    both.pipe.zero_grad()
+    assert all(p.grad is None for p in both.pipe.parameters())
+
+
+def test_training_and_evaluation_mode() -> None:
+    pipe = Pipeline(named_model(), ranks=2, n_microbatches=2)
+    assert pipe.train(False) is pipe
+    assert not any(m.training for s in pipe.stages for m in s.submod.modules())
+    # eval() runs the model; in which mode is the user's to say.
+    pipe.train()
+    pipe.eval(features(4, 0)[0])
+    assert all(m.training for s in pipe.stages for m in s.submod.modules())
+
+
+def test_a_failed_step_is_the_last() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ZeroDivisionError("in the user's own code")
+
+    pipe = Pipeline([*mlp(1), Fails()], loss_fn=F.mse_loss, n_microbatches=2)
+    inputs, target = features(4, 0)
+    with pytest.raises(StageError, match="in the user's own code") as caught:
+        pipe.step(inputs, target=target)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert (caught.value.rank, caught.value.stage, caught.value.microbatch) == (1, 1, 0)
+    with pytest.raises(penstock.PeerError, match="an earlier step failed"):
+        pipe.eval(inputs)
+
+
+# --- state -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 3), ("zbv", 1), ("looped-bfs", 2)])
+def test_state_goes_both_ways(schedule: str, ranks: int) -> None:
+    """From the plain model into a pipeline and back, whatever the cut."""
+    plain = named_model()
+    with torch.no_grad():
+        for i, (_, value) in enumerate(plain.state_dict().items()):
+            value.fill_(i)
+    torch.manual_seed(1)
+    pipe = Pipeline(copy.deepcopy(named_model()), schedule=schedule, ranks=ranks, n_microbatches=2)
+    pipe.load_state_dict(plain.state_dict())
+    state = pipe.state_dict()
+    assert list(state) == list(plain.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    again = named_model()
+    again.load_state_dict(state)
+
+
+def test_state_that_is_not_there() -> None:
+    pipe = Pipeline(named_model(), ranks=2, n_microbatches=2)
+    state = pipe.state_dict()
+    del state["head.bias"]
+    with pytest.raises(KeyError, match=r"head\.bias"):
+        pipe.load_state_dict(state)
+
+
+def test_stages_with_names_in_common_have_no_common_state() -> None:
+    """One would overwrite the other, in a checkpoint above all."""
+    pipe = Pipeline(hand_cut(), n_microbatches=2)
+    with pytest.raises(PartitionError, match=r"'0\.bias', '0\.weight'"):
+        pipe.state_dict()
+    with pytest.raises(PartitionError, match="names"):
+        pipe.load_state_dict({"0.weight": torch.ones(DIM, DIM), "0.bias": torch.ones(DIM)})
+    assert len(list(pipe.parameters())) == 4
