@@ -375,6 +375,22 @@ def test_a_stage_that_changes_its_output_in_place(schedule: str) -> None:
 
 
 @SCHEDULES
+def test_a_stage_that_begins_with_an_operation_in_place(schedule: str) -> None:
+    """Such as a model cut between a convolution and its ``ReLU(inplace=True)``."""
+
+    def stage() -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+
+    both = made(
+        nn.Sequential(nn.Linear(DIM, DIM), *(stage() for _ in range(3))), F.mse_loss, schedule
+    )
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+        both.eval(inputs)
+
+
+@SCHEDULES
 def test_two_pipelines_over_the_same_modules(schedule: str) -> None:
     """Nothing of a pipeline is kept in the modules."""
     model = mlp(4)
