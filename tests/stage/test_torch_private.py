@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from penstock.stage import torch_private
 from penstock.stage.torch_private import (
-    accumulate_into_leaves,
+    run_backward,
     autocast_enabled,
     deferrable_now,
     observe_at_node,
@@ -60,7 +60,7 @@ def test_accumulating_runs_every_hook() -> None:
     leaf.register_hook(lambda grad: grad * 2)
     leaf.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
     for _ in range(2):
-        accumulate_into_leaves((leaf,), (torch.ones(2, dtype=torch.float64),))
+        run_backward((leaf,), (torch.ones(2, dtype=torch.float64),))
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, torch.full((2,), 4.0))
     assert seen == ["accumulated"] * 2

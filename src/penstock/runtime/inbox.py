@@ -15,29 +15,32 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.transport import Receipt, Transport
+from penstock.stage.slots import Slot
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["Arrival", "Inbox"]
 
-# What will come, if known; if not, called again with the peer's note.
-Expect: TypeAlias = Callable[[bytes | None], Sequence[TensorMeta] | None]
+# For a microbatch's slot, what will come, if known; if not, asked again with the peer's note.
+Expect: TypeAlias = Callable[[Slot, bytes | None], Sequence[TensorMeta] | None]
 
 
 class Arrival:
-    """A message that is on its way, or will be."""
+    """A message whose receive can't be posted yet."""
 
-    __slots__ = ("_expect", "_inbox", "_receipt")
+    __slots__ = ("_expect", "_inbox", "_receipt", "_slot")
 
-    def __init__(self, inbox: Inbox, expect: Expect, receipt: Receipt | None) -> None:
+    def __init__(self, inbox: Inbox, expect: Expect, slot: Slot) -> None:
         self._inbox = inbox
         self._expect = expect
-        self._receipt = receipt
+        self._slot = slot
+        self._receipt: Receipt | None = None
 
     def post(self) -> None:
         """Post the receive, reading the peer's note first where that is needed."""
-        metas = self._expect(None)
+        metas = self._expect(self._slot, None)
         if metas is None:
-            metas = self._expect(self._inbox.transport.receive_note(self._inbox.peer))
+            note = self._inbox.transport.receive_note(self._inbox.peer)
+            metas = self._expect(self._slot, note)
         assert metas is not None
         self._receipt = self._inbox.receive(metas)
 
@@ -63,12 +66,12 @@ class Inbox:
         self._device = device
         self._waiting: deque[Arrival] = deque()
 
-    def expect(self, expect: Expect) -> Arrival:
+    def expect(self, expect: Expect, slot: Slot) -> Receipt:
         """Announce the next message: its receive is posted now if that is possible."""
-        metas = None if self._waiting else expect(None)
+        metas = None if self._waiting else expect(slot, None)
         if metas is not None:
-            return Arrival(self, expect, self.receive(metas))
-        arrival = Arrival(self, expect, None)
+            return self.transport.receive(self.peer, metas, self._device)
+        arrival = Arrival(self, expect, slot)
         self._waiting.append(arrival)
         return arrival
 

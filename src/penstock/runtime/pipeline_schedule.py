@@ -253,7 +253,9 @@ def check_indices(stages: Sequence[PipelineStage]) -> None:
 
 def _transports(stages: Sequence[PipelineStage], timeout_s: float) -> list[Transport]:
     if isinstance(stages, PipelineStage):
-        raise ScheduleError("a PipelineStage was given alone, expected a list of this rank's stages")
+        raise ScheduleError(
+            "a PipelineStage was given alone, expected a list of this rank's stages"
+        )
     if not stages:
         raise ScheduleError("a rank was given no stage")
     for stage in stages:

@@ -98,9 +98,11 @@ class Player:
         self._inboxes = inboxes
         self._deferred = deferred
         self.replicas: Replicas | None = None
-        # The neighbours: players on this rank, or peers.
-        self._before: Player | int | None = None
-        self._after: Player | int | None = None
+        # Each neighbour is a player on this rank, or a peer with its inbox, or neither.
+        self._before: Player | None = None
+        self._after: Player | None = None
+        self._before_peer: Inbox | None = None
+        self._after_peer: Inbox | None = None
         # By shape id: what comes in, what goes out, and which gradients come back.
         self._in_specs: dict[int, BoundarySpec] = {}
         self._out_specs: dict[int, BoundarySpec] = {}
@@ -110,8 +112,14 @@ class Player:
 
     def connect(self, before: Player | int | None, after: Player | int | None) -> None:
         """Set the neighbours: a player on this rank, a peer's rank, or none."""
-        self._before = before
-        self._after = after
+        if isinstance(before, int):
+            self._before_peer = self._inboxes[before]
+        else:
+            self._before = before
+        if isinstance(after, int):
+            self._after_peer = self._inboxes[after]
+        else:
+            self._after = after
 
     def rest(self) -> None:
         """The step is over: let go of its batch."""
@@ -130,7 +138,7 @@ class Player:
         slot = self.slots[action.microbatch]
         match action.op:
             case Op.FORWARD:
-                wait = self._wait_input if isinstance(self._before, int) else None
+                wait = self._wait_input if self._before_peer is not None else None
                 return self._calls(action, wait, self._forward, slot)
             case Op.FULL_BACKWARD:
                 return self._calls(action, self._grad_wait, self._backward, slot)
@@ -153,7 +161,7 @@ class Player:
 
     @property
     def _grad_wait(self) -> Callable[[Slot], None] | None:
-        return self._wait_grads if isinstance(self._after, int) else None
+        return self._wait_grads if self._after_peer is not None else None
 
     def _calls(
         self,
@@ -195,9 +203,8 @@ class Player:
     # --- forward -----------------------------------------------------------------------------
 
     def _expect_input(self, slot: Slot) -> None:
-        assert isinstance(self._before, int)
-        inbox = self._inboxes[self._before]
-        slot.arrival = inbox.expect(partial(self._input_metas, slot))
+        assert self._before_peer is not None
+        slot.arrival = self._before_peer.expect(self._input_metas, slot)
 
     def _input_metas(self, slot: Slot, note: bytes | None) -> Sequence[TensorMeta] | None:
         shape_id = self.batch.shape_ids[slot.microbatch]
@@ -240,10 +247,10 @@ class Player:
         if spec is None or self._role.dynamic_shapes:
             spec = self._out_specs[shape_id] = describe(output)
             spec.check_static(self.stage.static_outputs, "output")
-            if isinstance(self._after, int):
+            if self._after is None:
                 slot.note = spec.encode()
         self.stage.leave(slot, output, spec)
-        if isinstance(self._after, Player):
+        if self._after is not None:
             self._after.accept(slot.microbatch, slot.outgoing, spec)
             slot.outgoing = None
 
@@ -254,13 +261,12 @@ class Player:
         slot.in_spec = spec
 
     def _send_forward(self, slot: Slot) -> None:
-        assert isinstance(self._after, int)
-        assert slot.outgoing is not None
+        peer = self._after_peer
+        assert peer is not None and slot.outgoing is not None and slot.spec is not None
         if slot.note is not None:
-            self._transport.send_note(self._after, slot.note)
+            self._transport.send_note(peer.peer, slot.note)
             slot.note = None
-        assert slot.spec is not None
-        self._transport.send(self._after, slot.spec.pack(slot.outgoing))
+        self._transport.send(peer.peer, slot.spec.pack(slot.outgoing))
         slot.outgoing = None
 
     # --- loss --------------------------------------------------------------------------------
@@ -304,9 +310,8 @@ class Player:
     # --- backward ----------------------------------------------------------------------------
 
     def _expect_grads(self, slot: Slot) -> None:
-        assert isinstance(self._after, int)
-        inbox = self._inboxes[self._after]
-        slot.grad_arrival = inbox.expect(partial(self._grad_metas, slot))
+        assert self._after_peer is not None
+        slot.grad_arrival = self._after_peer.expect(self._grad_metas, slot)
 
     def _grad_metas(self, slot: Slot, note: bytes | None) -> Sequence[TensorMeta] | None:
         shape_id = self.batch.shape_ids[slot.microbatch]
@@ -341,23 +346,22 @@ class Player:
         self._pass_back(slot)
 
     def _pass_back(self, slot: Slot) -> None:
-        if self._before is None:
+        if self._is_first:
             slot.outgoing_grads = None
-        elif isinstance(self._before, Player):
+        elif self._before is not None:
             self._before.slots[slot.microbatch].grad_arrival = slot.outgoing_grads
             slot.outgoing_grads = None
 
     def _send_backward(self, slot: Slot) -> None:
-        assert isinstance(self._before, int)
-        grads = slot.outgoing_grads
-        assert grads is not None
+        peer, grads = self._before_peer, slot.outgoing_grads
+        assert peer is not None and grads is not None
         slot.outgoing_grads = None
         shape_id = self.batch.shape_ids[slot.microbatch]
         present = self._grads_out.get(shape_id)
         if present is None or self._role.dynamic_shapes:
             present = self._grads_out[shape_id] = tuple(g is not None for g in grads)
-            self._transport.send_note(self._before, bytes(present))
-        self._transport.send(self._before, self._present_grads(slot, grads, present))
+            self._transport.send_note(peer.peer, bytes(present))
+        self._transport.send(peer.peer, self._present_grads(slot, grads, present))
 
     def _present_grads(
         self, slot: Slot, grads: Sequence[Tensor | None], present: tuple[bool, ...]

@@ -38,7 +38,7 @@ from penstock.stage.reverse_graph import (
     meeting_points,
     reverse_closure,
 )
-from penstock.stage.torch_private import accumulate_into_leaves
+from penstock.stage.torch_private import run_backward
 
 __all__ = [
     "construct_reverse_graph",
@@ -364,7 +364,7 @@ def stage_backward_weight(
             for key in ("intermediates", "grads", "wanted", "early", "roots"):
                 group.pop(key, None)  # the hooks and the nodes refer to each other
     if sums:
-        accumulate_into_leaves(tuple(owners[node] for node in sums), tuple(sums.values()))
+        run_backward(tuple(owners[node] for node in sums), tuple(sums.values()))
     return tuple(weight.grad for weight in weights)
 
 

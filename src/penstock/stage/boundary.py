@@ -225,7 +225,7 @@ def _mismatch(slot: int, expected: TensorMeta | Plain, got: Any) -> BoundaryErro
 
 
 def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
-    """The spec of what the user says will cross; floating tensors take gradients unless told not to.
+    """The spec of what the user says will cross; by default floating tensors take gradients.
 
     Args:
         values: example tensors, or None where nothing is said.

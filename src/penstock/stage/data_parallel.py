@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
 from penstock.stage import replica_private
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["Replicas", "replicas_of"]
 
@@ -124,6 +126,8 @@ class _Fsdp(Replicas):
 
 
 def _each(root: FSDPModule, act: Callable[[FSDPModule], object]) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
     assert isinstance(root, nn.Module)
     for module in root.modules():
         if isinstance(module, FSDPModule):

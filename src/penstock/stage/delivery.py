@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from penstock.errors import StageError
 from penstock.stage.deferred_ledger import Record
 from penstock.stage.deferred_rules import Expression, Weight
-from penstock.stage.torch_private import accumulate_into_leaves
+from penstock.stage.torch_private import run_backward
 
 __all__ = ["deliver"]
 
@@ -152,7 +152,7 @@ def hand_over(parameters: list[Parameter], totals: list[Tensor]) -> None:
             root = Handover.apply(totals, *parameters)  # type: ignore[no-untyped-call]
         torch.autograd.backward((root,), (root.detach(),))
     else:
-        accumulate_into_leaves(tuple(parameters), tuple(totals))
+        run_backward(tuple(parameters), tuple(totals))
     parameters.clear()
     totals.clear()
 

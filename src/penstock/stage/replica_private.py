@@ -5,11 +5,14 @@ Seen to work on torch 2.13.0 (``tests/stage/test_data_parallel.py`` says so agai
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["ddp_has_comm_hook", "fsdp_finish_backward", "fsdp_roots"]
 
@@ -32,9 +35,13 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
 def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
     """The outermost sharded modules within ``module``, itself included."""
     found: list[FSDPModule] = []
+    # Its import takes a second or more. Who has sharded a module has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return found
 
     def visit(child: nn.Module) -> None:
-        if isinstance(child, FSDPModule):
+        if isinstance(child, fsdp.FSDPModule):
             found.append(child)
             return
         for grandchild in child.children():

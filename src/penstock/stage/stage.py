@@ -17,6 +17,7 @@ from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.deferred import DeferredWeights, find_leaks
 from penstock.stage.slots import Slot
+from penstock.stage.torch_private import run_backward
 from penstock.stage.trees import flatten
 from penstock.stage.writable import writable, writes_in_place
 
@@ -57,6 +58,8 @@ class Stage:
         self.num_stages = num_stages
         self.device = torch.device(device)
         self.dw_builder = dw_builder
+        on_cpu = self.device.type == "cpu"
+        self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
         # What crosses its boundaries, where the user has said so in advance.
         self.static_inputs: BoundarySpec | None = None
         self.static_outputs: BoundarySpec | None = None
@@ -185,7 +188,7 @@ class Stage:
             kept = [(r, g) for r, g in pairs if r is not None and g is not None]
             roots, grads = [r for r, _ in kept], [g for _, g in kept]
         if roots:
-            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+            self._backward_from(roots, grads)
         leaves = slot.leaves
         slot.leaves = ()
         slot.outgoing_grads = [leaf.grad for leaf in leaves]

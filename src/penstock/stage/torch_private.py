@@ -7,20 +7,21 @@ This module does not know what the hooks and functions are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 
 __all__ = [
     "TESTED_TORCH_VERSIONS",
-    "accumulate_into_leaves",
     "autocast_enabled",
     "deferrable_now",
     "observe_grad",
+    "run_backward",
     "saved_tensor_hooks_active",
     "without_override_check",
 ]
@@ -35,6 +36,28 @@ top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 grad_enabled = torch._C.is_grad_enabled
 engine = torch.autograd.Variable._execution_engine
 interpreters = torch._C._functorch.peek_interpreter_stack
+
+
+def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward(roots, grads)``, without what it costs before the engine starts.
+
+    What it checks in Python (shapes, symbolic ones among them), the engine checks again. On other
+    devices than the CPU the engine has threads of its own, which torch hands more context to:
+    call torch's there.
+
+    Args:
+        roots: where to start, on the CPU.
+        grads: the gradient of each.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> run_backward([x * 3], [torch.ones(2)])
+        >>> x.grad
+        tensor([3., 3.])
+    """
+    engine.run_backward(
+        tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def saved_tensor_hooks_active() -> bool:
@@ -78,22 +101,6 @@ class ObserverLast(dict[Any, Callable[..., Any]]):
         observer = self.pop("observer")
         super().__setitem__(key, hook)
         super().__setitem__("observer", observer)
-
-
-def accumulate_into_leaves(leaves: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-    """``torch.autograd.backward(leaves, grads)`` without the checks, which cost more than it.
-
-    Args:
-        leaves: leaves that require gradients.
-        grads: a gradient for each, of its shape.
-
-    Example:
-        >>> leaf = torch.zeros(2, requires_grad=True)
-        >>> accumulate_into_leaves((leaf,), (torch.ones(2),))
-        >>> leaf.grad
-        tensor([1., 1.])
-    """
-    engine.run_backward(leaves, grads, False, False, (), True, True)
 
 
 def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
