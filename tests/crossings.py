@@ -217,6 +217,11 @@ CROSSINGS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = 
     "scalars": (lambda h: (h, h.mean(), torch.tensor(3)), take_scalars),
     "twice the same": (lambda h: (h, h, [h]), take_twice),
     "partly detached": (lambda h: (h.detach(), h), take_partly_detached),
+    # More than fits into one message of the control plane.
+    "much": (
+        lambda h: ({f"key {i}": h.detach() * i for i in range(90)}, h, "x" * 9000),
+        lambda v: v[0]["key 89"] * v[1] if v[2] == "x" * 9000 else 1 / 0,
+    ),
     "unused": (lambda h: (h, h * 2), take_only_first),
     "topk": (lambda h: torch.topk(h, 2), take_topk),
 }
