@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import StageError
 
@@ -62,8 +61,10 @@ def clip_grad_norm_(
     mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in mine if p.grad is not None]
     total = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-    if isinstance(total, DTensor):
-        total = total.full_tensor()
+    # Of sharded gradients (DTensor, whose import takes a second) the norm is sharded too.
+    full_tensor = getattr(total, "full_tensor", None)
+    if full_tensor is not None:
+        total = full_tensor()
     if dist.is_available() and dist.is_initialized():
         total = _over_ranks(total, norm_type, group, _device(mine))
     if error_if_nonfinite and not torch.isfinite(total):
