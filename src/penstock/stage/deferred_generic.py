@@ -84,6 +84,15 @@ LOOKUPS = frozenset(
     }
 )
 
+# Constants that scale or shift a weight itself, as a pruning mask does, leave it a weight.
+ELEMENTWISE = frozenset(
+    {
+        *(torch.add, torch.sub, torch.mul, torch.div),
+        *(Tensor.add, Tensor.sub, Tensor.mul, Tensor.div),
+        *(Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__mul__, Tensor.__rmul__),
+    }
+)
+
 TWINS: dict[Func, Func | None] = {}
 
 
@@ -146,7 +155,7 @@ def intercept_any(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
         # Whatever shares memory with the changed weight may depend on activations now.
         ledger.expressions.clear()
         return result
-    if not others or (func in LOOKUPS and not any(t.is_floating_point() for t in others)):
+    if not others or weights_only(func, args, weights[0], others):
         if saved_tensor_hooks_active() and func not in VIEWS:
             return substitute(mode, func, args, kwargs)
         result = run(func, args, kwargs)
@@ -157,6 +166,16 @@ def intercept_any(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
         with mode:
             return twin(*args, **kwargs)
     return substitute(mode, func, args, kwargs)
+
+
+def weights_only(func: Func, args: Args, weight: Weight, others: list[Tensor]) -> bool:
+    """Whether the result depends on the weights and constants of theirs alone."""
+    if func in LOOKUPS:
+        return not any(t.is_floating_point() or t.is_complex() for t in others)
+    if func not in ELEMENTWISE or others[0].requires_grad or others[0].dim() > len(weight.shape):
+        return False
+    sizes = zip(reversed(others[0].shape), reversed(weight.shape), strict=False)
+    return all(size in (1, wanted) for size, wanted in sizes)
 
 
 def changes_in_place(func: Func, kwargs: Kwargs) -> bool:

@@ -16,29 +16,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from penstock.stage.deferred_convs import CONVS, conv
 from penstock.stage.deferred_generic import Interception, intercept_any, run, twin_of
-from penstock.stage.deferred_ledger import Ledger, refuse
-from penstock.stage.deferred_norms import embedding, group_norm, layer_norm, rms_norm
+from penstock.stage.deferred_ledger import refuse
+from penstock.stage.deferred_norms import NORMS, embedding, norm
 from penstock.stage.deferred_rules import (
-    Rule,
-    add_grads,
     batched_matmul_grads,
     einsum_grads,
     left_matmul_grads,
     linear_grads,
     matmul_grads,
-    mul_grads,
-    sub_grads,
 )
 from penstock.stage.torch_private import (
     autocast_enabled,
     deferrable_now,
     observe_at_node,
     observed,
-    saved_tensor_hooks_active,
 )
 
 __all__ = ["HANDLERS", "PASS"]
@@ -100,7 +94,7 @@ def linear(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
         copied = x.reshape(-1, x.shape[-1])
         y = ledger.tap(func(copied, detached), linear_grads, (w_ref,), copied, row_major)
         y = y.view(*x.shape[:-1], w.shape[0])
-        return y if b is None else sums(mode, torch.add, (y, b), {})
+        return y if b is None else intercept_any(mode, torch.add, (y, b), {})
     if b_ref is None:
         return ledger.tap(func(x, detached), linear_grads, (w_ref,), x, row_major)
     y = func(x, detached, b.detach())  # type: ignore[union-attr]
@@ -210,66 +204,6 @@ def broadcast_free(terms: list[str], args: Args) -> bool:
     return True
 
 
-def elementwise(rule_left: Rule | None, rule_right: Rule, *, saves: bool) -> Handler:
-    """The handler of a sum, difference or product in which either operand may be a weight."""
-
-    def handler(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs or len(args) != 2:
-            return intercept_any(mode, func, args, kwargs)
-        left, right = args
-        known = mode.ledger.expressions
-        if (
-            type(left) is not Parameter
-            and type(right) is not Parameter
-            and not (known and (id(left) in known or id(right) in known))
-        ):
-            return func(left, right)
-        return weighted(mode, func, left, right, rule_left, rule_right, saves)
-
-    return handler
-
-
-def weighted(
-    mode: Interception,
-    func: Func,
-    left: Any,
-    right: Any,
-    rule_left: Rule | None,
-    rule_right: Rule,
-    saves: bool,
-) -> Any:
-    """An elementwise operation of a weight and an activation, or the general way."""
-    ledger = mode.ledger
-    l_ref, r_ref = ledger.weight(left), ledger.weight(right)
-    rule, weight, w, x = (
-        (rule_left, l_ref, left, right) if r_ref is None else (rule_right, r_ref, right, left)
-    )
-    if (
-        weight is None
-        or (l_ref is not None and r_ref is not None)
-        or rule is None
-        or (rule_left is None and x._is_view())  # in place: the base gets another history
-        or not plain_activation(x)
-        or not plain_activation(w.detach())
-        or not deferrable_now()
-    ):
-        return intercept_any(mode, func, (left, right), {})
-    if not x.requires_grad and is_constant_of(ledger, x, w):
-        result = func(left, right)
-        ledger.express(result, [weight])
-        return result
-    y = func(left, right.detach()) if r_ref is not None else func(left.detach(), right)
-    return ledger.tap(y, rule, (weight,), x if saves else None)
-
-
-def is_constant_of(ledger: Ledger, x: Tensor, w: Tensor) -> bool:
-    """Whether ``x`` scales or shifts the weight itself, as a pruning mask does."""
-    if x.dim() > w.dim() or saved_tensor_hooks_active():
-        return False
-    sizes = zip(reversed(x.shape), reversed(w.shape), strict=False)
-    return all(size in (1, wanted) for size, wanted in sizes)
-
-
 def differentiate(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad`` inside a forward: right where nothing is kept of it."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
@@ -322,10 +256,6 @@ def getters() -> dict[Func, Handler]:
     return facts | {getattr(Tensor, name): PASS for name in METHODS}
 
 
-sums = elementwise(add_grads, add_grads, saves=False)
-differences = elementwise(add_grads, sub_grads, saves=False)
-products = elementwise(mul_grads, mul_grads, saves=True)
-
 HANDLERS: dict[Func, Handler] = {
     **getters(),
     F.linear: linear,
@@ -333,17 +263,9 @@ HANDLERS: dict[Func, Handler] = {
     **dict.fromkeys((torch.mm, Tensor.mm, torch.bmm, Tensor.bmm), matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), addmm),
     torch.einsum: einsum,
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), sums),
-    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), differences),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), products),
-    # In place the left operand is the result: only the right one can be a weight.
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), elementwise(None, add_grads, saves=False)),
-    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), elementwise(None, sub_grads, saves=False)),
     **dict.fromkeys(CONVS, conv),
+    **dict.fromkeys(NORMS, norm),
     F.embedding: embedding,
-    F.layer_norm: layer_norm,
-    F.group_norm: group_norm,
-    F.rms_norm: rms_norm,
     torch.autograd.grad: differentiate,
     torch.autograd.backward: backward,
     Tensor.backward: backward,

@@ -23,24 +23,17 @@ __all__ = [
     "Expression",
     "Rule",
     "Weight",
-    "add_grads",
     "batched_matmul_grads",
     "conv_grads",
     "einsum_grads",
     "embedding_grads",
-    "fused_rms_norm_grads",
-    "group_norm_grads",
-    "layer_norm_grads",
     "left_matmul_grads",
     "linear_grads",
     "matmul_grads",
-    "mul_grads",
     "proxy_grads",
-    "sub_grads",
 ]
 
 aten = torch.ops.aten
-layer_norm_backward = aten.native_layer_norm_backward.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,45 +154,6 @@ def embedding_grads(
     """Rows looked up by ``saved``; ``extra`` is padding index, scale by frequency."""
     rows_total = weights[0].shape[0]
     return (aten.embedding_dense_backward.default(grad, saved, rows_total, *extra),)
-
-
-def layer_norm_grads(saved: Tensor, extra: Any, weights: Weights, grad: Tensor) -> Grads:
-    """``extra``: normalized shape, mean, rstd, weight, bias, whether bias wants a gradient."""
-    shape, mean, rstd, weight, bias, both = extra
-    _, w_grad, b_grad = layer_norm_backward(
-        grad, saved, shape, mean, rstd, weight, bias, (False, True, both)
-    )
-    return (w_grad, b_grad) if both else (w_grad,)
-
-
-def group_norm_grads(saved: Tensor, extra: Any, weights: Weights, grad: Tensor) -> Grads:
-    """``extra``: mean, rstd, weight, sizes (N, C, rest), groups, whether bias wants a gradient."""
-    mean, rstd, weight, sizes, groups, both = extra
-    _, w_grad, b_grad = aten.native_group_norm_backward.default(
-        grad.contiguous(), saved, mean, rstd, weight, *sizes, groups, [False, True, both]
-    )
-    return (w_grad, b_grad) if both else (w_grad,)
-
-
-def fused_rms_norm_grads(saved: Tensor, extra: Any, weights: Weights, grad: Tensor) -> Grads:
-    """``extra``: normalized shape, reciprocal of the root mean square, weight."""
-    _, w_grad = aten._fused_rms_norm_backward.default(grad, saved, *extra, [False, True])
-    return (w_grad,)
-
-
-def add_grads(_: None, __: None, weights: Weights, grad: Tensor) -> Grads:
-    """``x + w``."""
-    return (reduce_to(grad, weights[0].shape),)
-
-
-def sub_grads(_: None, __: None, weights: Weights, grad: Tensor) -> Grads:
-    """``x - w``."""
-    return (reduce_to(-grad, weights[0].shape),)
-
-
-def mul_grads(saved: Tensor, _: None, weights: Weights, grad: Tensor) -> Grads:
-    """``x * w``."""
-    return ((grad * saved).sum_to_size(weights[0].shape),)
 
 
 def proxy_grads(saved: Tensor, _: None, weights: Weights, grad: Tensor) -> Grads:

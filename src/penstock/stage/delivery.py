@@ -2,8 +2,8 @@
 
     records ──rules──► sums per weight ──► AccumulateGrad, and all that is hooked on it
 
-A weight is handed over once, when its last contribution is in, and together with others until
-they fill a megabyte: the gradients of a large stage never exist all at once beside the ones that
+A weight is handed over once, when its last contribution is in, together with others until they
+fill about a megabyte: the gradients of a large stage never exist all at once beside the ones that
 they are added to. Weights that are computed from parameters go last, with these parameters, in
 one backward pass. This module knows no operation and no formula.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,18 +27,20 @@ from penstock.stage.torch_private import run_backward
 
 __all__ = ["deliver"]
 
+requires_grad = attrgetter("requires_grad")
+
 # Where a batch of gradients is larger than the allocator keeps at hand, its pages are fetched from
-# the system anew in every W: at 32 MiB a W of width 512 takes a sixth longer than at 1 MiB.
-BATCH_BYTES = 1 << 20
+# the system anew in every W: with 32 MiB, a W of width 512 takes a sixth longer than with 1 MiB.
+BATCH_NUMBERS = 1 << 18
 
 
-def deliver(records: list[Record], *, batch_bytes: int = BATCH_BYTES) -> None:
+def deliver(records: list[Record], *, batch_numbers: int = BATCH_NUMBERS) -> None:
     """Compute all weight gradients and accumulate them into the parameters' ``.grad``.
 
     Args:
         records: the records of one microbatch, latest operation first; emptied, so that what they
             hold is freed as it is used.
-        batch_bytes: how many bytes of gradients may be held back.
+        batch_numbers: how many elements of gradients may be held back.
 
     Raises:
         StageError: a tensor that a weight gradient needs was changed in place since the forward.
@@ -46,31 +49,31 @@ def deliver(records: list[Record], *, batch_bytes: int = BATCH_BYTES) -> None:
     records.reverse()
     with torch.no_grad():
         if len(set(map(id, weights))) == len(weights) and Expression not in map(type, weights):
-            deliver_singly(records, batch_bytes)
+            deliver_singly(records, batch_numbers)
         else:
-            deliver_summed(records, weights, batch_bytes)
+            deliver_summed(records, weights, batch_numbers)
 
 
-def deliver_singly(records: list[Record], batch_bytes: int) -> None:
+def deliver_singly(records: list[Record], batch_numbers: int) -> None:
     """The usual case, quickly: parameters that take part once, as themselves."""
     parameters: list[Any] = []
     totals: list[Tensor] = []
-    held_bytes = 0
+    held = 0
     while records:
         weights, parts = contribution(records.pop())
         if not parts:
             continue
         parameters += weights
         totals += parts
-        held_bytes += parts[0].nbytes if parts[0].layout is torch.strided else batch_bytes
+        held += parts[0].numel()  # a bias beside it is no more
         del parts
-        if held_bytes > batch_bytes:
+        if held > batch_numbers:
             hand_over(parameters, totals)
-            held_bytes = 0
+            held = 0
     hand_over(parameters, totals)
 
 
-def deliver_summed(records: list[Record], weights: list[Weight], batch_bytes: int) -> None:
+def deliver_summed(records: list[Record], weights: list[Weight], batch_numbers: int) -> None:
     """The general case: parameters used several times, and expressions of parameters."""
     due = Counter(map(id, weights))
     tangled: set[int] = set()
@@ -82,7 +85,7 @@ def deliver_summed(records: list[Record], weights: list[Weight], batch_bytes: in
     totals: list[Tensor] = []
     roots: list[Any] = []
     root_totals: list[Tensor] = []
-    held_bytes = 0
+    held = 0
     while records:
         used, parts = contribution(records.pop())
         for weight, part in zip(used, parts, strict=False):  # parts may be none at all
@@ -100,10 +103,10 @@ def deliver_summed(records: list[Record], weights: list[Weight], batch_bytes: in
             else:
                 parameters.append(weight)
                 totals.append(sums.pop(key))
-                held_bytes += weight.nbytes  # type: ignore[union-attr]
-        if held_bytes > batch_bytes:
+                held += totals[-1].numel()
+        if held > batch_numbers:
             hand_over(parameters, totals)
-            held_bytes = 0
+            held = 0
     hand_over(parameters, totals)
     hand_through(roots, root_totals)
 
@@ -140,7 +143,7 @@ def raise_changed(saved: Tensor, version: int, owners: Sequence[Weight]) -> None
 
 def hand_over(parameters: list[Parameter], totals: list[Tensor]) -> None:
     """Accumulate into parameters that take part as themselves alone; both lists are emptied."""
-    if not all(parameter.requires_grad for parameter in parameters):  # frozen since the forward
+    if not all(map(requires_grad, parameters)):  # frozen since the forward
         live = [pair for pair in zip(parameters, totals, strict=True) if pair[0].requires_grad]
         parameters[:] = [parameter for parameter, _ in live]
         totals[:] = [total for _, total in live]
