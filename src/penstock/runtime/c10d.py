@@ -130,9 +130,6 @@ class C10dTransport:
         held = self._held[peer]
         group = self._up if peer > self.rank else self._down
         for tensor in tensors:
-            if tensor.is_conj() or tensor.is_neg():
-                # What travels is the memory: a view that is only marked must be written out.
-                tensor = tensor.resolve_conj().resolve_neg()
             try:
                 work = group.send([tensor], peer, DATA_TAG)
             except RuntimeError:
