@@ -30,6 +30,7 @@ from penstock.stage.deferred_generic import intercept_any, may_hold_weight
 from penstock.stage.deferred_ledger import CannotDeferError, Ledger
 from penstock.stage.deferred_ops import HANDLERS, PASS
 from penstock.stage.delivery import deliver
+from penstock.stage.torch_private import pop_mode, push_mode
 
 __all__ = ["CannotDeferError", "DeferredWeights", "find_leaks"]
 
@@ -92,7 +93,7 @@ class DeferredWeights(TorchFunctionMode):
             self.differentiated = True
             self.ledger.forget_strays()
         self.depth += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
+        push_mode(self)
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -102,7 +103,7 @@ class DeferredWeights(TorchFunctionMode):
             # Derived weights are known by identity, and only while nobody else can be given
             # their identity: within one forward.
             self.ledger.expressions.clear()
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        pop_mode()
 
     def accumulate(self) -> None:
         """W: accumulate all weight gradients of this microbatch, and hold nothing any more.

@@ -134,8 +134,8 @@ class Ledger:
         return proxy
 
     def take(self) -> list[Record]:
-        """All records that a gradient has reached, latest operation first; the ledger is empty."""
-        records = [record for record in reversed(self.records) if record and record[5]]
+        """All records that a gradient has reached; the ledger is empty."""
+        records = [record for record in self.records if record and record[5]]
         self.records = []
         self.proxies.clear()
         self.expressions.clear()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,13 +20,11 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import Parameter
 
 from penstock.errors import StageError
-from penstock.stage.deferred_ledger import Record
+from penstock.stage.deferred_ledger import Record, refuse
 from penstock.stage.deferred_rules import Expression, Weight
 from penstock.stage.torch_private import run_backward
 
 __all__ = ["deliver"]
-
-requires_grad = attrgetter("requires_grad")
 
 # Where a batch of gradients is larger than the allocator keeps at hand, its pages are fetched from
 # the system anew in every W: with 32 MiB, a W of width 512 takes a sixth longer than with 1 MiB.
@@ -38,20 +35,18 @@ def deliver(records: list[Record], *, batch_numbers: int = BATCH_NUMBERS) -> Non
     """Compute all weight gradients and accumulate them into the parameters' ``.grad``.
 
     Args:
-        records: the records of one microbatch, latest operation first; emptied, so that what they
-            hold is freed as it is used.
+        records: the records of one microbatch in the order of its forward; emptied from the end,
+            so that what they hold is freed as it is used.
         batch_numbers: how many elements of gradients may be held back.
 
     Raises:
         StageError: a tensor that a weight gradient needs was changed in place since the forward.
     """
     weights = [weight for record in records for weight in record[1]]
-    records.reverse()
-    with torch.no_grad():
-        if len(set(map(id, weights))) == len(weights) and Expression not in map(type, weights):
-            deliver_singly(records, batch_numbers)
-        else:
-            deliver_summed(records, weights, batch_numbers)
+    if len(set(map(id, weights))) == len(weights) and Expression not in map(type, weights):
+        deliver_singly(records, batch_numbers)
+    else:
+        deliver_summed(records, weights, batch_numbers)
 
 
 def deliver_singly(records: list[Record], batch_numbers: int) -> None:
@@ -121,6 +116,8 @@ def contribution(record: Record) -> tuple[tuple[Weight, ...], tuple[Tensor, ...]
         if grad is None:
             continue
         more = rule(saved, extra, weights, grad)
+        if more[0].requires_grad:
+            refuse("backward(create_graph=True)")
         parts = tuple(map(added, parts, more, weights)) if parts else more
     return weights, parts
 
@@ -141,23 +138,30 @@ def raise_changed(saved: Tensor, version: int, owners: Sequence[Weight]) -> None
     )
 
 
-def hand_over(parameters: list[Parameter], totals: list[Tensor]) -> None:
+def hand_over(parameters: list[Any], totals: list[Tensor]) -> None:
     """Accumulate into parameters that take part as themselves alone; both lists are emptied."""
-    if not all(map(requires_grad, parameters)):  # frozen since the forward
-        live = [pair for pair in zip(parameters, totals, strict=True) if pair[0].requires_grad]
-        parameters[:] = [parameter for parameter, _ in live]
-        totals[:] = [total for _, total in live]
-        del live
     if not parameters:
         return
-    if any(parameter.grad is None for parameter in parameters):
-        with torch.enable_grad():
-            root = Handover.apply(totals, *parameters)  # type: ignore[no-untyped-call]
-        torch.autograd.backward((root,), (root.detach(),))
+    for parameter in parameters:
+        if parameter.grad is None or not parameter.requires_grad:
+            hand_over_first(parameters, totals)
+            break
     else:
-        run_backward(tuple(parameters), tuple(totals))
+        run_backward(parameters, totals)
     parameters.clear()
     totals.clear()
+
+
+def hand_over_first(parameters: list[Any], totals: list[Tensor]) -> None:
+    """The same where a gradient is the first, or a parameter was frozen since the forward."""
+    live = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+    if not live:
+        return
+    parameters[:] = [parameters[index] for index in live]
+    totals[:] = [totals[index] for index in live]
+    with torch.enable_grad():
+        root = Handover.apply(totals, *parameters)  # type: ignore[no-untyped-call]
+    torch.autograd.backward((root,), (root.detach(),))
 
 
 class Handover(torch.autograd.Function):

@@ -21,6 +21,8 @@ __all__ = [
     "autocast_enabled",
     "deferrable_now",
     "observe_grad",
+    "pop_mode",
+    "push_mode",
     "run_backward",
     "saved_tensor_hooks_active",
     "without_override_check",
@@ -34,6 +36,9 @@ autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 grad_enabled = torch._C.is_grad_enabled
+# What TorchFunctionMode does on its way in and out, less two calls each.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 engine = torch.autograd.Variable._execution_engine
 interpreters = torch._C._functorch.peek_interpreter_stack
 
