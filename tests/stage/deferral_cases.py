@@ -31,6 +31,7 @@ def some_grads(outputs: list[Tensor]) -> list[Tensor]:
 
 def fresh(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Leaves with the data and the needs of ``inputs``."""
+    # clone() keeps the strides.
     return tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
 
 
@@ -155,6 +156,9 @@ def module_cases() -> dict[str, Case]:
     return {
         "linear 2d": of(lambda: nn.Linear(5, 3), x(4, 5)),
         "linear 3d": of(lambda: nn.Linear(5, 3), x(2, 4, 5)),
+        "linear 4d": of(lambda: nn.Linear(5, 3), x(2, 2, 4, 5)),
+        "linear 4d strided": of(lambda: nn.Linear(5, 3), x(2, 4, 5, 2).permute(0, 3, 1, 2)),
+        "linear empty": of(lambda: nn.Linear(5, 3), x(0, 4, 5)),
         "linear 1d": of(lambda: nn.Linear(5, 3), x(5)),
         "linear no bias": of(lambda: nn.Linear(5, 3, bias=False), x(2, 4, 5)),
         "linear constant input": of(lambda: nn.Linear(5, 3), x(2, 4, 5, grad=False)),
