@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from penstock.stage import torch_private
 from penstock.stage.torch_private import (
-    run_backward,
     autocast_enabled,
     deferrable_now,
     observe_at_node,
     observe_grad,
     observed,
+    run_backward,
     saved_tensor_hooks_active,
     without_override_check,
 )
