@@ -18,6 +18,7 @@ from penstock.runtime.inbox import Inbox
 from penstock.runtime.player import Call, Player, Role
 from penstock.runtime.shapes import ShapeBook
 from penstock.runtime.transport import Transport
+from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Op
 from penstock.schedule.order import global_order
 from penstock.schedule.program import CheckedProgram
@@ -76,6 +77,8 @@ class Act:
                 for d in (-1, 1)
                 if 0 <= s.stage_index + d < placement.num_stages
             }
+            # In one process nothing is on its way: what is sent has arrived.
+            arrived = {} if self._is_alone else acknowledgements(program, transport.rank)
             inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
             for stage in stages:
                 players[stage.stage_index] = Player(
@@ -85,6 +88,7 @@ class Act:
                     transport,
                     inboxes,
                     frozenset(deferred[stage.stage_index]),
+                    arrived,
                 )
         for index, player in players.items():
             player.connect(

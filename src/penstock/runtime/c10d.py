@@ -65,25 +65,27 @@ class _Receipt:
 
 
 class _Held:
-    """Sends to one peer that are on their way, oldest first."""
+    """Sends to one peer that are on their way, oldest first, and how many messages went before."""
 
-    __slots__ = ("num_bytes", "sends")
+    __slots__ = ("num_bytes", "num_sent", "sends")
 
     def __init__(self) -> None:
-        self.sends: deque[tuple[Any, Tensor]] = deque()
+        # The number of its message, counted from the step's start; the work; the tensor.
+        self.sends: deque[tuple[int, Any, Tensor]] = deque()
         self.num_bytes = 0
+        self.num_sent = 0
 
     def add(self, work: Any, tensor: Tensor) -> None:
-        self.sends.append((work, tensor))
+        self.sends.append((self.num_sent, work, tensor))
         self.num_bytes += tensor.nbytes
 
     def drop_first(self) -> None:
-        _, tensor = self.sends.popleft()
-        self.num_bytes -= tensor.nbytes
+        self.num_bytes -= self.sends.popleft()[2].nbytes
 
     def drop_all(self) -> None:
         self.sends.clear()
         self.num_bytes = 0
+        self.num_sent = 0
 
 
 class C10dTransport:
@@ -107,6 +109,7 @@ class C10dTransport:
         self._up = self._down = self._control = group
         self._connected = False
         self._held: defaultdict[int, _Held] = defaultdict(_Held)
+        self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         self._is_relaxed = False
         self._store: Any = group.get_group_store()
         self._key = f"penstock/{key}"
@@ -129,6 +132,7 @@ class C10dTransport:
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         held = self._held[peer]
         group = self._up if peer > self.rank else self._down
+        held.num_sent += 1
         for tensor in tensors:
             try:
                 work = group.send([tensor], peer, DATA_TAG)
@@ -139,13 +143,17 @@ class C10dTransport:
         while held.num_bytes > MAX_HELD_BYTES or len(held.sends) > MAX_HELD_SENDS:
             if self._is_relaxed or len(held.sends) <= 2:
                 return
-            work = held.sends[0][0]
-            if self._on_cuda:
-                # Waiting would stall the compute stream; what is done already may go.
-                if not work.is_completed():
-                    return
-            else:
-                self.wait_for((work,), peer)
+            if self._on_cuda:  # waiting would stall the compute stream
+                return
+            self.wait_for((held.sends[0][1],), peer)
+            held.drop_first()
+
+    def release(self, peer: int, num_messages: int) -> None:
+        held = self._held[peer]
+        sends = held.sends
+        while sends and sends[0][0] <= num_messages:
+            if not self._on_cuda:
+                self.wait_for((sends[0][1],), peer)  # no wait: the tensor has arrived
             held.drop_first()
 
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receipt:
@@ -163,8 +171,11 @@ class C10dTransport:
 
     def drain(self) -> None:
         for peer, held in self._held.items():
-            self.wait_for([work for work, _ in held.sends], peer)
+            self.wait_for([work for _, work, _ in held.sends], peer)
             held.drop_all()
+        for peer, notes in self._notes.items():
+            self.wait_for([work for work, _ in notes], peer)
+            notes.clear()
 
     def wait_for(self, works: Sequence[Any], peer: int | None) -> None:
         """Wait for ``works``, under the watcher's eye."""
@@ -186,7 +197,11 @@ class C10dTransport:
 
     def _send_bytes(self, peer: int, data: bytes) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._held[peer].add(self._control.send([tensor], peer, NOTE_TAG), tensor)
+        self._note(peer, tensor, NOTE_TAG)
+
+    def _note(self, peer: int, tensor: Tensor, tag: int) -> None:
+        # Notes are read when they are needed, in no order with messages: they stay to the end.
+        self._notes[peer].append((self._control.send([tensor], peer, tag), tensor))
 
     def receive_note(self, peer: int) -> bytes:
         head = self._receive_bytes(peer, NOTE_BYTES)
@@ -206,7 +221,7 @@ class C10dTransport:
         if self.rank != root:
             self.wait_for((self._control.recv([tensor], before, RELAY_TAG),), before)
         if after != root:
-            self._held[after].add(self._control.send([tensor], after, RELAY_TAG), tensor)
+            self._note(after, tensor, RELAY_TAG)
         shared: list[int] = tensor.tolist()
         return shared
 

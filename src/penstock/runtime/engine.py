@@ -152,14 +152,16 @@ class Engine:
         self._agree()
         act.open(batch, self._num_steps)
         replicas = self._current_replicas(act)
-        for each in replicas:
-            each.begin()
-        with torch.set_grad_enabled(act.role.train):
-            act.executor.run()
-        for transport in self.transports:
-            transport.drain()
-        for each in replicas:
-            each.end()
+        try:
+            for each in replicas:
+                each.begin()
+            with torch.set_grad_enabled(act.role.train):
+                act.executor.run()
+            for transport in self.transports:
+                transport.drain()
+        finally:
+            for each in replicas:
+                each.end()
         losses = act.close(batch)
         for player in act.players.values():
             player.rest()

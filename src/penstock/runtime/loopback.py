@@ -75,6 +75,9 @@ class LoopbackTransport:
         self._fabric.num_sent[edge] = number + 1
         self._fabric.messages[edge][number] = tensors
 
+    def release(self, peer: int, num_messages: int) -> None:
+        pass
+
     def receive(
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
     ) -> _LoopbackReceipt:

@@ -6,7 +6,7 @@ neighbours of its stage, but no schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
@@ -74,6 +74,8 @@ class Player:
         transport: its rank's connection.
         inboxes: its rank's inboxes, by peer.
         deferred: the microbatches whose weight gradients are left to W.
+        arrived: for each action that waits for a message, how many of its rank's messages to the
+            sender have arrived by then (see ``schedule.acknowledgements``).
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
@@ -87,6 +89,7 @@ class Player:
         transport: Transport,
         inboxes: dict[int, Inbox],
         deferred: frozenset[int],
+        arrived: Mapping[Action, int],
     ) -> None:
         self.stage = stage
         self._is_first, self._is_last = stage.is_first, stage.is_last
@@ -97,6 +100,7 @@ class Player:
         self._transport = transport
         self._inboxes = inboxes
         self._deferred = deferred
+        self._arrived = arrived
         self.replicas: Replicas | None = None
         # Each neighbour is a player on this rank, or a peer with its inbox, or neither.
         self._before: Player | None = None
@@ -141,9 +145,11 @@ class Player:
                 wait = self._wait_input if self._before_peer is not None else None
                 return self._calls(action, wait, self._forward, slot)
             case Op.FULL_BACKWARD:
-                return self._calls(action, self._grad_wait, self._backward, slot)
+                wait = self._wait_grads if self._after_peer is not None else None
+                return self._calls(action, wait, self._backward, slot)
             case Op.INPUT_GRAD:
-                return self._calls(action, self._grad_wait, self._input_grad, slot)
+                wait = self._wait_grads if self._after_peer is not None else None
+                return self._calls(action, wait, self._input_grad, slot)
             case Op.WEIGHT_GRAD:
                 return [Call(action, partial(self.stage.weight_grad, slot))]
             case Op.SEND_F:
@@ -159,20 +165,17 @@ class Player:
             case _:
                 assert_never(action.op)
 
-    @property
-    def _grad_wait(self) -> Callable[[Slot], None] | None:
-        return self._wait_grads if self._after_peer is not None else None
-
     def _calls(
         self,
         action: Action,
-        wait: Callable[[Slot], None] | None,
+        wait: Callable[[Slot, int], None] | None,
         run: Callable[[Slot], None],
         slot: Slot,
     ) -> list[Call]:
         calls = [Call(action, partial(run, slot))]
         if wait is not None:
-            calls.insert(0, Call(action, partial(wait, slot), waits=True))
+            arrived = self._arrived.get(action, 0)
+            calls.insert(0, Call(action, partial(wait, slot, arrived), waits=True))
         return calls
 
     def _bind_whole_stage(self, action: Action) -> list[Call]:
@@ -217,9 +220,10 @@ class Player:
             slot.in_spec = self._in_specs[shape_id]
         return slot.in_spec.metas
 
-    def _wait_input(self, slot: Slot) -> None:
+    def _wait_input(self, slot: Slot, arrived: int) -> None:
         tensors = slot.arrival.wait()
-        assert slot.in_spec is not None
+        assert self._before_peer is not None and slot.in_spec is not None
+        self._transport.release(self._before_peer.peer, arrived)
         slot.arrival = slot.in_spec.unpack(tensors)
 
     def _arguments(self, slot: Slot) -> tuple[Any, ...]:
@@ -326,12 +330,14 @@ class Player:
             return spec.grad_metas
         return [meta for meta, there in zip(spec.grad_metas, present, strict=True) if there]
 
-    def _wait_grads(self, slot: Slot) -> None:
+    def _wait_grads(self, slot: Slot, arrived: int) -> None:
         tensors = slot.grad_arrival.wait()
+        assert self._after_peer is not None
+        self._transport.release(self._after_peer.peer, arrived)
         present = slot.grads_present
         if len(tensors) != len(present):
-            arrived = iter(tensors)
-            tensors = [next(arrived) if there else None for there in present]
+            come = iter(tensors)
+            tensors = [next(come) if there else None for there in present]
         assert slot.spec is not None
         slot.grad_arrival = slot.spec.unpack_grads(tensors)
 

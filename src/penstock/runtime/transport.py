@@ -50,6 +50,11 @@ class Transport(Protocol):
         """Send contiguous tensors to ``peer``; held until they are gone, then dropped."""
         ...
 
+    def release(self, peer: int, num_messages: int) -> None:
+        """Let go of the first ``num_messages`` messages that went to ``peer`` in this step: they
+        have arrived."""
+        ...
+
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Receipt:
         """Post the receive of the next tensors from ``peer``, into buffers made now."""
         ...

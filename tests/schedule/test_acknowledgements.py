@@ -1,0 +1,107 @@
+"""What a message that comes says about those that were sent: never more than is so."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from penstock.schedule.acknowledgements import acknowledgements
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.catalog import build, schedules
+from penstock.schedule.order import global_order
+from penstock.schedule.passes import lower
+from penstock.schedule.program import Program
+from penstock.testing.programs import computed_programs
+
+
+def told(program: Program, rank: int) -> dict[str, int]:
+    return {str(act): count for act, count in acknowledgements(program, rank).items()}
+
+
+def test_1f1b_knows_all_but_what_is_in_flight() -> None:
+    program = lower(build("1f1b", ranks=3, microbatches=4))
+    #   rank 0   0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    #   rank 1   1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+    assert told(program, 0) == {"0B0": 2, "0B1": 3, "0B2": 4, "0B3": 4}
+    assert told(program, 2) == {"2F0": 0, "2F1": 0, "2F2": 1, "2F3": 2}
+
+
+def test_gpipe_knows_nothing_until_the_first_gradient_and_then_all() -> None:
+    program = lower(build("gpipe", ranks=2, microbatches=3))
+    assert told(program, 0) == {"0B0": 3, "0B1": 3, "0B2": 3}
+
+
+@pytest.mark.parametrize("name", [family.name for family in schedules()])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_is_told_holds_in_every_schedule(name: str, ranks: int) -> None:
+    check_told(lower(build(name, ranks=ranks, microbatches=7)))
+
+
+@given(program=computed_programs(max_ranks=4, max_stages=6, max_microbatches=4))
+def test_what_is_told_holds_in_any_program(program: Program) -> None:
+    check_told(lower(program))
+
+
+def check_told(program: Program) -> None:
+    """A message counted as arrived is one whose consumer the waiting action depends on.
+
+    The dependencies are followed through the program itself: rank order, and each message.
+    """
+    placement = program.placement
+    for rank, steps in enumerate(program.ranks):
+        sent: dict[int, list[Action]] = {}
+        for act in (a for step in steps for a in step.parts):
+            if act.op in (Op.SEND_F, Op.SEND_B):
+                offset = 1 if act.op is Op.SEND_F else -1
+                sent.setdefault(placement.rank_of(act.stage + offset), []).append(act)
+        for act, count in acknowledgements(program, rank).items():
+            peer = source_rank(act, program)
+            ancestors = everything_before(act, program)
+            for send in sent.get(peer, [])[:count]:
+                # Some later or equal message of that edge was consumed before `act` could be.
+                position = sent[peer].index(send)
+                assert any(consumer(s) & ancestors for s in sent[peer][position:]), (act, send)
+
+
+def source_rank(act: Action, program: Program) -> int:
+    offset = -1 if act.op is Op.FORWARD else 1
+    return program.placement.rank_of(act.stage + offset)
+
+
+def consumer(send: Action) -> set[Action]:
+    if send.op is Op.SEND_F:
+        return {action(send.stage + 1, Op.FORWARD, send.microbatch)}
+    kinds = (Op.FULL_BACKWARD, Op.INPUT_GRAD)
+    return {action(send.stage - 1, op, send.microbatch) for op in kinds}
+
+
+def everything_before(act: Action, program: Program) -> set[Action]:
+    """All actions that end before ``act`` can begin, whatever the ranks' speeds."""
+    steps = {
+        a: (r, i) for r, s in enumerate(program.ranks) for i, st in enumerate(s) for a in st.parts
+    }
+    found: set[Action] = set()
+    todo = [act]
+    while todo:
+        now = todo.pop()
+        rank, index = steps[now]
+        earlier = [a for st in program.ranks[rank][:index] for a in st.parts]
+        waits: list[Action] = []
+        for each in [now, *earlier]:
+            if each.op is Op.FORWARD and each.stage > 0:
+                waits.append(action(each.stage - 1, Op.SEND_F, each.microbatch))
+            if each.op in (Op.FULL_BACKWARD, Op.INPUT_GRAD):
+                waits.append(action(each.stage + 1, Op.SEND_B, each.microbatch))
+        for each in [*earlier, *waits]:
+            if each in steps and each not in found:
+                found.add(each)
+                todo.append(each)
+    return found
+
+
+def test_the_order_of_one_process_agrees() -> None:
+    # A sanity check of the helper above: what comes before in every order comes before in one.
+    program = lower(build("interleaved-1f1b", ranks=2, microbatches=3))
+    place = {a: i for i, (_, st) in enumerate(global_order(program)) for a in st.parts}
+    for act in acknowledgements(program, 0):
+        assert all(place[earlier] < place[act] for earlier in everything_before(act, program))
