@@ -8,8 +8,8 @@ schedule computes input and weight gradients, nor from which of the two a hook f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,27 +20,24 @@ from penstock.errors import StageError
 from penstock.stage import replica_private
 
 if TYPE_CHECKING:
+    from torch.distributed._composable.replicate import DDP as ComposableDdp
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["Replicas", "replicas_of"]
 
 
 class Replicas(ABC):
-    """A stage's module as one of several replicas or shards."""
+    """A stage's module, or a part of it, as one of several replicas or shards.
 
-    sharded: ClassVar[bool]
+    Attributes:
+        sharded: whether parameters are sharded: gathered by ``unshard``.
+    """
+
+    sharded: bool = False
 
     @abstractmethod
     def begin(self) -> None:
         """Start a step: no reduction until ``reduce_grads``."""
-
-    @abstractmethod
-    def unshard(self) -> None:
-        """Gather the parameters, where they are sharded."""
-
-    @abstractmethod
-    def reshard(self) -> None:
-        """Let go of gathered parameters."""
 
     @abstractmethod
     def reduce_grads(self) -> None:
@@ -48,89 +45,161 @@ class Replicas(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End the step: as the module was before it."""
+        """End the step, whole or broken: the module is as it was before."""
+
+    def unshard(self) -> None:
+        """Gather the parameters, where they are sharded."""
+        return
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters."""
+        return
 
 
 def replicas_of(module: nn.Module) -> Replicas | None:
-    """How ``module`` is replicated or sharded; None if it is neither.
+    """How ``module``, or what it is made of, is replicated or sharded; None if nothing is.
 
     Raises:
-        StageError: DDP with a communication hook, which a pipelined step would not call.
+        StageError: a wrapper that can't be pipelined: DDP with a communication hook, which would
+            not be called, or FSDP1.
     """
+    found = _find(module)
+    return found[0] if len(found) == 1 else _Several(found) if found else None
+
+
+def _find(module: nn.Module) -> list[Replicas]:
+    """The outermost wrappers within ``module``, itself included."""
     if isinstance(module, DistributedDataParallel):
-        if replica_private.ddp_has_comm_hook(module):
-            raise StageError(
-                "the stage's DDP module has a communication hook, which is not called in a "
-                "pipelined step; register none (the gradients are averaged by one all-reduce)"
-            )
-        return _Ddp(module)
-    roots = replica_private.fsdp_roots(module)
-    return _Fsdp(roots) if roots else None
+        _refuse_hook(replica_private.ddp_has_comm_hook(module))
+        return [_Ddp(module)]
+    if replica_private.is_composable_ddp(module):
+        _refuse_hook(replica_private.composable_has_comm_hook(module))
+        return [_Replicate(module)]
+    if replica_private.is_fsdp(module):
+        return [_Fsdp(module)]
+    if replica_private.is_fsdp1(module):
+        raise StageError(
+            "a stage is wrapped in FullyShardedDataParallel (FSDP1), which reduces gradients after "
+            "each backward; use torch.distributed.fsdp.fully_shard instead"
+        )
+    return [each for child in module.children() for each in _find(child)]
+
+
+def _refuse_hook(has_hook: bool) -> None:
+    if has_hook:
+        raise StageError(
+            "the stage's DDP module has a communication hook, which is not called in a "
+            "pipelined step; register none (the gradients are averaged by one all-reduce)"
+        )
+
+
+class _Several(Replicas):
+    def __init__(self, parts: Sequence[Replicas]) -> None:
+        self._parts = parts
+        self.sharded = any(part.sharded for part in parts)
+
+    def begin(self) -> None:
+        for part in self._parts:
+            part.begin()
+
+    def reduce_grads(self) -> None:
+        for part in self._parts:
+            part.reduce_grads()
+
+    def end(self) -> None:
+        for part in self._parts:
+            part.end()
+
+    def unshard(self) -> None:
+        for part in self._parts:
+            part.unshard()
+
+    def reshard(self) -> None:
+        for part in self._parts:
+            part.reshard()
 
 
 class _Ddp(Replicas):
-    sharded = False
-
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
-        self._synced = True
+        # Within the user's own no_sync() a step reduces nothing.
+        self._synced = module.require_backward_grad_sync
+        self._sink_off = False
 
     def begin(self) -> None:
+        _refuse_hook(replica_private.ddp_has_comm_hook(self._module))
         # What DDP's no_sync() does, for as long as the step takes.
         self._synced = self._module.require_backward_grad_sync
         self._module.require_backward_grad_sync = False
-
-    def unshard(self) -> None:
-        pass
-
-    def reshard(self) -> None:
-        pass
+        self._sink_off = replica_private.switch_ddp_sink(self._module, off=True)
 
     def reduce_grads(self) -> None:
-        params = [p for p in self._module.module.parameters() if p.requires_grad]
-        average_grads(params, self._module.process_group)
+        if self._synced:
+            average_grads(replica_private.ddp_parameters(self._module), self._module.process_group)
 
     def end(self) -> None:
         self._module.require_backward_grad_sync = self._synced
+        replica_private.switch_ddp_sink(self._module, off=self._sink_off)
+
+
+class _Replicate(Replicas):
+    """The functional form of DDP: the module stays what it is, its hooks hold a DDP module."""
+
+    def __init__(self, module: ComposableDdp) -> None:
+        self._module = module
+        self._synced = True
+        self._ddp: _Ddp | None = None
+
+    def begin(self) -> None:
+        # It is made at the first forward, or here.
+        if self._ddp is None:
+            self._ddp = _Ddp(replica_private.ddp_within(self._module))
+        self._synced = replica_private.composable_syncs(self._module)
+        self._module.set_requires_gradient_sync(False)
+        self._ddp.begin()
+
+    def reduce_grads(self) -> None:
+        if self._synced:
+            ddp = replica_private.ddp_within(self._module)
+            average_grads(replica_private.ddp_parameters(ddp), ddp.process_group)
+
+    def end(self) -> None:
+        self._module.set_requires_gradient_sync(self._synced)
+        if self._ddp is not None:
+            self._ddp.end()
 
 
 class _Fsdp(Replicas):
     sharded = True
 
-    def __init__(self, roots: list[FSDPModule]) -> None:
-        self._roots = roots
+    def __init__(self, root: FSDPModule) -> None:
+        self._root = root
 
     def begin(self) -> None:
-        for root in self._roots:
-            root.set_is_last_backward(False)
-            root.set_reshard_after_backward(False)
-            root.set_requires_gradient_sync(False)
+        self._root.set_is_last_backward(False)
+        self._root.set_reshard_after_backward(False)
+        self._root.set_requires_gradient_sync(False)
 
     def unshard(self) -> None:
-        for root in self._roots:
-            _each(root, lambda module: module.unshard())
+        _each(self._root, lambda module: module.unshard())
 
     def reshard(self) -> None:
-        for root in self._roots:
-            _each(root, lambda module: module.reshard())
+        _each(self._root, lambda module: module.reshard())
 
     def reduce_grads(self) -> None:
-        for root in self._roots:
-            root.set_is_last_backward(True)
-            root.set_reshard_after_backward(True)
-            root.set_requires_gradient_sync(True)
-            replica_private.fsdp_finish_backward(root)
+        self.end()
+        replica_private.fsdp_finish_backward(self._root)
 
     def end(self) -> None:
-        pass
+        self._root.set_is_last_backward(True)
+        self._root.set_reshard_after_backward(True)
+        self._root.set_requires_gradient_sync(True)
 
 
 def _each(root: FSDPModule, act: Callable[[FSDPModule], object]) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
     assert isinstance(root, nn.Module)
     for module in root.modules():
-        if isinstance(module, FSDPModule):
+        if replica_private.is_fsdp(module):
             act(module)
 
 

@@ -1,25 +1,112 @@
 """The private torch calls around DDP and FSDP2, in one place.
 
-Seen to work on torch 2.13.0 (``tests/stage/test_data_parallel.py`` says so again on each run).
+Seen to work on torch 2.13.0 (``tests/distributed/test_data_parallel.py`` says so again on each
+run).
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed._composable.replicate import DDP as ComposableDdp
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-__all__ = ["ddp_has_comm_hook", "fsdp_finish_backward", "fsdp_roots"]
+__all__ = [
+    "composable_has_comm_hook",
+    "composable_syncs",
+    "ddp_has_comm_hook",
+    "ddp_parameters",
+    "ddp_within",
+    "fsdp_finish_backward",
+    "is_composable_ddp",
+    "is_fsdp",
+    "is_fsdp1",
+    "switch_ddp_sink",
+]
+
+
+# Importing these parts of torch takes a second. Whoever has wrapped a module has imported them;
+# where nobody has, no module is wrapped.
+
+
+def _loaded(module_name: str, name: str) -> Any:
+    return getattr(sys.modules.get(module_name), name, ())
+
+
+def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
+    """Whether ``module`` was given to ``fully_shard``."""
+    return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule"))
+
+
+def is_fsdp1(module: object) -> TypeGuard[FullyShardedDataParallel]:
+    """Whether ``module`` is wrapped in the first FSDP."""
+    return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+def is_composable_ddp(module: object) -> TypeGuard[ComposableDdp]:
+    """Whether ``module`` was given to the ``replicate`` that stands on DDP."""
+    return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
+
+
+def _replicate_state(module: ComposableDdp) -> Any:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate.state(module)  # type: ignore[arg-type]
 
 
 def ddp_has_comm_hook(module: DistributedDataParallel) -> bool:
     """Whether the user registered a communication hook."""
     return bool(getattr(module, "_comm_hooks", None))
+
+
+def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that DDP keeps alike: not those it was told to ignore."""
+    held: list[nn.Parameter] = module._module_parameters
+    return [p for p in held if p.requires_grad]
+
+
+def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
+    """Whether ``static_graph`` is kept from its own all-reduce at the end of the first backward.
+
+    With a static graph, DDP puts off the first all-reduce to the end of the first backward, even
+    under ``no_sync()``, where it then fails.
+
+    Returns:
+        What it was before.
+    """
+    if not module.static_graph:
+        return off
+    before: bool = module._static_graph_delay_allreduce_enqueued
+    module._static_graph_delay_allreduce_enqueued = off
+    return before
+
+
+def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
+    """The DDP module behind a module given to ``replicate``; made now if it was not yet."""
+    state = _replicate_state(module)
+    if state._init_args or state._init_kwargs:
+        state.lazy_init()
+    ddp: DistributedDataParallel = state._ddp
+    return ddp
+
+
+def composable_has_comm_hook(module: ComposableDdp) -> bool:
+    """The same of a module given to ``replicate``: its hooks wait for the DDP module."""
+    state = _replicate_state(module)
+    return bool(state._comm_hook_args) or (
+        state.has_initialized and ddp_has_comm_hook(ddp_within(module))
+    )
+
+
+def composable_syncs(module: ComposableDdp) -> bool:
+    """Whether a module given to ``replicate`` reduces its gradients."""
+    state = _replicate_state(module)
+    return not state._no_sync
 
 
 def fsdp_finish_backward(root: FSDPModule) -> None:
@@ -30,22 +117,3 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
     """
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
-
-
-def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
-    """The outermost sharded modules within ``module``, itself included."""
-    found: list[FSDPModule] = []
-    # Its import takes a second or more. Who has sharded a module has imported it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return found
-
-    def visit(child: nn.Module) -> None:
-        if isinstance(child, fsdp.FSDPModule):
-            found.append(child)
-            return
-        for grandchild in child.children():
-            visit(grandchild)
-
-    visit(module)
-    return found
