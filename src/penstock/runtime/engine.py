@@ -76,6 +76,8 @@ class Engine:
         self.failure: PenstockError | None = None
         self._agreed = False
         self._num_steps = 0
+        # Of what was asked for: ranks may differ in whether their stages are sharded.
+        self._digest = hashlib.sha256(format_csv(program).encode()).hexdigest()[:16]
         self._check_stages(program)
         self._wrapped = {i: s.submod for i, s in self.stages.items()}
         self._replicas = {i: replicas_of(submod) for i, submod in self._wrapped.items()}
