@@ -168,6 +168,8 @@ class Engine:
         for player in act.players.values():
             player.rest()
         for transport in self.transports:
+            # Once more, for what closing sent: a send may not outlast a profiler of this step.
+            transport.drain()
             transport.end()
         self._num_steps += 1
         return losses
