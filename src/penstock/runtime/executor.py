@@ -9,7 +9,6 @@ import torch
 
 from penstock.runtime.player import Call
 from penstock.runtime.torch_private import profiler_is_on
-from penstock.schedule.rules import COMPUTE
 
 __all__ = ["Executor"]
 
@@ -54,13 +53,10 @@ class Executor:
         self.marks = [perf_counter()]
         self.events = [self._event()] if self.record_events else []
         for call in self.calls:
-            if call.waits or call.action.op not in COMPUTE:
-                # gloo ends its own ranges from another thread; torch's profiler has crashed on
-                # such a range that began within one of ours.
+            with torch.profiler.record_function(
+                f"penstock.{'wait ' if call.waits else ''}{call.action}"
+            ):
                 call.run()
-            else:
-                with torch.profiler.record_function(f"penstock.{call.action}"):
-                    call.run()
             self.marks.append(perf_counter())
             if self.record_events:
                 self.events.append(self._event())
