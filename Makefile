@@ -7,8 +7,8 @@ SCHEDULE ?= 1f1b
 # More arguments for pip, such as PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # for the small CPU build of torch on Linux.
 PIP_ARGS ?=
-# More arguments for pytest, such as PYTEST_ARGS="-n 2" or PYTEST_ARGS="tests/schedule -x".
-PYTEST_ARGS ?=
+# Arguments for pytest, such as PYTEST_ARGS="-x tests/schedule" for some of the suite in one process.
+PYTEST_ARGS ?= -n 2
 
 VENV := .venv
 BIN := $(VENV)/bin
