@@ -82,7 +82,7 @@ class Engine:
         self._wrapped = {i: s.submod for i, s in self.stages.items()}
         self._replicas = {i: replicas_of(submod) for i, submod in self._wrapped.items()}
         sharding = any(r is not None and r.sharded for r in self._replicas.values())
-        self.program = check(lower(program, sharding=sharding))
+        self.program = _lowered(program, sharding=sharding)
         self.eval_program = check(lower(forward_only(program)))
         self._train = self._act(self.program, train=True)
         self._eval = self._act(self.eval_program, train=False)
@@ -262,6 +262,19 @@ class Engine:
         """Let go of the transports' threads."""
         for transport in self.transports:
             transport.close()
+
+
+def _lowered(program: Program, *, sharding: bool) -> CheckedProgram:
+    """The program that runs.
+
+    Raises:
+        ScheduleError: it has problems, worded where possible in the steps of ``program`` itself.
+    """
+    try:
+        return check(lower(program, sharding=sharding))
+    except ScheduleError:
+        check(program)
+        raise
 
 
 def _placed(error: BaseException, call: Call, program: Program) -> BaseException:

@@ -1,0 +1,323 @@
+"""What users get wrong, over loopback: the error's type, and a message that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock import (
+    PenstockError,
+    Pipeline,
+    PipelineStage,
+    Program,
+    Schedule1F1B,
+    ScheduleError,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleProgram,
+    StageError,
+)
+from penstock.schedule.placement import linear
+from penstock.schedule.text import load_csv, parse_csv
+
+DIM = 4
+CPU = torch.device("cpu")
+BATCH = torch.ones(8, DIM)
+mse = nn.functional.mse_loss
+
+
+def make_stages(indices: list[int], num_stages: int) -> list[PipelineStage]:
+    return [PipelineStage(nn.Linear(DIM, DIM), i, num_stages, CPU) for i in indices]
+
+
+def make_pipe(**options: Any) -> Pipeline:
+    options = {"loss_fn": mse, "schedule": "1f1b", "n_microbatches": 4, "ranks": 2} | options
+    return Pipeline([nn.Linear(DIM, DIM) for _ in range(options.pop("layers", 2))], **options)
+
+
+# --- stages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: Schedule1F1B(make_stages([0], 2)[0], 4, mse),
+            "1f1b: virtual=2 stages per rank do not work; 1 does, and any number does with .*"
+            "interleaved-1f1b",
+        ),
+        (
+            lambda: ScheduleInterleaved1F1B(make_stages([1, 0], 2), 4, mse),
+            r"in the order \[1, 0\]; pass them in rising order",
+        ),
+        (
+            lambda: ScheduleInterleaved1F1B(make_stages([0, 0], 2), 4, mse),
+            r"given twice on one rank: \[0\]",
+        ),
+        (
+            lambda: ScheduleInterleaved1F1B(make_stages([0], 2), 4, mse),
+            r"rank 0 needs the stages \[0, 1\] .*was given \[0\]; missing: \[1\]",
+        ),
+        (
+            lambda: ScheduleLoopedBFS(make_stages([0], 1) + make_stages([1], 2), 4, mse),
+            r"the stages disagree on num_stages: \[1, 2\]",
+        ),
+        (lambda: ScheduleInterleaved1F1B([], 4, mse), "a rank was given no stage"),
+        (
+            lambda: Schedule1F1B(nn.Linear(1, 1), 4, mse),  # type: ignore[arg-type]
+            "a Linear was given as a stage, expected a PipelineStage",
+        ),
+        (
+            lambda: Schedule1F1B(make_stages([0], 1), 4, mse),  # type: ignore[arg-type]
+            "a list was given as a stage, expected a PipelineStage",
+        ),
+        (
+            lambda: ScheduleLoopedBFS(make_stages([0], 1)[0], 4, mse),  # type: ignore[arg-type]
+            "a PipelineStage was given alone, expected a list",
+        ),
+        (
+            lambda: Schedule1F1B(make_stages([0], 1)[0], 4, "mse"),  # type: ignore[arg-type]
+            r"loss_fn is 'mse', expected something callable: loss_fn\(output, target\)",
+        ),
+        (
+            lambda: Schedule1F1B(make_stages([0], 1)[0], 0, mse),
+            "1f1b: microbatches=0 must be a whole number from 1 on",
+        ),
+        (
+            lambda: Schedule1F1B(make_stages([0], 1)[0], 2.0, mse),  # type: ignore[arg-type]
+            "1f1b: microbatches=2.0 must be a whole number from 1 on",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layers": 3, "split": [1, 1, 1]}, "3 stages, but 1f1b on 2 ranks with 1 per rank needs"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b'; The schedules are: forward-only, gpi"),
+        ({"schedule": "1f1"}, r"there is no schedule '1f1'; did you mean '1f1b'\?"),
+        ({"schedule": "zbv", "virtual": 3, "layers": 6}, "zbv: virtual=3 .* 2 does"),
+        ({"schedule": "gpipe", "virtual": 2, "layers": 4}, "gpipe: virtual=2 .* 1 does"),
+        ({"n_microbatches": 0}, "1f1b: microbatches=0 must be a whole number from 1 on"),
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": -1}, "ranks"),
+        ({"schedule": "dualpipev", "n_microbatches": 0, "layers": 4}, "microbatches=0 must be"),
+        (
+            {"schedule": penstock.build("1f1b", ranks=2, microbatches=3)},
+            "n_microbatches=4, but the program given as schedule has 3",
+        ),
+        ({"loss_fn": 3}, "loss_fn is 3, expected something callable"),
+    ],
+)
+def test_numbers_out_of_a_familys_rules(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        make_pipe(**options)
+
+
+# --- steps -----------------------------------------------------------------------------------
+
+
+def vector(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).mean(dim=1)
+
+
+def detached(output: Tensor, target: Tensor) -> Tensor:
+    return mse(output, target).detach()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (vector, r"returned a tensor of shape \(2,\), expected a scalar tensor, or \(scalar"),
+        (lambda out, _: 0.5, "returned 0.5, expected a scalar tensor"),
+        (lambda out, _: None, "returned None, expected a scalar tensor"),
+        (lambda out, _: (out.sum(), 1, 2), "expected a scalar tensor, or .scalar tensor, metrics"),
+        (lambda out, _: (0.5, {}), "returned 0.5, expected a scalar tensor"),
+        (detached, "does not depend on any parameter that requires grad, .* detached it"),
+        (lambda out: out.sum(), "TypeError: .*positional argument"),
+    ],
+)
+def test_losses_that_are_none(loss_fn: Any, said: str) -> None:
+    with pytest.raises(StageError, match=f"rank 1, stage 1, microbatch 0, action 1F0: .*{said}"):
+        make_pipe(loss_fn=loss_fn).step(BATCH, target=BATCH)
+
+
+def test_a_loss_with_metrics_is_accepted() -> None:
+    pipe = make_pipe(loss_fn=lambda out, target: (mse(out, target), len(out)))
+    loss = pipe.step(BATCH, target=BATCH)
+    assert loss is not None and loss.shape == ()
+    assert pipe.metrics == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        (lambda pipe: pipe.step(BATCH), StageError, r"no target.*passes target= \(or target_mbs="),
+        (lambda pipe: pipe.step(target=BATCH), StageError, "no inputs: the rank of the first"),
+        (lambda pipe: pipe.eval(), StageError, "no inputs: the rank of the first stage passes"),
+        (
+            lambda pipe: pipe.step(BATCH[:3], target=BATCH[:3]),
+            ValueError,
+            "can't be split into 4 microbatches along dimension 0; pass at least 4 rows, or use "
+            "n_microbatches=3",
+        ),
+        (
+            lambda pipe: pipe.step(arg_mbs=[(BATCH,)] * 3, target=BATCH),
+            ValueError,
+            "3 ready microbatches, expected n_microbatches=4",
+        ),
+        (
+            lambda pipe: pipe.step(arg_mbs=[(BATCH,)] * 4, target_mbs=[BATCH] * 2),
+            ValueError,
+            "lists of microbatches differ in length: .*'arg_mbs': 4.*'target_mbs': 2",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH[:, :2], target=BATCH),
+            StageError,
+            "rank 0, stage 0, microbatch 0, action 0F0: RuntimeError: mat1 and mat2",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH, BATCH, target=BATCH),
+            StageError,
+            "rank 0, stage 0, microbatch 0, action 0F0: TypeError: .*positional argument",
+        ),
+    ],
+)
+def test_steps_without_what_they_need(
+    call: Callable[[Pipeline], object], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        call(make_pipe())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients(context: Callable[[], Any]) -> None:
+    pipe = make_pipe()
+    with context(), pytest.raises(StageError, match=r"runs under no_grad; use eval\(\)"):
+        pipe.step(BATCH, target=BATCH)
+
+
+@pytest.mark.parametrize("mistake", ["no grad", "too few rows", "no target", "no inputs"])
+def test_a_mistake_found_before_anything_ran_does_no_harm(mistake: str) -> None:
+    pipe = make_pipe()
+    with pytest.raises((PenstockError, ValueError)):
+        match mistake:
+            case "no grad":
+                with torch.no_grad():
+                    pipe.step(BATCH, target=BATCH)
+            case "too few rows":
+                pipe.step(BATCH[:2], target=BATCH[:2])
+            case "no target":
+                pipe.step(BATCH)
+            case "no inputs":
+                pipe.step(target=BATCH)
+    assert pipe.step(BATCH, target=BATCH) is not None
+    assert pipe.eval(BATCH).shape == (8, DIM)
+
+
+def test_a_failure_in_a_step_stays() -> None:
+    class Boom(Exception):
+        pass
+
+    def burst(*_: object) -> None:
+        raise Boom("it burst")
+
+    pipe = make_pipe()
+    handle = next(pipe.parameters()).register_hook(burst)
+    with pytest.raises(StageError, match="Boom: it burst") as caught:
+        pipe.step(BATCH, target=BATCH)
+    assert isinstance(caught.value.__cause__, Boom)
+    assert (caught.value.rank, caught.value.stage, caught.value.microbatch) == (0, 0, 0)
+    assert caught.value.action == "0B0"
+    handle.remove()
+    with pytest.raises(penstock.PeerError, match=r"an earlier step failed, .*it burst"):
+        pipe.step(BATCH, target=BATCH)
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+def run(program: Program) -> None:
+    """Give the program to a pipeline: reading it is one thing, running it another."""
+    stages = make_stages(list(range(program.num_stages)), program.num_stages)
+    pipe = Pipeline(stages, loss_fn=mse, schedule=program)
+    pipe.step(BATCH, target=BATCH)
+
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        "0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n",  # backwards in another order than forwards
+        "0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1\n",  # ranks in different orders
+        "0F0,0I0,0W0\n1F0,1B0\n",
+    ],
+)
+def test_a_good_csv_runs(text: str) -> None:
+    run(parse_csv(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0,0Q0\n1F0,1B0\n", r"row 1, column 2: '0Q0' is not an action; expected a stage, one"),
+        ("0F0,0B0\n1F0,1B0x\n", r"row 2, column 2: '1B0x' is not an action"),
+        ("0F0,0B0 0B0\n1F0,1B0\n", r"row 1, column 2: '0B0 0B0' is not an action"),
+        ("0F,0B0\n1F0,1B0\n", r"'0F': microbatch missing; write one, as in 0F0"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "rank 0, step 1 .0F0.: 0F0 again, first done at step 0"),
+        ("0F0,0B0,0B0\n1F0,1B0\n", "0B0 again, first done at step 1; once is enough"),
+        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1\n", "the backward is missing: 0B1, or 0I1 and 0W1"),
+        ("0F0,0B0,0B1\n1F0,1F1,1B0,1B1\n", "0F1 is missing"),
+        ("0F0,0I0\n1F0,1B0\n", "0W0 is missing: 0I0 is half of a backward"),
+        ("0F0,0B0,0W0\n1F0,1B0\n", "0W0 is done already, as a part of 0B0"),
+        ("0B0,0F0\n1F0,1B0\n", "0B0 needs 0F0, which comes only at step 1"),
+        # Neither rank can start its second microbatch: each waits for the other.
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlock: waits for rank"),
+        # Each sends before it posts its receive: stuck wherever a send waits for that.
+        (
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+            "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n",
+            r"rank 0, step 3 \(0SEND_F1\): deadlock: .*rank 1",
+        ),
+        (
+            "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0RECV_B1,0B0,0B1\n"
+            "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n",
+            r"1RECV_F0 is posted as number 0 of the messages from rank 0, which sends 0SEND_F1",
+        ),
+        ("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n", "0RECV_B0 is missing: 0B0 on rank 0 needs"),
+    ],
+)
+def test_programs_from_text(text: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        run(parse_csv(text))
+
+
+def test_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0 oops\n")
+    with pytest.raises(ScheduleError, match=r"mine\.csv: row 1, column 2: '0B0 oops' is not an"):
+        load_csv(path)
+
+
+def test_a_program_for_other_ranks() -> None:
+    program = penstock.build("1f1b", ranks=3, microbatches=2)
+    with pytest.raises(ScheduleError, match=r"stages \[2\] lie on other ranks than \[0\] in 1f1b"):
+        ScheduleProgram(make_stages([0], 3) + make_stages([2], 3), program, mse)
+
+
+def test_a_program_of_another_placement_is_told_from_its_text() -> None:
+    with pytest.raises(ScheduleError, match="2 rows; the placement has 3 ranks"):
+        parse_csv(GOOD, placement=linear(3))
