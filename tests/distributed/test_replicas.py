@@ -1,0 +1,202 @@
+"""Replicated stages within a step and after it: reduced once, restored, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock import PenstockError, PipelineStage, StageError, get_schedule_class
+from penstock.testing.processes import run_ranks
+from tests.distributed.replicas import (
+    CPU,
+    DIM,
+    WRAPS,
+    batch,
+    make_layers,
+    make_meshes,
+    make_schedule,
+    run_step,
+    whole,
+)
+
+
+def count_reductions(rank: int, num_ranks: int) -> dict[str, list[int]]:
+    """How many reductions of gradients each of two steps takes, with two stages per rank."""
+    pipeline, replicas = make_meshes()
+    counts: dict[str, list[int]] = {}
+    for wrap in ("ddp", "replicate", "fsdp whole"):
+        schedule, _ = make_schedule("zbv", wrap, pipeline, replicas)
+        for step in range(2):
+            with torch.profiler.profile() as profiler:
+                run_step(schedule, step, pipeline, replicas)
+            # Over gloo a reduce-scatter is an all-reduce, too. One more is that of the losses.
+            found = [e.name for e in profiler.events() if e.name == "gloo:all_reduce"]
+            counts.setdefault(wrap, []).append(len(found) - 1)
+    return counts
+
+
+def test_gradients_are_reduced_once_per_step_and_stage() -> None:
+    for outcome in run_ranks(count_reductions, 4):
+        assert outcome.result() == {
+            "ddp": [2, 2],
+            "replicate": [2, 2],
+            "fsdp whole": [2, 2],
+        }
+
+
+class Burst(nn.Module):
+    """An identity that raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            raise RuntimeError("burst")
+        return x
+
+
+def use_after_steps(rank: int, num_ranks: int, breaks: bool) -> dict[str, list[Tensor]]:
+    """Train a step, whole or broken; then the wrapped module by itself, as its owner would."""
+    pipeline, replicas = make_meshes()
+    grads = {}
+    for wrap in ("ddp", "ddp static", "replicate", "replicate of fsdp", "fsdp"):
+        torch.manual_seed(0)
+        burst = Burst()
+        inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), burst)
+        module = WRAPS[wrap](inner, replicas)
+        # The group of a broken step is of no use any more.
+        group = dist.new_group(
+            dist.get_process_group_ranks(pipeline.get_group()), use_local_synchronization=True
+        )
+        stage = PipelineStage(module, pipeline.get_local_rank(), 2, CPU, group=group)
+        schedule = get_schedule_class("1f1b")(stage, 2, nn.functional.mse_loss)  # type: ignore[arg-type]
+        burst.armed = breaks and pipeline.get_local_rank() == 1
+        try:
+            run_step(schedule, 0, pipeline, replicas)
+            assert not breaks
+        except PenstockError as error:
+            assert breaks and "burst" in str(error)
+        burst.armed = False
+        module.zero_grad()
+        module(batch(1, replicas.get_local_rank())[0]).sum().backward()
+        grads[wrap] = [whole(p.grad) for p in module.parameters() if p.grad is not None]
+    return grads
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
+def test_after_a_step_the_module_reduces_by_itself_again(breaks: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+    for replica in range(2):
+        (plain(batch(1, replica)[0]).sum() / 2).backward()
+    expected = [p.grad for p in plain.parameters()]
+    for outcome in run_ranks(use_after_steps, 4, breaks):
+        for grads in outcome.result().values():
+            torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- what users do with DDP beside --------------------------------------------------------------
+
+
+def accumulate(rank: int, num_ranks: int, wrap: str, without_sync: bool) -> list[Tensor]:
+    """Two steps without zeroing, the first one under DDP's no_sync() or not."""
+    pipeline, replicas = make_meshes()
+    schedule, modules = make_schedule("1f1b", wrap, pipeline, replicas)
+    (module,) = modules
+    with module.no_sync() if without_sync else contextlib.nullcontext():
+        run_step(schedule, 0, pipeline, replicas)
+    run_step(schedule, 1, pipeline, replicas)
+    return [whole(p.grad) for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("without_sync", [False, True])
+def test_gradients_accumulate_over_steps(without_sync: bool) -> None:
+    layers = make_layers(2)
+    for step in range(2):
+        for replica in range(2):
+            x, target = batch(step, replica)
+            out = layers[1](layers[0](x))
+            (nn.functional.mse_loss(out, target) / 2).backward()
+    outcomes = [o.result() for o in run_ranks(accumulate, 4, "ddp", without_sync)]
+    for pp_rank, layer in enumerate(layers):
+        expected = [p.grad for p in layer.parameters()]
+        for replica in range(2):
+            told = outcomes[2 * pp_rank + replica]
+            torch.testing.assert_close(told, expected, rtol=2e-5, atol=1e-6)
+
+
+def odd_parameters(rank: int, num_ranks: int) -> dict[str, float | None]:
+    """Gradients of parameters that one replica alone uses, nobody uses, or DDP ignores."""
+    pipeline, replicas = make_meshes()
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("used", "sometimes", "never", "ignored", "frozen"):
+                self.register_parameter(name, nn.Parameter(torch.ones(())))
+            self.get_parameter("frozen").requires_grad = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x * self.used * self.frozen + self.ignored
+            return out * self.sometimes if replicas.get_local_rank() == 0 else out
+
+    odd = Odd()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(odd, ["ignored"])
+    module = DistributedDataParallel(odd, process_group=replicas.get_group())
+    stage = PipelineStage(module, pipeline.get_local_rank(), 2, CPU, group=pipeline.get_group())
+    schedule = get_schedule_class("1f1b")(stage, 2, lambda out, target: out.sum())  # type: ignore[arg-type]
+    x = torch.full((2, 1), 1.0 + replicas.get_local_rank())
+    schedule.step(*((x,) if pipeline.get_local_rank() == 0 else ()), target=x)
+    return {
+        name: None if param.grad is None else param.grad.item()
+        for name, param in odd.named_parameters()
+    }
+
+
+def test_parameters_without_gradients_and_ignored_ones() -> None:
+    first = [o.result() for o in run_ranks(odd_parameters, 4)[:2]]
+    # The two replicas' gradients of the first stage's parameters, by hand: the mean over two
+    # microbatches of x = 1 (replica 0) and x = 2 (replica 1).
+    for told in first:
+        assert told["used"] == (1 + 2) / 2
+        assert told["sometimes"] == 2 / 2  # x + 1 on replica 0, nothing on replica 1
+        assert told["never"] is None and told["frozen"] is None
+        assert told["ignored"] == 1  # each its own
+
+
+def hooked(rank: int, num_ranks: int) -> list[str]:
+    """Communication hooks would not be called; FSDP1 reduces when it wants to."""
+    pipeline, replicas = make_meshes()
+    ddp = DistributedDataParallel(nn.Linear(DIM, DIM), process_group=replicas.get_group())
+    composed = replicate(nn.Linear(DIM, DIM), device_mesh=replicas)
+    for module in (ddp, composed):
+        module.register_comm_hook(None, allreduce_hook)
+    sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(sharded)
+    told = []
+    for module in (ddp, nn.Sequential(ddp), composed, nn.Sequential(sharded)):
+        with pytest.raises(StageError) as caught:
+            stage = PipelineStage(
+                module, pipeline.get_local_rank(), 2, CPU, group=pipeline.get_group()
+            )
+            schedule = get_schedule_class("1f1b")(stage, 4, nn.functional.mse_loss)  # type: ignore[arg-type]
+            run_step(schedule, 0, pipeline, replicas)
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_can_not_be_pipelined_is_refused() -> None:
+    for outcome in run_ranks(hooked, 4):
+        *hooks, fsdp1 = outcome.result()
+        assert all("has a communication hook, which is not called" in text for text in hooks)
+        assert "use torch.distributed.fsdp.fully_shard instead" in fsdp1
