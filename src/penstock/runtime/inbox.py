@@ -70,7 +70,7 @@ class Inbox:
         """Announce the next message: its receive is posted now if that is possible."""
         metas = None if self._waiting else expect(slot, None)
         if metas is not None:
-            return self.transport.receive(self.peer, metas, self._device)
+            return self.receive(metas)
         arrival = Arrival(self, expect, slot)
         self._waiting.append(arrival)
         return arrival

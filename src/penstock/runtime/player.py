@@ -228,8 +228,7 @@ class Player:
 
     def _arguments(self, slot: Slot) -> tuple[Any, ...]:
         if self._is_first:
-            if self.batch.args is None:
-                raise StageError("the first stage has no inputs: pass them to step() on this rank")
+            assert self.batch.args is not None  # the act has seen to it
             return self.batch.args[slot.microbatch]
         tensors, spec = slot.arrival, slot.in_spec
         slot.arrival = None
@@ -282,11 +281,7 @@ class Player:
             batch.outputs[mb] = _detached(output)
         if self._role.loss_fn is None or (batch.targets is None and not self._role.train):
             return
-        if batch.targets is None:
-            raise StageError(
-                "a loss is to be computed here, but no target was given: "
-                "pass target= (or target_mbs=) to step() on this rank"
-            )
+        assert batch.targets is not None  # the act has seen to it
         result = self._role.loss_fn(output, batch.targets[mb], **batch.loss_kwargs)
         if isinstance(result, tuple) and len(result) == 2:
             result, batch.metrics[mb] = result

@@ -2,7 +2,7 @@
 
     RECV_F        F                     SEND_F      RECV_B           B, or I         W
     arrival ─────►leaves, roots, work,  outgoing    grad_arrival ───►outgoing_grads  (work done)
-                  outgoing, loss
+                  outgoing
 
 Each field is set by one action and cleared by the one that uses it up, so that memory is held for
 the microbatches in flight and no longer. A slot is reused from step to step.
@@ -53,7 +53,6 @@ class Slot:
         grad_arrival: the gradients of ``outgoing`` that are expected or here.
         outgoing_grads: the gradients to send back.
         output: what the last stage returned, where it is asked for.
-        loss: this microbatch's loss, on the last stage.
         work: the weight gradients left to W.
         note: what the receiver must be told before ``outgoing`` comes.
         grads_present: for each of the roots, whether its gradient is sent at all.
@@ -66,7 +65,6 @@ class Slot:
         "grads_present",
         "in_spec",
         "leaves",
-        "loss",
         "microbatch",
         "note",
         "outgoing",
@@ -92,7 +90,6 @@ class Slot:
         self.outgoing: Sequence[Tensor] | None = None
         self.outgoing_grads: Sequence[Tensor | None] | None = None
         self.output: Any = None
-        self.loss: Tensor | None = None
         self.work: WeightWork | None = None
         self.note: bytes | None = None
         self.grads_present: tuple[bool, ...] = ()
