@@ -60,7 +60,7 @@ $(VENV)/.build-installed: constraints.txt
 	@touch $@
 
 $(VENV)/.demo-installed: pyproject.toml $(VENV)/.build-installed
-	$(PIP) --no-build-isolation -e '.[view,examples]'
+	$(PIP) --no-build-isolation -e '.[view]'
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml $(VENV)/.build-installed
