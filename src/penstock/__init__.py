@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ScheduleError,
         StageError,
     )
+    from penstock.partition.plan import Plan
     from penstock.pipeline import Pipeline
     from penstock.runtime.microbatch import (
         TensorChunkSpec,
@@ -71,6 +72,8 @@ __all__ = [
     "TensorChunkSpec",
     "split_args_kwargs_into_chunks",
     "merge_chunks",
+    # cutting
+    "Plan",
     # planning
     "build",
     "schedules",
@@ -107,6 +110,7 @@ _HOLDS = {
         "PeerError",
         "InternalError",
     ),
+    "penstock.partition.plan": ("Plan",),
     "penstock.pipeline": ("Pipeline",),
     "penstock.runtime.microbatch": (
         "TensorChunkSpec",
