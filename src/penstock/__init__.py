@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# Not lazy: a subpackage has the same name. Importing any part of it binds the subpackage here, so
+# Not lazy: subpackages have the same names. Importing any part of one binds the subpackage here, so
 # it is imported first, once, and the function bound over it for good. (The subpackage's parts are
 # reached with ``from penstock.simulate.costs import Costs`` and the like.)
+from penstock.schedule.own import schedule
 from penstock.simulate.engine import simulate
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ __all__ = [
     "Plan",
     # planning
     "build",
+    "schedule",
     "schedules",
     "simulate",
     "check",

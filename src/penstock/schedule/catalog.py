@@ -1,14 +1,16 @@
 """The families of schedules by name, and what ranks, stages and microbatches each takes.
 
-A new family is a file in ``builders/`` and a row here. This module builds nothing itself.
+A new family is a file in ``builders/`` and a row here; users add their own with the decorator of
+``penstock.schedule.own``, or through the entry point group ``penstock.schedules``. This module
+builds nothing itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
 from difflib import get_close_matches
-from enum import Enum
+from functools import cache
+from importlib.metadata import entry_points
 
 from penstock.errors import ScheduleError
 from penstock.schedule.builders.dualpipev import dualpipev
@@ -19,46 +21,13 @@ from penstock.schedule.builders.interleaved_zb import interleaved_zb
 from penstock.schedule.builders.looped_bfs import looped_bfs
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
 from penstock.schedule.builders.zbv import zbv
+from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
 
-__all__ = ["Arrangement", "Family", "build", "family", "schedules"]
+__all__ = ["Arrangement", "Family", "add", "build", "family", "remove", "schedules"]
 
-
-class Arrangement(Enum):
-    """How a family lays its stages on ranks (drawn in ``penstock.schedule.placement``)."""
-
-    LINEAR = "linear"
-    LOOPED = "looped"
-    V_SHAPE = "v-shape"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A family of schedules.
-
-    Args:
-        name: the canonical name, which its programs carry.
-        builder: called with ``ranks``, ``microbatches``, the family's options, and ``virtual``
-            where the family takes more than one number of stages per rank.
-        arrangement: how stages lie on ranks.
-        default_virtual: stages per rank where none is asked for.
-        virtuals: the numbers of stages per rank that work; None for any.
-        summary: one line for people.
-        source: where the method was published.
-        aliases: other names, beside those that differ in case, separators or a leading
-            "Schedule" alone.
-        options: names of the builder's further arguments.
-    """
-
-    name: str
-    builder: Callable[..., Program]
-    arrangement: Arrangement
-    default_virtual: int
-    virtuals: tuple[int, ...] | None
-    summary: str
-    source: str
-    aliases: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+_ENTRY_POINTS = "penstock.schedules"
+_log = logging.getLogger(__name__)
 
 
 _FAMILIES = (
@@ -151,14 +120,69 @@ def _normal(name: str) -> str:
 _BY_NAME = {_normal(name): each for each in _FAMILIES for name in (each.name, *each.aliases)}
 
 
+# Added by users, by canonical name in normal form.
+_ADDED: dict[str, Family] = {}
+
+
 def schedules() -> tuple[Family, ...]:
-    """All families.
+    """All families: Penstock's own, then those that users have added.
 
     Example:
         >>> [each.name for each in schedules()][:3]
         ['forward-only', 'gpipe', '1f1b']
     """
-    return _FAMILIES
+    _discover()
+    return (*_FAMILIES, *_ADDED.values())
+
+
+def add(new: Family) -> None:
+    """Add a family, or put it in the place of one that was added under the same name before.
+
+    Args:
+        new: the family; ``penstock.schedule.own`` makes one of a function.
+
+    Raises:
+        ScheduleError: one of its names is that of another family.
+    """
+    key = _normal(new.name)
+    for name in (new.name, *new.aliases):
+        holder = _lookup(name)
+        if (holder is not None and _normal(holder.name) != key) or _normal(name) in _BY_NAME:
+            raise ScheduleError(
+                f"a schedule can't be called {name!r}: Penstock has one of that name already"
+            )
+    _ADDED[key] = new
+
+
+def remove(name: str) -> None:
+    """Take a family that users have added away again; nothing happens if there is none."""
+    _ADDED.pop(_normal(name), None)
+
+
+def _lookup(name: str) -> Family | None:
+    wanted = _normal(name)
+    if wanted in _BY_NAME:
+        return _BY_NAME[wanted]
+    for each in _ADDED.values():
+        if wanted in map(_normal, (each.name, *each.aliases)):
+            return each
+    return None
+
+
+@cache
+def _discover() -> tuple[str, ...]:
+    """Import what installed packages add, once; what is wrong with those that can't be."""
+    faults = []
+    for entry in entry_points(group=_ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as error:
+            # One broken package must not take the other schedules away.
+            _log.warning(
+                "schedule %s of %s can't be loaded", entry.name, entry.value, exc_info=True
+            )
+            faults.append(f"{entry.name!r} ({entry.value}) can't be loaded: {error!r}")
+    return tuple(faults)
 
 
 def family(name: str) -> Family:
@@ -175,12 +199,20 @@ def family(name: str) -> Family:
         >>> family("ScheduleInterleavedZeroBubble").name
         'interleaved-zb'
     """
-    found = _BY_NAME.get(_normal(name))
+    found = _lookup(name)
     if found is None:
-        near = get_close_matches(_normal(name), _BY_NAME, n=1)
-        hint = f"did you mean {_BY_NAME[near[0]].name!r}? " if near else ""
-        known = ", ".join(each.name for each in _FAMILIES)
-        raise ScheduleError(f"there is no schedule {name!r}; {hint}The schedules are: {known}")
+        faults = "".join(f"; {fault}" for fault in _discover())
+        found = _lookup(name)
+    if found is None:
+        written = {
+            _normal(n): each.name for each in schedules() for n in (each.name, *each.aliases)
+        }
+        near = get_close_matches(_normal(name), written, n=1)
+        hint = f"did you mean {written[near[0]]!r}? " if near else ""
+        names = ", ".join(each.name for each in known)
+        raise ScheduleError(
+            f"there is no schedule {name!r}; {hint}The schedules are: {names}{faults}"
+        )
     return found
 
 
@@ -234,4 +266,4 @@ def build(
 
 
 def _any_virtual() -> str:
-    return ", ".join(each.name for each in _FAMILIES if each.virtuals is None)
+    return ", ".join(each.name for each in schedules() if each.virtuals is None)

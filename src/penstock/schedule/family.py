@@ -1,0 +1,51 @@
+"""What is known of a family of schedules beside its builder.
+
+This module knows no family; ``penstock.schedule.catalog`` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.schedule.program import Program
+
+__all__ = ["Arrangement", "Family"]
+
+
+class Arrangement(Enum):
+    """How a family lays its stages on ranks (drawn in ``penstock.schedule.placement``)."""
+
+    LINEAR = "linear"
+    LOOPED = "looped"
+    V_SHAPE = "v-shape"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of schedules.
+
+    Args:
+        name: the canonical name, which its programs carry.
+        builder: called with ``ranks``, ``microbatches``, the family's options, and ``virtual``
+            where the family takes more than one number of stages per rank.
+        arrangement: how stages lie on ranks.
+        default_virtual: stages per rank where none is asked for.
+        virtuals: the numbers of stages per rank that work; None for any.
+        summary: one line for people.
+        source: where the method was published.
+        aliases: other names, beside those that differ in case, separators or a leading
+            "Schedule" alone.
+        options: names of the builder's further arguments.
+    """
+
+    name: str
+    builder: Callable[..., Program]
+    arrangement: Arrangement
+    default_virtual: int
+    virtuals: tuple[int, ...] | None
+    summary: str
+    source: str
+    aliases: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()

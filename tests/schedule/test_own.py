@@ -1,0 +1,151 @@
+"""Schedules that users add: by decorator, and through an entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.errors import ScheduleError
+from penstock.schedule import catalog
+from penstock.schedule.family import Arrangement
+from penstock.schedule.program import Program
+from penstock.schedule.text import load_csv, parse_csv, save_csv
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    before = {each.name for each in catalog.schedules()}
+    yield
+    for each in catalog.schedules():
+        if each.name not in before:
+            catalog.remove(each.name)
+
+
+def one_at_a_time(*, ranks: int, microbatches: int) -> Program:
+    """One microbatch at a time.
+
+    More words.
+    """
+    rows = (
+        ",".join(f"{rank}F{m},{rank}B{m}" for m in range(microbatches)) for rank in range(ranks)
+    )
+    return parse_csv("\n".join(rows))
+
+
+def test_it_is_built_listed_and_simulated_like_ours() -> None:
+    assert penstock.schedule("One-At-A-Time", aliases=("sequential",))(one_at_a_time)
+    program = penstock.build("one at a time", ranks=3, microbatches=4)
+    assert isinstance(program, penstock.CheckedProgram)
+    assert program.name == "One-At-A-Time"
+    assert penstock.simulate(program).makespan == 4 * 3 * 3
+    assert penstock.build("sequential", ranks=1, microbatches=1).num_ranks == 1
+    (listed,) = (each for each in penstock.schedules() if each.name == "One-At-A-Time")
+    assert listed.summary == "One microbatch at a time"
+    assert (listed.virtuals, listed.arrangement) == ((1,), Arrangement.LINEAR)
+
+
+def test_what_else_the_function_takes_are_its_options() -> None:
+    @penstock.schedule("mine", summary="gpipe, held back", source="nowhere")
+    def mine(*, ranks: int, microbatches: int, virtual: int = 3, delay: int = 1) -> Program:
+        assert delay in (1, 2)
+        return penstock.build("looped-bfs", ranks=ranks, microbatches=microbatches, virtual=virtual)
+
+    assert penstock.build("mine", ranks=2, microbatches=2).num_stages == 6
+    assert penstock.build("mine", ranks=2, microbatches=2, virtual=2, delay=2).num_stages == 4
+    with pytest.raises(ScheduleError, match="mine has no option 'dely'; its options are: delay"):
+        penstock.build("mine", ranks=2, microbatches=2, dely=2)
+    with pytest.raises(ScheduleError, match="did you mean 'mine'"):
+        penstock.build("mime", ranks=2, microbatches=2)
+
+
+def test_it_trains_like_ours() -> None:
+    import torch
+    from torch import nn
+
+    penstock.schedule("in-turn")(one_at_a_time)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    inputs, target = torch.randn(6, 4), torch.randn(6, 2)
+    loss = nn.functional.mse_loss(layers(inputs), target)
+    loss.backward()
+    wanted = [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    layers.zero_grad()
+    pipe = penstock.Pipeline(
+        layers, loss_fn=nn.functional.mse_loss, schedule="in-turn", ranks=2, n_microbatches=3
+    )
+    pipe.step(inputs, target=target)
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], wanted)
+
+
+def test_a_wrong_program_is_refused_when_it_is_built() -> None:
+    @penstock.schedule("wrong")
+    def wrong(*, ranks: int, microbatches: int) -> Program:
+        return parse_csv("0F0,0B0\n1B0,1F0")
+
+    with pytest.raises(ScheduleError, match="1B0 needs 1F0, which comes only at step 1"):
+        penstock.build("wrong", ranks=2, microbatches=1)
+    with pytest.raises(ScheduleError, match="wrong made a program for 2 ranks and 1 microbatches"):
+        penstock.build("wrong", ranks=2, microbatches=2)
+
+    @penstock.schedule("wrong")  # type: ignore[type-var]
+    def text(*, ranks: int, microbatches: int) -> str:
+        return "0F0"
+
+    with pytest.raises(ScheduleError, match="wrong returned a str, expected a Program"):
+        penstock.build("wrong", ranks=2, microbatches=2)
+
+
+def test_names_of_ours_are_taken() -> None:
+    with pytest.raises(ScheduleError, match="can't be called '1-F1B': Penstock has one"):
+        penstock.schedule("1-F1B")(one_at_a_time)
+    with pytest.raises(ScheduleError, match="can't be called 'ScheduleGPipe'"):
+        penstock.schedule("mine", aliases=("ScheduleGPipe",))(one_at_a_time)
+    penstock.schedule("mine")(one_at_a_time)
+    with pytest.raises(ScheduleError, match="can't be called 'Mine'"):
+        penstock.schedule("other", aliases=("Mine",))(one_at_a_time)
+
+
+def test_a_function_that_takes_no_ranks_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="takes no ranks"):
+
+        @penstock.schedule("mine")
+        def mine(*, microbatches: int) -> Program:
+            raise NotImplementedError
+
+
+def test_a_csv_file_is_a_schedule_too(tmp_path: Path) -> None:
+    save_csv(one_at_a_time(ranks=2, microbatches=3), tmp_path / "mine.csv")
+    program = penstock.check(load_csv(tmp_path / "mine.csv"))
+    assert penstock.simulate(program).peak_in_flight == (1, 1)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[EntryPoint]]:
+    """A package that adds a schedule when its module is imported, and one that is broken."""
+    (tmp_path / "penstock_plugin.py").write_text(
+        "import penstock\n"
+        "@penstock.schedule('from-a-package')\n"
+        "def made(*, ranks, microbatches):\n"
+        "    return penstock.build('gpipe', ranks=ranks, microbatches=microbatches)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [
+        EntryPoint("from-a-package", "penstock_plugin:made", catalog._ENTRY_POINTS),
+        EntryPoint("broken", "penstock_no_such_module:made", catalog._ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(catalog, "entry_points", lambda group: found)
+    catalog._discover.cache_clear()
+    yield found
+    catalog._discover.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_is_found_by_name_and_a_broken_one_told() -> None:
+    assert penstock.build("from-a-package", ranks=2, microbatches=2).name == "from-a-package"
+    assert "from-a-package" in [each.name for each in penstock.schedules()]
+    with pytest.raises(ScheduleError, match=r"'broken' \(penstock_no_such_module:made\) can't be"):
+        penstock.build("no-such-schedule", ranks=2, microbatches=2)
