@@ -204,9 +204,8 @@ def family(name: str) -> Family:
         faults = "".join(f"; {fault}" for fault in _discover())
         found = _lookup(name)
     if found is None:
-        written = {
-            _normal(n): each.name for each in schedules() for n in (each.name, *each.aliases)
-        }
+        known = schedules()
+        written = {_normal(n): each.name for each in known for n in (each.name, *each.aliases)}
         near = get_close_matches(_normal(name), written, n=1)
         hint = f"did you mean {written[near[0]]!r}? " if near else ""
         names = ", ".join(each.name for each in known)
