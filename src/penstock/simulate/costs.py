@@ -1,7 +1,8 @@
-"""What each action costs in a simulated step.
+"""What each action costs in a simulated step: time, messages, memory.
 
-Costs are abstract: their unit is the caller's (1, seconds, microseconds), and the simulated times
-come in the same unit. This module knows neither programs nor the order in which anything runs.
+Costs are abstract: their unit is the caller's (1, seconds, microseconds; bytes, activations), and
+simulated times and peaks come in the same unit. This module knows neither programs nor the order
+in which anything runs.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ __all__ = ["Cost", "Costs"]
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
 
+_SWITCHES = ("transfers_overlap", "one_message_at_a_time")
+_POSITIVE = ("bandwidth", "offload_bandwidth")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The time that each kind of action takes, per stage.
+    """The time that each kind of action takes, per stage, and what it sends and holds.
 
     Args:
         forward: a forward F.
@@ -33,12 +37,30 @@ class Costs:
             sending stage. It takes no compute time.
         overlap: a block that overlaps a forward and a backward, at the stage of its first part;
             None where it lasts as long as its parts one after the other.
+        recompute: a second forward, ahead of the backward; None for what ``forward`` costs.
+        offload: the copy of an activation to the host, beside the compute; None for
+            ``activation_bytes`` ÷ ``offload_bandwidth``, or no time where one is not given.
+        reload: the copy back; None likewise.
+        message_bytes: what a stage sends to the next one for a microbatch; the gradient that
+            comes back is as large. Of the last stage it means nothing.
+        bandwidth: bytes per unit of time between two ranks, per sending stage; a message takes
+            its bytes ÷ bandwidth, then the latency. None where messages take the latency alone.
+        activation_bytes: what a stage holds of a microbatch from the start of F to the end of I;
+            None to count activations instead of bytes, 1 each.
+        weight_grad_bytes: what of it is held from there to the end of W; None for all of it.
+        recompute_bytes: what is held from F to the recomputation where a stage is recomputed.
+        offload_bandwidth: bytes per unit of time between a rank and its host, each way.
+        transfers_overlap: whether a rank computes while its messages are on their way; if not, it
+            computes nothing for bytes ÷ bandwidth after each result that it sends.
+        one_message_at_a_time: whether the messages from one rank to another follow each other;
+            if not, each travels as if it were alone.
 
-    Each is one number for all stages, or a sequence of one number per stage. They are kept as
+    A cost is one number for all stages, or a sequence of one number per stage. They are kept as
     floats and tuples of floats, so that costs are hashable and compare by value.
 
     Raises:
-        ScheduleError: a cost that is negative, infinite, not a number, or an empty sequence.
+        ScheduleError: a cost that is negative, infinite, not a number, or an empty sequence; a
+            bandwidth of 0.
 
     Example:
         >>> Costs(forward=[1, 2]).of(Op.FORWARD, num_stages=2)
@@ -52,12 +74,29 @@ class Costs:
     weight_grad: Cost = 1.0
     latency: Cost = 0.0
     overlap: Cost | None = None
+    recompute: Cost | None = None
+    offload: Cost | None = None
+    reload: Cost | None = None
+    message_bytes: Cost = 0.0
+    bandwidth: Cost | None = None
+    activation_bytes: Cost | None = None
+    weight_grad_bytes: Cost | None = None
+    recompute_bytes: Cost = 0.0
+    offload_bandwidth: Cost | None = None
+    transfers_overlap: bool = True
+    one_message_at_a_time: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
-            if given is not None:
-                object.__setattr__(self, field.name, _normal(field.name, given))
+            if given is None or field.name in _SWITCHES:
+                continue
+            value = _normal(field.name, given)
+            if field.name in _POSITIVE and 0.0 in (value if isinstance(value, tuple) else (value,)):
+                raise ScheduleError(
+                    f"Costs({field.name}=...): 0 moves nothing; leave it out where it is no limit"
+                )
+            object.__setattr__(self, field.name, value)
 
     def of(self, op: Op, *, num_stages: int) -> tuple[float, ...]:
         """The cost of ``op`` on each stage; 0 for what takes no compute time.
@@ -82,6 +121,41 @@ class Costs:
                 return tuple(i + w for i, w in zip(inputs, weights, strict=True))
             case _:
                 return (0.0,) * num_stages
+
+    def recomputation(self, *, num_stages: int) -> tuple[float, ...]:
+        """The time of a second forward on each stage."""
+        name = "forward" if self.recompute is None else "recompute"
+        return self.per_stage(name, num_stages=num_stages)
+
+    def copies(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The times of an offload and of a reload on each stage, on the rank's copy channel."""
+        plain = (0.0,) * num_stages
+        if self.activation_bytes is not None and self.offload_bandwidth is not None:
+            sizes = self.per_stage("activation_bytes", num_stages=num_stages)
+            speeds = self.per_stage("offload_bandwidth", num_stages=num_stages)
+            plain = tuple(size / speed for size, speed in zip(sizes, speeds, strict=True))
+        offload, reload = (
+            plain if getattr(self, name) is None else self.per_stage(name, num_stages=num_stages)
+            for name in ("offload", "reload")
+        )
+        return offload, reload
+
+    def transfer(self, stage: int, to_stage: int, *, num_stages: int) -> float:
+        """How long a message from ``stage`` to a neighbour is on its way, without the latency."""
+        if self.bandwidth is None:
+            return 0.0
+        # The gradient that comes back to a stage is as large as what the stage sent on.
+        size = self.per_stage("message_bytes", num_stages=num_stages)[min(stage, to_stage)]
+        return size / self.per_stage("bandwidth", num_stages=num_stages)[stage]
+
+    def held(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What each stage holds of a microbatch up to the end of I, and from there to W's end."""
+        before = (1.0,) * num_stages
+        if self.activation_bytes is not None:
+            before = self.per_stage("activation_bytes", num_stages=num_stages)
+        if self.weight_grad_bytes is None:
+            return before, before
+        return before, self.per_stage("weight_grad_bytes", num_stages=num_stages)
 
     def per_stage(self, name: str, *, num_stages: int) -> tuple[float, ...]:
         """The cost called ``name`` (a field that is not None), one number per stage.

@@ -89,7 +89,10 @@ def tabulate(program: Program, costs: Costs) -> Tables:
     ]
 
     def delay(stage: int, producer: Action) -> float:
-        return 0.0 if rank_of[stage] == rank_of[producer.stage] else latency[producer.stage]
+        source = producer.stage
+        if rank_of[stage] == rank_of[source]:
+            return 0.0
+        return latency[source] + costs.transfer(source, stage, num_stages=num_stages)
 
     overlap: tuple[float | None, ...] = (None,) * num_stages
     if costs.overlap is not None:

@@ -1,0 +1,174 @@
+"""Bounds: no program beats one, whatever its family; and how near the best programs come."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
+from penstock.schedule.catalog import build, family, schedules
+from penstock.schedule.passes import lower
+from penstock.schedule.placement import bidirectional, linear, looped
+from penstock.schedule.program import Program
+from penstock.simulate.bounds import Argument, least_memory, lower_bounds
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+from penstock.testing.programs import computed_programs
+
+COST = st.integers(0, 12).map(lambda quarters: quarters / 4)
+
+
+@st.composite
+def costs_for(draw: st.DrawFn, num_stages: int) -> Costs:
+    """Costs per stage, of messages and of blocks, each of them or none."""
+    per_stage = st.lists(COST, min_size=num_stages, max_size=num_stages)
+    return Costs(
+        forward=draw(per_stage),
+        input_grad=draw(per_stage),
+        weight_grad=draw(per_stage),
+        latency=draw(st.just(0.0) | per_stage),
+        overlap=draw(st.none() | per_stage),
+        message_bytes=draw(per_stage),
+        bandwidth=draw(st.none() | st.integers(1, 4)),
+    )
+
+
+@st.composite
+def families(draw: st.DrawFn) -> Program:
+    name = draw(st.sampled_from([each.name for each in schedules()]))
+    ranks = draw(st.sampled_from((2, 4, 6)))
+    return build(
+        name,
+        ranks=ranks,
+        microbatches=draw(st.sampled_from((2, 3, 5))) * ranks,
+        virtual=draw(st.sampled_from(family(name).virtuals or (1, 2, 3))),
+    )
+
+
+def beats(program: Program, costs: Costs, *, in_memory: bool) -> list[str]:
+    """The bounds that a program is faster than."""
+    result = simulate(program, costs)
+    has_backward = any(act.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD) for act in program.actions())
+    bounds = lower_bounds(
+        costs,
+        ranks=program.num_ranks,
+        microbatches=program.num_microbatches,
+        placement=program.placement,
+        memory_limit=max(result.peak_in_flight) if in_memory else None,
+        backward=has_backward,
+    )
+    close = 1e-9
+    beaten = [f"makespan {b}" for b in bounds.makespans if result.makespan < b.value - close]
+    return beaten + [f"span {b}" for b in bounds.spans if result.span < b.value - close]
+
+
+@settings(max_examples=500)
+@given(data=st.data(), in_memory=st.booleans())
+def test_no_program_drawn_by_the_rules_beats_a_bound(data: st.DataObject, in_memory: bool) -> None:
+    program = data.draw(computed_programs(max_ranks=3, max_stages=4, max_microbatches=5))
+    costs = data.draw(costs_for(program.num_stages))
+    assert beats(program, costs, in_memory=in_memory) == []
+
+
+@settings(max_examples=300)
+@given(data=st.data(), in_memory=st.booleans())
+def test_no_schedule_of_the_catalog_beats_a_bound(data: st.DataObject, in_memory: bool) -> None:
+    program = data.draw(families())
+    costs = data.draw(st.just(Costs()) | costs_for(program.num_stages))
+    assert beats(program, costs, in_memory=in_memory) == []
+
+
+# P = 4, M = 8, all costs 1: activations held at most, the least makespan, the least span.
+OPTIMA = [(2, 41, 41), (3, 31, 31), (4, 27, 27), (5, 27, 26), (7, 27, 24)]
+LOOPED_OPTIMA = [(4, 63), (6, 53), (8, 51)]
+
+
+@pytest.mark.parametrize(("limit", "makespan", "span"), OPTIMA)
+def test_proven_optima_are_not_beaten_by_their_bounds(limit: int, makespan: int, span: int) -> None:
+    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=limit)
+    assert bounds.makespan <= makespan
+    assert bounds.span <= span
+    # What memory does not narrow is met.
+    if limit >= 4:
+        assert (bounds.makespan, bounds.span) == (makespan, span)
+
+
+@pytest.mark.parametrize(("limit", "makespan"), LOOPED_OPTIMA)
+def test_proven_optima_over_loops_are_not_beaten(limit: int, makespan: int) -> None:
+    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, virtual=2, memory_limit=limit)
+    assert bounds.makespan <= makespan
+    if limit >= 6:
+        assert bounds.makespan == makespan
+
+
+@given(ranks=st.integers(1, 9), microbatches=st.integers(1, 20), weight_grad=COST)
+def test_schedules_that_are_known_to_be_the_best_meet_their_bound(
+    ranks: int, microbatches: int, weight_grad: float
+) -> None:
+    # Where weight gradients cost nothing, GPipe is as fast as any.
+    costs = Costs(weight_grad=0)
+    best = simulate(build("gpipe", ranks=ranks, microbatches=microbatches), costs)
+    bounds = lower_bounds(costs, ranks=ranks, microbatches=microbatches)
+    assert bounds.makespan == best.makespan
+    # Forwards alone can't be faster than they are.
+    costs = Costs(weight_grad=weight_grad, forward=2, latency=0.25)
+    best = simulate(build("forward-only", ranks=ranks, microbatches=microbatches), costs)
+    bounds = lower_bounds(costs, ranks=ranks, microbatches=microbatches, backward=False)
+    assert bounds.makespan == best.makespan
+
+
+@given(ranks=st.integers(2, 8), microbatches=st.integers(1, 20), least=st.integers(1, 8))
+def test_more_memory_never_makes_a_bound_greater(ranks: int, microbatches: int, least: int) -> None:
+    costs = Costs(forward=2, weight_grad=0.5, latency=0.25)
+    found = [
+        lower_bounds(costs, ranks=ranks, microbatches=microbatches, memory_limit=limit)
+        for limit in (least, least + 1, least + 7, None)
+    ]
+    for tight, loose in pairwise(found):
+        assert tight.makespan >= loose.makespan
+        assert tight.span >= loose.span
+
+
+def test_each_bound_names_its_argument() -> None:
+    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=2)
+    assert {bound.argument: bound.value for bound in bounds.makespans} == {
+        Argument.COMPUTE: 24,
+        Argument.PATH: 9,
+        Argument.WARM_UP: 27,
+        Argument.MEMORY: 37,
+    }
+    assert bounds.makespan_by is bounds.span_by is Argument.MEMORY
+    one = lower_bounds(Costs(latency=10), ranks=4, microbatches=1)
+    assert (one.makespan, one.makespan_by) == (4 + 4 + 1 + 60, Argument.PATH)
+
+
+def test_two_copies_of_a_model_share_the_work() -> None:
+    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, placement=bidirectional(4))
+    # A rank in the middle waits for one forward, whichever copy comes first.
+    assert (bounds.makespan, bounds.span) == (25, 24)
+
+
+def test_a_limit_that_no_program_can_meet_names_the_least() -> None:
+    with pytest.raises(ScheduleError, match=r"memory_limit=1: one microbatch alone takes 2 on"):
+        lower_bounds(Costs(), ranks=4, microbatches=8, virtual=2, memory_limit=1)
+    with pytest.raises(ScheduleError, match=r"memory_limit=nan"):
+        lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=float("nan"))
+    assert least_memory(Costs(activation_bytes=[3, 5]), placement=linear(2)) == 5
+    assert least_memory(Costs(activation_bytes=[3, 5, 4, 4]), placement=looped(2, 2)) == 9
+    assert least_memory(Costs(), placement=bidirectional(2)) == 1
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="ranks=3, but the placement is one of 2 ranks"):
+        lower_bounds(Costs(), ranks=3, microbatches=8, placement=linear(2))
+    with pytest.raises(ScheduleError, match="microbatches=0; a step takes at least one"):
+        lower_bounds(Costs(), ranks=3, microbatches=0)
+    with pytest.raises(ScheduleError, match=r"Costs\(forward=.* 2 numbers, .* 3 stages"):
+        lower_bounds(Costs(forward=[1, 2]), ranks=3, microbatches=8)
+
+
+def test_transfers_change_no_bound() -> None:
+    program = build("interleaved-zb", ranks=4, microbatches=8)
+    assert beats(lower(program), Costs(latency=0.5), in_memory=True) == []
