@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -213,7 +214,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**i for i in range(depth + 1)]
         self.inc = DoubleConv(3, width)
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(pairwise(widths))
         self.down = nn.ModuleList(DoubleConv(a, b) for a, b in pairs)
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in reversed(pairs))
         self.join = nn.ModuleList(DoubleConv(b, a) for a, b in reversed(pairs))
