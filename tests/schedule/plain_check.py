@@ -43,9 +43,16 @@ def _is_well_formed(program: Program) -> bool:
                 if act.op in WHOLE:
                     if act.microbatch is not None:
                         return False
-                elif act.microbatch not in range(program.num_microbatches):
+                elif act.microbatch not in _passing(program, act.stage):
                     return False
     return True
+
+
+def _passing(program: Program, stage: int) -> range:
+    """The microbatches of the copy that the stage belongs to."""
+    copies = program.placement.copies
+    first = stage // (program.num_stages // copies)
+    return range(first, program.num_microbatches, copies)
 
 
 def _does_all_once(program: Program) -> bool:
@@ -54,7 +61,7 @@ def _does_all_once(program: Program) -> bool:
         return False
     kinds = set()
     for stage in range(program.num_stages):
-        for m in range(program.num_microbatches):
+        for m in _passing(program, stage):
             done = "".join(op.value for op in Op if op in COMPUTE and count[action(stage, op, m)])
             if done not in ("F", "FB", "FIW"):
                 return False

@@ -73,9 +73,8 @@ def _waits_for(act: Action, placement: Placement) -> list[tuple[Action, int]]:
     found = []
     for op, offset in REQUIRES[act.op]:
         receive = RECEIVE_FOR.get((op, offset))
-        other = act.stage + offset
-        exists = 0 <= other < placement.num_stages
-        if receive is not None and exists and not placement.same_rank(act.stage, other):
+        other = placement.neighbour(act.stage, offset)
+        if receive is not None and other is not None and not placement.same_rank(act.stage, other):
             send = action(other, _SEND_OF[receive], act.microbatch)
             found.append((send, placement.rank_of(other)))
     return found
@@ -84,8 +83,10 @@ def _waits_for(act: Action, placement: Placement) -> list[tuple[Action, int]]:
 def _goes_to(act: Action, placement: Placement) -> int | None:
     match act.op:
         case Op.SEND_F:
-            return placement.rank_of(act.stage + 1)
+            other = placement.neighbour(act.stage, +1)
         case Op.SEND_B:
-            return placement.rank_of(act.stage - 1)
+            other = placement.neighbour(act.stage, -1)
         case _:
             return None
+    assert other is not None, "a checked program sends to stages that exist"
+    return placement.rank_of(other)

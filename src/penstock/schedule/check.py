@@ -148,17 +148,18 @@ def _computes_all(coded: Coded, seen: bytearray) -> bool:
     forward, full = seen[section(Op.FORWARD)], seen[section(Op.FULL_BACKWARD)]
     by_input, by_weight = seen[section(Op.INPUT_GRAD)], seen[section(Op.WEIGHT_GRAD)]
     has_backward = 1 in full or 1 in by_input or 1 in by_weight
+    expected = coded.coding.passing()
     # In bytes of 0 and 1: each of full and by_input where the other is not.
     either = int.from_bytes(full) ^ int.from_bytes(by_input)
-    whole = by_input == by_weight and either == int.from_bytes(b"\1" * len(full))
-    return 0 not in forward and (whole or not has_backward)
+    whole = by_input == by_weight and either == int.from_bytes(expected)
+    return forward == expected and (whole or not has_backward)
 
 
 def _transfers_all(coded: Coded, seen: bytearray) -> bool:
     coding = coded.coding
     if not any(1 in seen[coding.section(op)] for op in TRANSFERS):
         return True
-    size = coding.num_microbatches
+    size, passing = coding.num_microbatches, coding.passing()
     for (value, _), receive in RECEIVE_FOR.items():
         makers = (value, *(op for op, covered in COVERS.items() if value in covered))
         made = any(1 in seen[coding.section(op)] for op in makers)
@@ -166,7 +167,9 @@ def _transfers_all(coded: Coded, seen: bytearray) -> bool:
             for stage in range(coding.placement.num_stages):
                 start = coding.code(op, stage)
                 needed = made and coding.partner(op, stage) is not None
-                if seen[start : start + size].count(1) != (size if needed else 0):
+                # How many there are is enough: of what does not pass a stage, none is seen.
+                wanted = passing[stage * size : stage * size + size].count(1) if needed else 0
+                if seen[start : start + size].count(1) != wanted:
                     return False
     return True
 

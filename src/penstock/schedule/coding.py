@@ -57,6 +57,15 @@ class Coding:
         key = _INDEX[op] * self.placement.num_stages + stage
         return key * self.num_microbatches + microbatch
 
+    def passing(self) -> bytes:
+        """For each code of one op's section, 1 where the microbatch goes through the stage."""
+        placement, size = self.placement, self.num_microbatches
+        rows = (
+            bytes(placement.passes(microbatch, entry) for microbatch in range(size))
+            for entry in placement.entries
+        )
+        return b"".join(row * placement.num_model_stages for row in rows)
+
     def section(self, op: Op) -> slice:
         """The codes of all actions with ``op``."""
         return slice(self.code(op, 0), self.code(op, self.placement.num_stages))
@@ -71,9 +80,6 @@ class Coding:
         """What a key stands for."""
         index, stage = divmod(key, self.placement.num_stages)
         return _OPS[index], stage
-
-    def _exists(self, stage: int) -> bool:
-        return 0 <= stage < self.placement.num_stages
 
     def entries(self) -> Iterator[tuple[Op, int]]:
         """What each key stands for, in order."""
@@ -91,12 +97,12 @@ class Coding:
         for (_, offset), receive in RECEIVE_FOR.items():
             send = _SEND_OF[receive]
             if op is receive:
-                other_op, other = send, stage + offset
+                other_op, other = send, self.placement.neighbour(stage, offset)
             elif op is send:
-                other_op, other = receive, stage - offset
+                other_op, other = receive, self.placement.neighbour(stage, -offset)
             else:
                 continue
-            if self._exists(other) and not self.placement.same_rank(stage, other):
+            if other is not None and not self.placement.same_rank(stage, other):
                 return other_op, other
         return None
 
@@ -116,21 +122,16 @@ class Coding:
             needed: list[tuple[Op, int]] = []
             if op not in RECEIVE_FOR.values():
                 for wanted, offset in REQUIRES[op]:
-                    if self._exists(stage + offset):
-                        needed.append(self._source(wanted, stage, offset, transfers))
-            if op in _SEND_OF.values() and (receive := self.partner(op, stage)) is not None:
-                needed.append(receive)
+                    other = self.placement.neighbour(stage, offset)
+                    if other is not None:
+                        receive = RECEIVE_FOR.get((wanted, offset)) if transfers else None
+                        sent = self.partner(receive, stage) if receive is not None else None
+                        # A received value is there when it was sent; any other when it is made.
+                        needed.append(sent or (wanted, other))
+            if op in _SEND_OF.values() and (posted := self.partner(op, stage)) is not None:
+                needed.append(posted)
             tables.append(tuple(self._distance(op, stage, *n) for n in needed))
         return tables
-
-    def _source(self, wanted: Op, stage: int, offset: int, transfers: bool) -> tuple[Op, int]:
-        """What shows to ``stage`` that ``wanted`` is done: the action itself, or its send."""
-        receive = RECEIVE_FOR.get((wanted, offset))
-        if transfers and receive is not None:
-            send = self.partner(receive, stage)
-            if send is not None:
-                return send
-        return wanted, stage + offset
 
     def gives(self) -> Tables:
         """By key: what is done when the action is: itself, and what it covers."""
@@ -215,6 +216,13 @@ def fault_of(step: Step, rank: int, program: Program) -> str | None:
                 f"microbatch {act.microbatch} does not exist: the program has microbatches 0 to "
                 f"{program.num_microbatches - 1}"
             )
+        elif not placement.passes(act.microbatch, act.stage):
+            copy = act.microbatch % placement.copies
+            return (
+                f"microbatch {act.microbatch} does not go through stage {act.stage}, but through "
+                f"copy {copy} of the model (stages {placement.entries[copy]} to "
+                f"{placement.exits[copy]})"
+            )
     return None
 
 
@@ -254,7 +262,8 @@ def _encode_rank(
     starts = {op: {s: coding.code(op, s) for s in held} for op in _OPS}
     each = {op: {} if op in WHOLE_STAGE else starts[op] for op in _OPS}
     whole = {op: starts[op] if op in WHOLE_STAGE else {} for op in _OPS}
-    num_microbatches = program.num_microbatches
+    num_microbatches, copies = program.num_microbatches, program.placement.copies
+    copy_of = {s: program.placement.copy_of(s) for s in held}
     queue: list[int] = []
     for step in program.ranks[rank]:
         start: int | None = None
@@ -265,7 +274,8 @@ def _encode_rank(
             elif 0 <= microbatch < num_microbatches:
                 start = each[step.op].get(step.stage)
                 if start is not None:
-                    start += microbatch
+                    here = copies == 1 or microbatch % copies == copy_of[step.stage]
+                    start = start + microbatch if here else None
         elif fault_of(step, rank, program) is None:
             start = ~len(blocks)
             blocks.append(tuple(coding.code(a.op, a.stage, a.microbatch or 0) for a in step.parts))

@@ -64,6 +64,11 @@ def size_problems(program: Program) -> list[Problem]:
         )
     if program.num_microbatches < 1:
         messages.append(f"{program.num_microbatches} microbatches; a step takes at least one")
+    elif program.num_microbatches < program.placement.copies:
+        messages.append(
+            f"{program.num_microbatches} microbatches for {program.placement.copies} copies of "
+            "the model; each copy takes at least one"
+        )
     return [Problem(rank=None, step=None, action=None, message=m) for m in messages]
 
 
@@ -99,6 +104,8 @@ def _compute_problems(program: Program, places: dict[Action, Place]) -> Iterator
     has_backward = any(act.op in backwards for act in places)
     for stage in range(program.num_stages):
         for microbatch in range(program.num_microbatches):
+            if not program.placement.passes(microbatch, stage):
+                continue
             forward = action(stage, Op.FORWARD, microbatch)
             if forward not in places:
                 yield _missing(program, forward, f"{forward} is missing")

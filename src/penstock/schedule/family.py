@@ -20,6 +20,7 @@ class Arrangement(Enum):
     LINEAR = "linear"
     LOOPED = "looped"
     V_SHAPE = "v-shape"
+    BIDIRECTIONAL = "bidirectional"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class Family:
         aliases: other names, beside those that differ in case, separators or a leading
             "Schedule" alone.
         options: names of the builder's further arguments.
+        rule: which ranks P and microbatches M work, in words; empty where all do.
+        nearest: for ranks and microbatches the nearest numbers that work, which are these
+            themselves where they do; None where all do.
     """
 
     name: str
@@ -49,3 +53,14 @@ class Family:
     source: str
     aliases: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    rule: str = ""
+    nearest: Callable[[int, int], tuple[int, int]] | None = None
+
+    @property
+    def copies(self) -> int:
+        """How often its ranks hold the model (see ``Placement``)."""
+        return 2 if self.arrangement is Arrangement.BIDIRECTIONAL else 1
+
+    def works(self, *, ranks: int, microbatches: int) -> bool:
+        """Whether it can be built for so many."""
+        return self.nearest is None or self.nearest(ranks, microbatches) == (ranks, microbatches)

@@ -7,7 +7,17 @@
     rank 3   3          rank 3  3 7            rank 3   3 4
 
 Where two neighbouring stages share a rank (the turn of a V), what crosses between them needs no
-message. This module knows neither microbatches nor actions.
+message.
+
+    bidirectional  P=4     copies=2: the model's 4 stages twice, once per direction
+    rank 0         0 7     down   0 → 1 → 2 → 3    even microbatches enter at stage 0
+    rank 1         1 6
+    rank 2         2 5
+    rank 3         3 4     up     4 → 5 → 6 → 7    odd microbatches enter at stage 4
+
+Stages 4 to 7 are the model's stages 0 to 3 again, a second copy of their weights. Stages of
+different copies are no neighbours: what leaves stage 3 is the model's output. This module knows
+no actions.
 """
 
 from __future__ import annotations
@@ -16,23 +26,27 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 
-__all__ = ["Placement", "linear", "looped", "v_shape", "wave"]
+__all__ = ["Placement", "bidirectional", "linear", "looped", "v_shape", "wave"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The rank of every stage.
+    """The rank of every stage, and which stages a microbatch passes.
 
     Args:
         num_ranks: number of ranks; each must hold at least one stage.
         stage_ranks: for each stage, from 0, the rank that holds it.
+        copies: how often the model's stages are there. The stages of the second copy follow those
+            of the first, and microbatch m goes through copy m mod ``copies`` alone.
 
     Raises:
-        ScheduleError: a rank out of range, or one that holds no stage.
+        ScheduleError: a rank out of range, or one that holds no stage; or stages that are not as
+            many in each copy.
     """
 
     num_ranks: int
     stage_ranks: tuple[int, ...]
+    copies: int = 1
 
     def __post_init__(self) -> None:
         held = set(self.stage_ranks)
@@ -43,11 +57,55 @@ class Placement:
                 f"ranks without a stage {sorted(wanted - held)}, "
                 f"ranks that do not exist {sorted(held - wanted)}"
             )
+        if self.copies < 1 or len(self.stage_ranks) % self.copies:
+            raise ScheduleError(
+                f"placement {self.stage_ranks}: {len(self.stage_ranks)} stages can't be "
+                f"{self.copies} copies of a model; each copy has as many stages"
+            )
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """Number of stages, those of every copy counted."""
         return len(self.stage_ranks)
+
+    @property
+    def num_model_stages(self) -> int:
+        """Into how many stages the model is cut: the number of stages of one copy."""
+        return len(self.stage_ranks) // self.copies
+
+    def model_stage(self, stage: int) -> int:
+        """Which of the model's stages ``stage`` is."""
+        return stage % self.num_model_stages
+
+    def copy_of(self, stage: int) -> int:
+        """The copy that ``stage`` belongs to, from 0."""
+        return stage // self.num_model_stages
+
+    def passes(self, microbatch: int, stage: int) -> bool:
+        """Whether ``microbatch`` goes through ``stage``."""
+        return microbatch % self.copies == self.copy_of(stage)
+
+    def neighbour(self, stage: int, offset: int) -> int | None:
+        """The stage ``offset`` further on in the model, in the same copy; None if there is none.
+
+        Example:
+            >>> [bidirectional(2).neighbour(stage, +1) for stage in range(4)]
+            [1, None, 3, None]
+        """
+        other = stage + offset
+        size = self.num_model_stages
+        return other if other >= 0 and other // size == stage // size else None
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """The stages where the model's inputs enter, one per copy."""
+        return tuple(range(0, self.num_stages, self.num_model_stages))
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """The stages where the model's outputs leave, one per copy."""
+        size = self.num_model_stages
+        return tuple(range(size - 1, self.num_stages, size))
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds ``stage``."""
@@ -83,3 +141,9 @@ def wave(num_ranks: int, waves: int) -> Placement:
     """``waves`` V-shapes one after the other: 2·``waves`` stages per rank."""
     down = tuple(range(num_ranks))
     return Placement(num_ranks=num_ranks, stage_ranks=(down + down[::-1]) * waves)
+
+
+def bidirectional(num_ranks: int) -> Placement:
+    """One stage per rank down, and a second copy up: rank r holds r and 2·num_ranks − 1 − r."""
+    down = tuple(range(num_ranks))
+    return Placement(num_ranks=num_ranks, stage_ranks=down + down[::-1], copies=2)

@@ -8,9 +8,10 @@ The checker, the passes, the simulator and the runtime all read these tables.
     backward     I ◄─────────   I ◄──────────────────────   I
                                 └► W
 
-A full backward B stands for I and W at once. Between stages on different ranks an arrow is a pair
-SEND (on the producer's rank) and RECV (on the consumer's): RECV posts the receive, and what needs
-the value waits for it.
+A full backward B stands for I and W at once. Which stages are neighbours, the placement says
+(``Placement.neighbour``). Between stages on different ranks an arrow is a pair SEND (on the
+producer's rank) and RECV (on the consumer's): RECV posts the receive, and what needs the value
+waits for it.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def prerequisites(
     """
     found: list[Action] = []
     for op, offset in REQUIRES[act.op]:
-        stage = act.stage + offset
-        if not 0 <= stage < placement.num_stages:
+        stage = placement.neighbour(act.stage, offset)
+        if stage is None:
             continue
         receive = RECEIVE_FOR.get((op, offset))
         if transfers and receive is not None and not placement.same_rank(act.stage, stage):

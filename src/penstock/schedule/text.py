@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TypeVar
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _JSON_FORMAT = "penstock program 1"
-_JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "ranks"}
+_JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "copies", "ranks"}
 
 T = TypeVar("T")
 
@@ -125,6 +126,7 @@ def to_json(program: Program) -> str:
         "num_microbatches": program.num_microbatches,
         "num_ranks": program.placement.num_ranks,
         "stage_ranks": program.placement.stage_ranks,
+        "copies": program.placement.copies,
         "ranks": [[str(step) for step in steps] for steps in program.ranks],
     }
     return json.dumps(document)
@@ -162,7 +164,9 @@ def from_json(text: str) -> Program:
     return Program(
         name=_field(document, "name", str),
         placement=Placement(
-            num_ranks=_field(document, "num_ranks", int), stage_ranks=tuple(stage_ranks)
+            num_ranks=_field(document, "num_ranks", int),
+            stage_ranks=tuple(stage_ranks),
+            copies=_field({"copies": 1, **document}, "copies", int),
         ),
         num_microbatches=_field(document, "num_microbatches", int),
         ranks=tuple(_read_row(row, cells, source="") for row, cells in enumerate(rows)),
@@ -241,4 +245,11 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement
         what = f"stages {missing} are computed nowhere" if missing else "no steps"
         raise ScheduleError(f"{source}{what}; the placement can't be seen from the text")
     stage_ranks = tuple(holders[stage] for stage in range(len(holders)))
-    return Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)
+    one = Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)
+    if len(stage_ranks) % 2:
+        return one
+    # Two copies of the model show in that each takes microbatches that the other does not.
+    two = replace(one, copies=2)
+    acts = (a for steps in ranks for step in steps for a in step.parts)
+    apart = all(a.microbatch is None or two.passes(a.microbatch, a.stage) for a in acts)
+    return two if apart else one

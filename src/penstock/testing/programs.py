@@ -18,7 +18,8 @@ __all__ = ["computed_programs", "placements"]
 
 @st.composite
 def placements(draw: st.DrawFn, *, max_ranks: int = 4, max_stages: int = 6) -> Placement:
-    """Placements in which every rank holds a stage, and any rank may hold any.
+    """Placements in which every rank holds a stage, and any rank may hold any; with one copy of
+    the model, or two.
 
     Args:
         draw: given by Hypothesis.
@@ -28,7 +29,8 @@ def placements(draw: st.DrawFn, *, max_ranks: int = 4, max_stages: int = 6) -> P
     num_ranks = draw(st.integers(1, max_ranks))
     more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=max_stages - num_ranks))
     stage_ranks = draw(st.permutations([*range(num_ranks), *more]))
-    return Placement(num_ranks=num_ranks, stage_ranks=tuple(stage_ranks))
+    copies = 2 if len(stage_ranks) % 2 == 0 and draw(st.booleans()) else 1
+    return Placement(num_ranks=num_ranks, stage_ranks=tuple(stage_ranks), copies=copies)
 
 
 @st.composite
@@ -49,16 +51,18 @@ def computed_programs(
         draw: given by Hypothesis.
         max_ranks: the most ranks.
         max_stages: the most stages.
-        max_microbatches: the most microbatches.
+        max_microbatches: the most microbatches, at least 2.
         backward: whether there are backwards; None for either.
     """
     placement = draw(placements(max_ranks=max_ranks, max_stages=max_stages))
-    num_microbatches = draw(st.integers(1, max_microbatches))
+    num_microbatches = draw(st.integers(placement.copies, max_microbatches))
     if backward is None:
         backward = draw(st.booleans())
     waiting: list[Action] = []
     for stage in range(placement.num_stages):
         for microbatch in range(num_microbatches):
+            if not placement.passes(microbatch, stage):
+                continue
             ops = [Op.FORWARD]
             if backward:
                 whole = draw(st.booleans())
