@@ -112,7 +112,10 @@ class Pipeline:
         split: Split | None,
     ) -> Program:
         world = self._group.size() if self._group is not None else None
-        num_stages = _num_stages(model, split)
+        copies = (
+            schedule.placement.copies if isinstance(schedule, Program) else family(schedule).copies
+        )
+        num_stages = _num_stages(model, split, copies)
         if isinstance(schedule, Program):
             if n_microbatches not in (None, schedule.num_microbatches):
                 raise ScheduleError(
@@ -151,12 +154,19 @@ class Pipeline:
         if _is_stages(model):
             given: list[Any] = list(model)  # type: ignore[arg-type]
             return given
-        modules = _modules(model, split, program.num_stages)
+        placement = program.placement
+        modules = _modules(model, split, placement.num_model_stages)
         if self._group is not None:
             _refuse_ties(modules, program)
         num = program.num_stages
         return [
-            PipelineStage(modules[i].to(self.device), i, num, self.device, group=self._group)
+            PipelineStage(
+                modules[placement.model_stage(i)].to(self.device),
+                i,
+                num,
+                self.device,
+                group=self._group,
+            )
             for i in local
         ]
 
@@ -322,15 +332,15 @@ def _is_stages(model: Model) -> bool:
     return all(isinstance(m, PipelineStage) for m in model)
 
 
-def _num_stages(model: Model, split: Split | None) -> int | None:
-    """How many stages the user asks for; None where that follows from the ranks."""
+def _num_stages(model: Model, split: Split | None, copies: int) -> int | None:
+    """Into how many stages the user cuts the model; None where that follows from the ranks."""
     if split is not None:
         return len(split)
     if isinstance(model, nn.Module):
         return None
     if _is_stages(model):
         first: Any = model[0]
-        return int(first.num_stages)
+        return int(first.num_stages) // copies
     return len(model)
 
 
@@ -338,9 +348,10 @@ def _refuse_misfits(
     program: Program, num_stages: int | None, ranks: int | None, virtual: int | None
 ) -> None:
     """What is asked for beside a program must be what the program says."""
-    per_rank = program.num_stages / program.num_ranks
+    has_stages = program.placement.num_model_stages
+    per_rank = has_stages / program.num_ranks
     for what, asked, has in (
-        ("stages", num_stages, program.num_stages),
+        ("stages", num_stages, has_stages),
         ("ranks", ranks, program.num_ranks),
         ("stages per rank", virtual, int(per_rank) if per_rank.is_integer() else per_rank),
     ):

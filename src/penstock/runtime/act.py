@@ -15,6 +15,7 @@ from penstock.errors import ScheduleError, StageError, Where
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import Executor
 from penstock.runtime.inbox import Inbox
+from penstock.runtime.outputs import join_outputs
 from penstock.runtime.player import Call, Player, Role
 from penstock.runtime.shapes import ShapeBook
 from penstock.runtime.transport import Transport
@@ -53,8 +54,12 @@ class Act:
         self._stages = stages
         self._transports = transports
         placement = program.placement
-        self._first_rank = placement.rank_of(0)
-        self._last_rank = placement.rank_of(placement.num_stages - 1)
+        # Where the model is there in several copies, the first speaks for all of them.
+        self._first_rank = placement.rank_of(placement.entries[0])
+        self._last_rank = placement.rank_of(placement.exits[0])
+        self._exit_ranks = {placement.rank_of(stage) for stage in placement.exits}
+        self._enters_here = any(stage in stages for stage in placement.entries)
+        self._device = next(iter(stages.values())).device
         self._is_alone = len(transports) == program.num_ranks
         self._shapes = ShapeBook()
         self._loss_dtype: torch.dtype | None = None
@@ -71,12 +76,8 @@ class Act:
         players: dict[int, Player] = {}
         for transport in self._transports:
             stages = [self._stages[i] for i in placement.stages_of(transport.rank)]
-            peers = {
-                placement.rank_of(s.stage_index + d)
-                for s in stages
-                for d in (-1, 1)
-                if 0 <= s.stage_index + d < placement.num_stages
-            }
+            around = [placement.neighbour(s.stage_index, d) for s in stages for d in (-1, 1)]
+            peers = {placement.rank_of(other) for other in around if other is not None}
             # In one process nothing is on its way: what is sent has arrived.
             arrived = {} if self._is_alone else acknowledgements(program, transport.rank)
             inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
@@ -92,16 +93,17 @@ class Act:
                 )
         for index, player in players.items():
             player.connect(
-                self._neighbour(players, index, index - 1),
-                self._neighbour(players, index, index + 1),
+                self._neighbour(players, index, -1),
+                self._neighbour(players, index, +1),
             )
         return players
 
     def _neighbour(
-        self, players: Mapping[int, Player], index: int, other: int
+        self, players: Mapping[int, Player], index: int, offset: int
     ) -> Player | int | None:
         placement = self._program.placement
-        if not 0 <= other < placement.num_stages:
+        other = placement.neighbour(index, offset)
+        if other is None:
             return None
         same = placement.same_rank(index, other)
         return players[other] if same else placement.rank_of(other)
@@ -127,19 +129,27 @@ class Act:
             num_steps: how many steps went before; the same on every rank, if all is well.
 
         Raises:
-            StageError: inputs or targets are missing where they are needed.
+            StageError: inputs or targets are missing where they are needed, or ranks where the
+                model's inputs enter were given different ones.
             ScheduleError: the ranks are not at the same step.
         """
-        header = [num_steps, int(self.role.train)]
+        # Where outputs leave on several ranks, these must agree on whether they are asked for.
+        joins = len(self._exit_ranks) > 1
+        header = [num_steps, int(self.role.train), int(joins and batch.keep_outputs)]
         ids = self._check_batch(batch)
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
             shared = transport.share_numbers([*header, *ids], self._first_rank)
-            if shared[:2] != header:
+            if shared[:3] != header:
                 raise ScheduleError(
                     f"rank {self._first_rank} is at {_moment(shared)}, rank {transport.rank} at "
                     f"{_moment(header)}: call step() and eval() in the same order on every rank"
                 )
-            batch.shape_ids = shared[2:]
+            batch.shape_ids = shared[3:]
+        if self._enters_here and batch.shape_ids != ids:
+            raise StageError(
+                f"the inputs here have other shapes than those on rank {self._first_rank}; each "
+                "rank where the model's inputs enter passes the whole batch"
+            )
         fresh = self._shapes.learn(batch.shape_ids)
         for transport in self._transports:
             transport.relax(fresh or self.role.dynamic_shapes)
@@ -148,22 +158,23 @@ class Act:
 
     def _check_batch(self, batch: Batch) -> list[int]:
         """The shape ids, where the inputs are here; zeros elsewhere."""
-        last = self._program.num_stages - 1
+        rank_of = self._program.placement.rank_of
         needs_target = self.role.train and self.role.loss_fn is not None
-        if needs_target and last in self._stages and batch.targets is None:
-            raise StageError(
-                "no target, where the loss is computed: the rank of the last stage passes "
-                "target= (or target_mbs=) to step()",
-                where=Where(rank=self._last_rank, stage=last),
-            )
-        if 0 not in self._stages:
-            return [0] * self._program.num_microbatches
-        if batch.args is None:
-            raise StageError(
-                "no inputs: the rank of the first stage passes them to step() or eval()",
-                where=Where(rank=self._first_rank, stage=0),
-            )
-        return self._shapes.ids(batch.args, batch.kwargs)
+        if needs_target and batch.targets is None:
+            for stage in (s for s in self._program.placement.exits if s in self._stages):
+                raise StageError(
+                    "no target, where the loss is computed: the rank of the last stage passes "
+                    "target= (or target_mbs=) to step()",
+                    where=Where(rank=rank_of(stage), stage=stage),
+                )
+        for stage in (s for s in self._program.placement.entries if s in self._stages):
+            if batch.args is None:
+                raise StageError(
+                    "no inputs: the rank of the first stage passes them to step() or eval()",
+                    where=Where(rank=rank_of(stage), stage=stage),
+                )
+            return self._shapes.ids(batch.args, batch.kwargs)
+        return [0] * self._program.num_microbatches
 
     def close(self, batch: Batch) -> Tensor | None:
         """End a step: no rank leaves before all are through, so that none misses a failure.
@@ -172,11 +183,13 @@ class Act:
             The losses, shape (microbatches,), on every rank as the rank of the last stage has
             them; None where none were computed.
         """
-        computed = [loss for loss in batch.losses if loss is not None]
-        mine = torch.stack(computed) if computed else None
+        computed = [m for m, loss in enumerate(batch.losses) if loss is not None]
+        mine = torch.stack([batch.losses[m] for m in computed]) if computed else None  # type: ignore[misc]
         if self._is_alone:
             return mine
         (transport,) = self._transports
+        if len(self._exit_ranks) > 1 and batch.keep_outputs:
+            join_outputs(batch, self._program, transport, self._device)
         if self.role.loss_fn is None:
             transport.meet()
             return None
@@ -185,12 +198,10 @@ class Act:
             code = _LOSS_DTYPES.index(mine.dtype) if mine is not None else -1
             (code,) = transport.share_numbers([code], self._last_rank)
             self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
+        num = self._program.num_microbatches
+        table = torch.zeros(num, dtype=torch.float64, device=self._device)
         if mine is not None:
-            table = mine.double()
-        else:
-            device = next(iter(self._stages.values())).device
-            num = self._program.num_microbatches
-            table = torch.zeros(num, dtype=torch.float64, device=device)
+            table[computed] = mine.to(table)
         transport.add_up(table)
         return table.to(self._loss_dtype) if self._loss_dtype is not None else None
 
@@ -199,4 +210,5 @@ _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _moment(header: Sequence[int]) -> str:
-    return f"{'step' if header[1] else 'eval'}(), after {header[0]} others"
+    outputs = " with outputs" if header[2] else ""
+    return f"{'step' if header[1] else 'eval'}(){outputs}, after {header[0]} others"

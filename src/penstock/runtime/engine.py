@@ -128,12 +128,12 @@ class Engine:
     @property
     def has_first(self) -> bool:
         """Whether the model's inputs enter in this process."""
-        return 0 in self.stages
+        return any(stage in self.stages for stage in self.program.placement.entries)
 
     @property
     def has_last(self) -> bool:
         """Whether the model's outputs leave in this process."""
-        return self.program.num_stages - 1 in self.stages
+        return any(stage in self.stages for stage in self.program.placement.exits)
 
     def run(self, batch: Batch, *, train: bool) -> Tensor | None:
         """Run one step.

@@ -207,7 +207,7 @@ class PipelineSchedule:
         if length is not None and length != n:
             raise ValueError(f"{length} ready microbatches, expected n_microbatches={n}")
         batch = Batch(n)
-        batch.keep_outputs = keep_outputs and self.engine.has_last
+        batch.keep_outputs = keep_outputs
         batch.loss_kwargs = loss_kwargs or {}
         split_args, split_kwargs = split_args_kwargs_into_chunks(
             args, kwargs, n, self._args_chunk_spec, self._kwargs_chunk_spec
@@ -225,7 +225,9 @@ class PipelineSchedule:
         self.metrics = batch.metrics if self.engine.has_last else []
         if asked is not None:
             asked[:] = () if losses is None else losses.unbind()
-        return merge_chunks(batch.outputs, self._output_merge_spec) if batch.keep_outputs else None
+        if not (batch.keep_outputs and self.engine.has_last):
+            return None
+        return merge_chunks(batch.outputs, self._output_merge_spec)
 
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""

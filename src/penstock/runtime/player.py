@@ -92,7 +92,8 @@ class Player:
         arrived: Mapping[Action, int],
     ) -> None:
         self.stage = stage
-        self._is_first, self._is_last = stage.is_first, stage.is_last
+        # Whether the model's inputs enter here, and whether its outputs leave.
+        self._is_first = self._is_last = False
         self.slots = [Slot(m) for m in range(num_microbatches)]
         # Between steps a batch that holds nothing: the step's tensors are the caller's again.
         self._no_batch = self.batch = Batch(num_microbatches)
@@ -116,6 +117,7 @@ class Player:
 
     def connect(self, before: Player | int | None, after: Player | int | None) -> None:
         """Set the neighbours: a player on this rank, a peer's rank, or none."""
+        self._is_first, self._is_last = before is None, after is None
         if isinstance(before, int):
             self._before_peer = self._inboxes[before]
         else:
