@@ -376,14 +376,17 @@ def test_a_stage_that_changes_its_output_in_place(schedule: str) -> None:
 
 @SCHEDULES
 def test_a_stage_that_begins_with_an_operation_in_place(schedule: str) -> None:
-    """Such as a model cut between a convolution and its ``ReLU(inplace=True)``."""
+    """Such as a model cut between a convolution and its ReLU, as a module or as a function."""
 
-    def stage() -> nn.Module:
-        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+    class Functional(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x.add_(1), inplace=True)
 
-    both = made(
-        nn.Sequential(nn.Linear(DIM, DIM), *(stage() for _ in range(3))), F.mse_loss, schedule
-    )
+    def stage(first: nn.Module) -> nn.Module:
+        return nn.Sequential(first, nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+
+    firsts = (nn.ReLU(inplace=True), Functional(), nn.Tanh())
+    both = made(nn.Sequential(nn.Linear(DIM, DIM), *map(stage, firsts)), F.mse_loss, schedule)
     for step in range(2):
         inputs, target = features(6, step)
         both.step(inputs, target=target)

@@ -19,7 +19,7 @@ from penstock.stage.deferred import DeferredWeights, find_leaks
 from penstock.stage.slots import Slot
 from penstock.stage.torch_private import run_backward
 from penstock.stage.trees import flatten
-from penstock.stage.writable import writable, writes_in_place
+from penstock.stage.writable import InputWriter
 
 __all__ = ["Stage"]
 
@@ -70,8 +70,7 @@ class Stage:
         # modules that differentiate within their own forward.
         self.defers_weights = dw_builder is None
         self._leaks: tuple[nn.Module, list[nn.Parameter]] | None = None
-        # Whether the module, the one named beside, writes into its inputs.
-        self._writer: tuple[nn.Module | None, bool] = (None, False)
+        self._writer = InputWriter()
 
     @property
     def is_first(self) -> bool:
@@ -87,10 +86,8 @@ class Stage:
         """Received tensors as this stage's arguments; those that take gradients become leaves."""
         slot.in_spec = self.inputs_spec = spec
         slot.leaves = [tensors[i].requires_grad_() for i in spec.grad_slots]
-        if self._writer[0] is not self.submod:
-            self._writer = (self.submod, writes_in_place(self.submod))
-        if self._writer[1]:
-            tensors = [writable(t) if t.requires_grad else t for t in tensors]
+        if slot.leaves and self._writer.may_write(self.submod):
+            tensors = self._writer.lend(tensors)
         return spec.arguments(tensors)
 
     def forward(

@@ -1,28 +1,71 @@
-"""Stages that write into their input, as ``nn.ReLU(inplace=True)`` does.
+"""Stages that write into their input, as ``nn.ReLU(inplace=True)`` and ``x.add_(1)`` do.
 
 What a stage receives is a leaf of its autograd graph, and autograd lets nobody write into a leaf
-that takes gradients. Within a model cut in two after a convolution this would be no leaf; so such
-a stage gets an alias that is none. Others are spared the few microseconds.
+that takes gradients. Within a model cut in two after a convolution this would be no leaf; so a
+stage gets aliases that are none, until its first forward has shown that it writes into none of
+them: others are spared the few microseconds. Compiled modules would be compiled twice, for an
+alias and for a leaf: they are asked what their layers say of themselves (``inplace=True``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["writable", "writes_in_place"]
+__all__ = ["InputWriter", "writable"]
 
 
-def writes_in_place(module: nn.Module) -> bool:
-    """Whether a layer of ``module`` says that it writes into its input (``inplace=True``).
+class InputWriter:
+    """Whether a stage's module writes into what it receives: found out from its first forward.
 
     Example:
-        >>> writes_in_place(nn.Sequential(nn.ReLU(inplace=True)))
+        >>> module, writer = nn.ReLU(inplace=True), InputWriter()
+        >>> for _ in range(2):
+        ...     inputs = [torch.tensor([-1.0], requires_grad=True)]
+        ...     if writer.may_write(module):
+        ...         inputs = writer.lend(inputs)
+        ...     _ = module(*inputs)
+        >>> writer.may_write(module)
         True
     """
+
+    def __init__(self) -> None:
+        self._module: nn.Module | None = None
+        self._writes: bool | None = None
+        # What was lent for the forward that is to tell, each with its version.
+        self._lent: list[tuple[Tensor, int]] = []
+
+    def may_write(self, module: nn.Module) -> bool:
+        """Whether ``module`` has to be lent aliases; asked before each of its forwards."""
+        if module is not self._module:
+            self._module = module
+            self._writes = _says_in_place(module) if _is_compiled(module) else None
+        elif self._writes is None:
+            self._writes = any(tensor._version != version for tensor, version in self._lent)
+        self._lent = []
+        return self._writes is not False
+
+    def lend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """``tensors``, with an alias in place of each that takes gradients."""
+        lent = [writable(t) if t.requires_grad else t for t in tensors]
+        if self._writes is None:
+            self._lent = [(t, t._version) for t in lent]
+        return lent
+
+
+def _says_in_place(module: nn.Module) -> bool:
     return any(getattr(layer, "inplace", False) is True for layer in module.modules())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether some part of ``module`` went through ``torch.compile`` or ``Module.compile``."""
+    return any(
+        hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None
+        for layer in module.modules()
+    )
 
 
 def writable(leaf: Tensor) -> Tensor:
