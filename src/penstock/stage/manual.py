@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import StageError
 from penstock.stage.announcing import announced, default_group
 from penstock.stage.boundary import BoundarySpec, describe, static_spec
-from penstock.stage.data_parallel import replicas_of
+from penstock.stage.replica_step import ReplicaStep
 from penstock.stage.slots import Phase, Slot
 from penstock.stage.stage import Stage
 from penstock.stage.tensor_meta import TensorMeta
@@ -89,6 +89,7 @@ class PipelineStage(Stage):
         self.has_backward = True
         self.chunks: int | None = None
         self._slots: dict[int, Slot] = {}
+        self._replica_step = ReplicaStep()
 
     # --- driven by hand ----------------------------------------------------------------------
 
@@ -120,10 +121,10 @@ class PipelineStage(Stage):
         slot = self._slot(fwd_chunk_id)
         if not self.is_first:
             args = self._received_args(slot)
-        with self._no_sync():
-            output = self.forward(
-                slot, args, kwargs or {}, defer=self.has_backward and torch.is_grad_enabled()
-            )
+        defer = self.has_backward and torch.is_grad_enabled()
+        if defer:
+            self._replica_step.begin(self.submod)
+        output = self.forward(slot, args, kwargs or {}, defer=defer)
         slot.phase = Phase.FORWARD
         if self.is_last:
             slot.output = output
@@ -156,8 +157,9 @@ class PipelineStage(Stage):
             bwd_chunk_id: the microbatch.
             loss: its loss, on the last stage.
             full_backward: False leaves the weight gradients to ``backward_weight_one_chunk``.
-            last_backward: accepted for compatibility: gradients of replicas are reduced by
-                ``perform_reduce_grad``, whichever backward is last.
+            last_backward: whether the step's gradients are complete when all microbatches that
+                went forward have been backward: then replicas (DDP, FSDP2) are reduced, by the
+                backward that completes them. ``perform_reduce_grad`` does it otherwise.
 
         Raises:
             StageError: the forward has not run, or the backward has run already.
@@ -170,10 +172,11 @@ class PipelineStage(Stage):
             if slot.work is not None:
                 slot.work.accumulate()
                 slot.work = None
-            slot.phase = Phase.DONE
+            self._finish(slot, last_backward)
         else:
             self.backward_maybe_with_nosync("input", {"slot": slot, "grads": grads})
             slot.phase = Phase.INPUT_GRAD
+            self._replica_step.due |= last_backward
 
     def _output_grads(self, slot: Slot, loss: Tensor | None) -> Sequence[Tensor | None]:
         if not self.is_last:
@@ -194,13 +197,25 @@ class PipelineStage(Stage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the weight gradients that ``backward_one_chunk(full_backward=False)`` left.
 
+        Args:
+            bwd_chunk_id: the microbatch.
+            last_backward: see ``backward_one_chunk``.
+
         Raises:
             StageError: that has not run for this microbatch, or its weights are done already.
         """
         slot = self._slot(bwd_chunk_id)
         self._expect_phase(slot, Phase.INPUT_GRAD, "a weight gradient")
         self.weight_grad(slot)
+        self._finish(slot, last_backward)
+
+    def _finish(self, slot: Slot, last_backward: bool) -> None:
+        """Note that a microbatch is through; the last one may have to reduce replicas."""
         slot.phase = Phase.DONE
+        self._replica_step.due |= last_backward
+        under_way = (Phase.FORWARD, Phase.INPUT_GRAD)
+        if self._replica_step.due and not any(s.phase in under_way for s in self._slots.values()):
+            self._replica_step.end(reduce=True)
 
     def _expect_phase(self, slot: Slot, expected: Phase, asked: str) -> None:
         if slot.phase is not expected:
@@ -255,17 +270,18 @@ class PipelineStage(Stage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Average the gradients over the module's replicas, once after a step's last backward.
 
+        Where a backward with ``last_backward=True`` has done so already, they are left alone.
+
         Args:
             grad_scale_factor: what to divide the gradients by, too (see ``scale_grads``).
         """
-        replicas = replicas_of(self.submod)
-        if replicas is not None:
-            replicas.reduce_grads()
+        self._replica_step.end(reduce=True)
         self.scale_grads(grad_scale_factor)
 
     def clear_runtime_states(self) -> None:
-        """Forget all microbatches."""
+        """Forget all microbatches, and a step driven by hand that is not over."""
         self._slots.clear()
+        self._replica_step.end(reduce=False)
 
     # --- messages by hand --------------------------------------------------------------------
 
