@@ -18,10 +18,14 @@ from penstock import Pipeline, split_args_kwargs_into_chunks
 from penstock.schedule.catalog import Family
 from penstock.testing.compare import PlainResult, Tolerance, assert_same, plain_step, snapshot
 
-__all__ = ["TRAINING", "ROUNDING", "Twins", "virtuals"]
+__all__ = ["BIDIRECTIONAL", "TRAINING", "ROUNDING", "Twins", "virtuals"]
 
-# The schedules that train.
-TRAINING = tuple(each.name for each in penstock.schedules() if each.name != "forward-only")
+# The schedules that train, in one direction: what they sum, they sum in the plain loop's order.
+TRAINING = tuple(
+    each.name for each in penstock.schedules() if each.name != "forward-only" and each.copies == 1
+)
+# Those with a copy of the weights for each of two directions, which are summed apart.
+BIDIRECTIONAL = tuple(each.name for each in penstock.schedules() if each.copies > 1)
 # For the cases, each with its reason, where float32 terms are summed in another order.
 ROUNDING = Tolerance(relative=2e-6, absolute=1e-12)
 

@@ -13,7 +13,7 @@ from penstock.schedule.action import Op, Overlap
 from penstock.schedule.catalog import Arrangement, Family, build, family, schedules
 from penstock.schedule.check import check
 from penstock.schedule.passes import lower
-from penstock.schedule.placement import linear, looped, v_shape
+from penstock.schedule.placement import bidirectional, linear, looped, v_shape
 from penstock.schedule.program import Program
 from penstock.simulate.engine import simulate
 from tests.schedule.drawing import draw
@@ -123,6 +123,30 @@ TIMELINES = [
         rank 1  .. F0 f0 F1 f1 F2 b0 -- f2+B0 -- F3+b1 -- f3+B1 -- b2 -- B2 -- .. i3 I3 w3 W3
         """,
     ),
+    (
+        "dualpipe",
+        4,
+        8,
+        1,
+        """
+        rank 0  F0 F2 F4 f1 i1 w1 f3 F6+b3 -- .. f5+B0 -- b5 -- .. f7+B2 -- b7 -- I4 W4 I6 W6
+        rank 1  .. F0 f1 F2 f3 F4 b1 -- f5+B0 -- F6+b3 -- f7+B2 -- b5 -- B4 -- .. i7 I6 w7 W6
+        rank 2  .. f1 F0 f3 F2 f5 B0 -- F4+b1 -- f7+B2 -- F6+b3 -- B4 -- b5 -- .. I6 i7 W6 w7
+        rank 3  f1 f3 f5 F0 I0 W0 F2 f7+B2 -- .. F4+b1 -- B4 -- .. F6+b3 -- B6 -- i5 w5 i7 w7
+        """,
+    ),
+    (
+        "chimera",
+        4,
+        4,
+        1,
+        """
+        rank 0  F0 F2 .. f1 b1 -- f3 b3 -- .. B0 -- .. .. B2 --
+        rank 1  .. F0 f1 F2 f3 .. b1 -- B0 -- b3 -- B2 -- .. ..
+        rank 2  .. f1 F0 f3 F2 .. B0 -- b1 -- B2 -- b3 -- .. ..
+        rank 3  f1 f3 .. F0 B0 -- F2 B2 -- .. b1 -- .. .. b3 --
+        """,
+    ),
 ]
 
 
@@ -146,10 +170,11 @@ def programs(draw: st.DrawFn, names: list[str] = NAMES) -> Program:
     """A program of any family, for any numbers that it works with."""
     name = draw(st.sampled_from(names))
     virtuals = family(name).virtuals or (1, 2, 3, 4)
+    ranks, microbatches = family(name).nearest(draw(st.integers(1, 9)), draw(st.integers(1, 30)))
     return build(
         name,
-        ranks=draw(st.integers(1, 9)),
-        microbatches=draw(st.integers(1, 30)),
+        ranks=ranks,
+        microbatches=microbatches,
         virtual=draw(st.sampled_from(virtuals)),
     )
 
@@ -173,6 +198,7 @@ def test_each_microbatch_goes_once_through_each_stage_and_back(program: Program)
         for stage in range(program.num_stages)
         for op in ops
         for microbatch in range(program.num_microbatches)
+        if program.placement.passes(microbatch, stage)
     )
 
 
@@ -187,7 +213,8 @@ def test_program_is_valid_before_and_after_lowering(program: Program) -> None:
 @given(programs())
 def test_simulation_ends_and_no_rank_is_busier_than_the_makespan(program: Program) -> None:
     result = simulate(program)
-    chunks = program.num_stages // program.num_ranks * program.num_microbatches
+    virtual = program.placement.num_model_stages // program.num_ranks
+    chunks = virtual * program.num_microbatches
     work = chunks * (1 if program.name == "forward-only" else 3)
     assert result.busy == work * program.num_ranks
     assert result.makespan >= result.span >= work
@@ -201,8 +228,11 @@ def test_gradients_are_summed_in_the_order_of_microbatches(program: Program) -> 
     for act in program.actions():
         if act.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD):
             summed.setdefault(act.stage, []).append(act.microbatch)
-    every = list(range(program.num_microbatches))
-    assert summed == dict.fromkeys(range(program.num_stages), every)
+    placement = program.placement
+    assert summed == {
+        stage: [m for m in range(program.num_microbatches) if placement.passes(m, stage)]
+        for stage in range(program.num_stages)
+    }
 
 
 def largest_group(ranks: int, microbatches: int) -> int:
@@ -225,22 +255,27 @@ def test_memory_stays_in_its_bound(program: Program) -> None:
             "interleaved-zb": (virtual - 1) * group + ranks,
             "zbv": 2 * ranks,
             "dualpipev": 2 * ranks + 1,
+            "dualpipe": ranks + 1,
+            "chimera": ranks,
         }[program.name]
         assert peak <= min(bound, virtual * microbatches)
 
 
 @pytest.mark.parametrize("each", schedules(), ids=lambda each: each.name)
 def test_stages_lie_as_the_catalog_says(each: Family) -> None:
-    program = build(each.name, ranks=3, microbatches=7)
+    ranks, microbatches = each.nearest(3, 7)
+    program = build(each.name, ranks=ranks, microbatches=microbatches)
     virtual = each.default_virtual
     expected = {
         Arrangement.LINEAR: linear(3),
         Arrangement.LOOPED: looped(3, virtual),
         Arrangement.V_SHAPE: v_shape(3),
+        Arrangement.BIDIRECTIONAL: bidirectional(ranks),
     }[each.arrangement]
     assert program.placement == expected
+    assert program.placement.copies == each.copies
     assert program.name == each.name
-    assert program.num_microbatches == 7
+    assert program.num_microbatches == microbatches
 
 
 @settings(deadline=None, max_examples=100)

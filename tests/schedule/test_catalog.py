@@ -75,8 +75,8 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_defaults_are_one_stage_per_rank_where_linear_and_two_elsewhere() -> None:
-    stages = {each.name: build(each.name, ranks=3, microbatches=6) for each in schedules()}
-    assert {name: program.num_stages // 3 for name, program in stages.items()} == {
+    stages = {each.name: build(each.name, ranks=4, microbatches=8) for each in schedules()}
+    assert {name: program.num_stages // 4 for name, program in stages.items()} == {
         "forward-only": 1,
         "gpipe": 1,
         "1f1b": 1,
@@ -85,4 +85,25 @@ def test_defaults_are_one_stage_per_rank_where_linear_and_two_elsewhere() -> Non
         "interleaved-zb": 2,
         "zbv": 2,
         "dualpipev": 2,
+        # One of each direction.
+        "dualpipe": 2,
+        "chimera": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "near"),
+    [
+        ("dualpipe", 3, 8, "ranks=4 and microbatches=8"),
+        ("dualpipe", 4, 7, "ranks=4 and microbatches=8"),
+        ("dualpipe", 4, 6, "ranks=4 and microbatches=8"),
+        ("dualpipe", 1, 9, "ranks=2 and microbatches=10"),
+        ("chimera", 5, 3, "ranks=6 and microbatches=3"),
+        ("chimera", 2, 1, "ranks=2 and microbatches=2"),
+    ],
+)
+def test_numbers_that_do_not_work_get_the_nearest_that_do(
+    name: str, ranks: int, microbatches: int, near: str
+) -> None:
+    with pytest.raises(ScheduleError, match=rf"it takes even P.*; the nearest that do are {near}$"):
+        build(name, ranks=ranks, microbatches=microbatches)

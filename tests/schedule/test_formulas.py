@@ -144,6 +144,33 @@ def test_dualpipev_with_blocks_in_turn(
     assert result.peak_in_flight == (min(2 * ranks + 1, 2 * microbatches),) * ranks
 
 
+@settings(deadline=None, max_examples=100)
+@given(half=st.integers(1, 6), more=MORE, compute=st.integers(1, 5), weight_grad=COST)
+def test_dualpipe_with_blocks_in_turn(half: int, more: int, compute: int, weight_grad: int) -> None:
+    """tF = tB ≥ tW, and a block as long as its parts."""
+    ranks, microbatches = 2 * half, 4 * half + 2 * more
+    weight_grad = min(compute, weight_grad)
+    result = run("dualpipe", ranks, microbatches, 1, (compute, compute, weight_grad))
+    block, backward = 2 * compute + weight_grad, compute + weight_grad
+    bubble = (half - 1) * (block + backward - 3 * weight_grad)
+    assert result.makespan == microbatches * block + bubble
+    assert result.peak_in_flight == (ranks + 1,) * ranks
+
+
+@settings(deadline=None, max_examples=100)
+@given(half=st.integers(1, 8), costs=st.tuples(COST, COST, COST))
+def test_chimera_with_as_many_microbatches_as_ranks(half: int, costs: tuple[int, int, int]) -> None:
+    ranks = 2 * half
+    result = run("chimera", ranks, ranks, 1, costs)
+    forward, input_grad, weight_grad = costs
+    bubble = (ranks - 2) * max(forward, input_grad + weight_grad)
+    assert result.makespan == ranks * sum(costs) + bubble
+    # From P/2 + 1 on the outermost ranks to P on those in the middle.
+    assert result.peak_in_flight == tuple(
+        half + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)
+    )
+
+
 @settings(deadline=None, max_examples=60)
 @given(ranks=RANKS, microbatches=st.integers(1, 25), virtual=VIRTUAL)
 def test_messages(ranks: int, microbatches: int, virtual: int) -> None:

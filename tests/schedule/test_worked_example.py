@@ -20,6 +20,8 @@ TABLE = [
     ("interleaved-zb", 2, 51, 0.0588, 51, (8, 8, 8, 8)),
     ("zbv", 2, 51, 0.0588, 48, (8, 8, 8, 8)),
     ("dualpipev", 2, 54, 0.1111, 54, (9, 9, 9, 9)),
+    ("dualpipe", 1, 26, 0.0769, 26, (5, 5, 5, 5)),
+    ("chimera", 1, 30, 0.2, 30, (3, 4, 4, 3)),
 ]
 
 
@@ -62,6 +64,8 @@ def test_forwards_alone_wait_once_for_the_pipeline_to_fill() -> None:
         ("interleaved-zb", 2, 2 * 8 * (4 * 2 - 1)),
         ("zbv", 2, 2 * 8 * 2 * (4 - 1)),
         ("dualpipev", 2, 2 * 8 * 2 * (4 - 1)),
+        ("dualpipe", 1, 2 * 8 * 3),
+        ("chimera", 1, 2 * 8 * 3),
         ("forward-only", 2, 8 * (4 * 2 - 1)),
     ],
 )

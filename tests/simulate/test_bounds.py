@@ -39,10 +39,11 @@ def costs_for(draw: st.DrawFn, num_stages: int) -> Costs:
 def families(draw: st.DrawFn) -> Program:
     name = draw(st.sampled_from([each.name for each in schedules()]))
     ranks = draw(st.sampled_from((2, 4, 6)))
+    ranks, microbatches = family(name).nearest(ranks, draw(st.sampled_from((2, 3, 5))) * ranks)
     return build(
         name,
         ranks=ranks,
-        microbatches=draw(st.sampled_from((2, 3, 5))) * ranks,
+        microbatches=microbatches,
         virtual=draw(st.sampled_from(family(name).virtuals or (1, 2, 3))),
     )
 

@@ -22,10 +22,11 @@ COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
 def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
     """A program of any family, and any costs per stage."""
     name = draw(st.sampled_from([each.name for each in schedules()]))
+    ranks, microbatches = family(name).nearest(draw(st.integers(1, 5)), draw(st.integers(1, 9)))
     program = build(
         name,
-        ranks=draw(st.integers(1, 5)),
-        microbatches=draw(st.integers(1, 9)),
+        ranks=ranks,
+        microbatches=microbatches,
         virtual=draw(st.sampled_from(family(name).virtuals or (1, 2, 3))),
     )
     per_stage = st.lists(COST, min_size=program.num_stages, max_size=program.num_stages)

@@ -13,6 +13,10 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from penstock.errors import ScheduleError
+from penstock.schedule.builders.chimera import chimera
+from penstock.schedule.builders.chimera import nearest as nearest_chimera
+from penstock.schedule.builders.dualpipe import dualpipe
+from penstock.schedule.builders.dualpipe import nearest as nearest_dualpipe
 from penstock.schedule.builders.dualpipev import dualpipev
 from penstock.schedule.builders.forward_only import forward_only
 from penstock.schedule.builders.gpipe import gpipe
@@ -107,6 +111,28 @@ _FAMILIES = (
         virtuals=(2,),
         summary="forwards overlapped with backwards over a V-shape",
         source="arXiv:2412.19437",
+    ),
+    Family(
+        name="dualpipe",
+        builder=dualpipe,
+        arrangement=Arrangement.BIDIRECTIONAL,
+        default_virtual=1,
+        virtuals=(1,),
+        summary="two directions, forwards of one overlapped with backwards of the other",
+        source="arXiv:2412.19437",
+        rule="even P, even M ≥ 2P",
+        nearest=nearest_dualpipe,
+    ),
+    Family(
+        name="chimera",
+        builder=chimera,
+        arrangement=Arrangement.BIDIRECTIONAL,
+        default_virtual=1,
+        virtuals=(1,),
+        summary="1F1B in two directions, each in the other's bubbles",
+        source="arXiv:2107.06925",
+        rule="even P, M ≥ 2",
+        nearest=nearest_chimera,
     ),
 )
 
@@ -253,6 +279,13 @@ def build(
                 f"its options are: {', '.join(chosen.options)}" if chosen.options else "it has none"
             )
             raise ScheduleError(f"{chosen.name} has no option {option!r}; {has}")
+    if not chosen.works(ranks=ranks, microbatches=microbatches):
+        near_ranks, near_microbatches = chosen.nearest(ranks, microbatches)
+        raise ScheduleError(
+            f"{chosen.name}: ranks={ranks} and microbatches={microbatches} do not work, it takes "
+            f"{chosen.rule}; the nearest that do are ranks={near_ranks} and "
+            f"microbatches={near_microbatches}"
+        )
     if chosen.virtuals is None:
         return chosen.builder(ranks=ranks, microbatches=microbatches, virtual=virtual, **options)
     if virtual not in chosen.virtuals:

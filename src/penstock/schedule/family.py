@@ -23,6 +23,11 @@ class Arrangement(Enum):
     BIDIRECTIONAL = "bidirectional"
 
 
+def _the_same(ranks: int, microbatches: int) -> tuple[int, int]:
+    """Any numbers work."""
+    return ranks, microbatches
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family of schedules.
@@ -41,7 +46,7 @@ class Family:
         options: names of the builder's further arguments.
         rule: which ranks P and microbatches M work, in words; empty where all do.
         nearest: for ranks and microbatches the nearest numbers that work, which are these
-            themselves where they do; None where all do.
+            themselves where they do.
     """
 
     name: str
@@ -54,7 +59,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     rule: str = ""
-    nearest: Callable[[int, int], tuple[int, int]] | None = None
+    nearest: Callable[[int, int], tuple[int, int]] = _the_same
 
     @property
     def copies(self) -> int:
@@ -63,4 +68,4 @@ class Family:
 
     def works(self, *, ranks: int, microbatches: int) -> bool:
         """Whether it can be built for so many."""
-        return self.nearest is None or self.nearest(ranks, microbatches) == (ranks, microbatches)
+        return self.nearest(ranks, microbatches) == (ranks, microbatches)

@@ -6,9 +6,11 @@ P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, ``+`` join
     rank 1  .. F0 f0 F1 f1 F2 b0 -- f2+B0 -- F3+b1 -- f3+B1 -- b2 -- B2 -- .. i3 I3 w3 W3
 
 In the steady state every step is a block of a forward and a full backward, whose messages hide
-behind the other's compute. Where tF = tB ≥ tW, M ≥ 2P and a block takes as long as its parts in
-turn, the bubble is (P - 1)(F&B + B - 3W) in chunks, F&B being the block's time, B the full
-backward's and W that of a weight gradient. Each rank holds 2P + 1 activations at its peak.
+behind the other's compute. On one stream, which is how the runtime plays a block today, its parts
+run in turn: what is saved then is the waiting for messages, not the time of the compute. Where
+tF = tB ≥ tW, M ≥ 2P and a block takes as long as its parts in turn, the bubble is
+(P - 1)(F&B + B - 3W) in chunks, F&B being the block's time, B the full backward's and W that of a
+weight gradient. Each rank holds 2P + 1 activations at its peak.
 
 Any P ≥ 1, M ≥ 1; below 2P microbatches the steady state can't be reached, and bubbles appear.
 
@@ -23,7 +25,7 @@ from penstock.schedule.builders.common import Pattern, first_microbatches, phase
 from penstock.schedule.placement import v_shape
 from penstock.schedule.program import Program
 
-__all__ = ["dualpipev"]
+__all__ = ["dualpipev", "phases"]
 
 _F0, _F1 = (Op.FORWARD, 0), (Op.FORWARD, 1)
 _B0, _B1 = (Op.FULL_BACKWARD, 0), (Op.FULL_BACKWARD, 1)
@@ -46,7 +48,7 @@ def dualpipev(*, ranks: int, microbatches: int) -> Program:
     full = max(microbatches, 2 * ranks)
     return first_microbatches(
         [
-            phased(_phases(rank, ranks, full), stages=(rank, 2 * ranks - 1 - rank))
+            phased(phases(rank, ranks, full), stages=(rank, 2 * ranks - 1 - rank))
             for rank in range(ranks)
         ],
         name="dualpipev",
@@ -55,7 +57,14 @@ def dualpipev(*, ranks: int, microbatches: int) -> Program:
     )
 
 
-def _phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, Pattern]]:
+def phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, Pattern]]:
+    """What a rank of a V repeats how often, where the V is full.
+
+    Args:
+        rank: its place, from 0 at the top of the V to ``ranks`` - 1 at its turn.
+        ranks: ranks of the V.
+        microbatches: at least 2·``ranks``.
+    """
     above = ranks - 1 - rank
     # At the turn of the V the first pair runs apart, as published: in a block, the backward that
     # all other ranks wait for would share its device with a forward.
