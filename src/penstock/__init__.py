@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 # it is imported first, once, and the function bound over it for good. (The subpackage's parts are
 # reached with ``from penstock.simulate.costs import Costs`` and the like.)
 from penstock.schedule.own import schedule
+from penstock.search.engine import search
 from penstock.simulate.engine import simulate
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.schedule.check import check
     from penstock.schedule.program import CheckedProgram, Program
     from penstock.schedule.text import load_csv, save_csv
+    from penstock.search.result import Point, Progress, SearchResult
     from penstock.simulate.costs import Costs
     from penstock.simulate.result import Simulation
     from penstock.stage.manual import PipelineStage
@@ -80,11 +82,15 @@ __all__ = [
     "schedule",
     "schedules",
     "simulate",
+    "search",
     "check",
     "load_csv",
     "save_csv",
     "Costs",
     "Simulation",
+    "SearchResult",
+    "Progress",
+    "Point",
     "Program",
     "CheckedProgram",
     "Action",
@@ -137,6 +143,7 @@ _HOLDS = {
     "penstock.schedule.check": ("check",),
     "penstock.schedule.program": ("CheckedProgram", "Program"),
     "penstock.schedule.text": ("load_csv", "save_csv"),
+    "penstock.search.result": ("Point", "Progress", "SearchResult"),
     "penstock.simulate.costs": ("Costs",),
     "penstock.simulate.result": ("Simulation",),
     "penstock.stage.manual": ("PipelineStage",),

@@ -1,0 +1,287 @@
+"""Exact search with OR-Tools CP-SAT: of a whole step, or of a window of an order.
+
+    rank 0  F0 F1 | F2 I0 W0 F3 | I1 W1 I2 ...        before the window: as it is
+    rank 1  .. F0 | I0 F1 W0 I1 | F2 W1 I2 ...        in the window: any order
+                                                      after it: the order stays, times follow
+
+Costs are floats, and CP-SAT counts in integers: where a common unit is not to be found, costs are
+rounded down, so that its bound is still one that no program can beat; what an order comes to is
+never taken from here, but played.
+
+CP-SAT runs on one schedule of interleaved workers with a fixed seed and a limit of deterministic
+time, so that it answers alike on every machine; the clock is a second limit. This module alone
+knows OR-Tools, and imports it when used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+from penstock.schedule.action import Op
+from penstock.search.greedy import Placed
+from penstock.search.problem import Order, Problem
+
+__all__ = ["Exact", "improve"]
+
+_WORKERS = 2
+_FINE = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """What CP-SAT found.
+
+    Args:
+        order: an order at least as good as the one to start from; None where none was found in
+            the time given.
+        bound: no program has a smaller objective; 0 where only a window was searched.
+        proven: whether nothing better is left to find (in the window).
+        used_s: the deterministic time that it took.
+        cut_short: whether the clock ended it.
+    """
+
+    order: Order | None
+    bound: float
+    proven: bool
+    used_s: float
+    cut_short: bool
+
+
+def improve(
+    problem: Problem,
+    start: Placed,
+    *,
+    window: tuple[float, float] | None = None,
+    effort_s: float,
+    clock_s: float,
+    seed: int,
+    at_least: float = 0.0,
+) -> Exact:
+    """The best order that differs from ``start`` in the window alone.
+
+    Args:
+        problem: what to run.
+        start: an order and its times: the warm start.
+        window: of the actions that start from the first time on and before the second, the order
+            is free; None for all.
+        effort_s: limit in CP-SAT's deterministic seconds.
+        clock_s: limit in seconds.
+        seed: of CP-SAT's own choices.
+        at_least: a bound that is known already.
+
+    Raises:
+        ImportError: OR-Tools is not installed.
+    """
+    model = _Model(problem, start, window, at_least)
+    return model.solve(effort_s=effort_s, clock_s=clock_s, seed=seed)
+
+
+class _Model:
+    """The constraints of one search."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        start: Placed,
+        window: tuple[float, float] | None,
+        at_least: float,
+    ) -> None:
+        from ortools.sat.python import cp_model
+
+        self.cp: Any = cp_model
+        self.problem = problem
+        self.start = start
+        self.low, self.high = (-math.inf, math.inf) if window is None else window
+        self.whole = window is None
+        self.model = self.cp.CpModel()
+        needs = [delay for needs in problem.needs for _, delay in needs]
+        self.unit = _unit([*problem.durations, *needs, *problem.origins], start.value)
+        self.lengths = [self.ticks(length) for length in problem.durations]
+        self.horizon = self.ticks(max(max(ends) for ends in start.ends)) + 1
+        # Per kind, of each microbatch: its start, a number where it is not to be changed.
+        self.starts: list[list[Any]] = [self.starts_of(kind) for kind in range(problem.num_kinds)]
+        self.precede()
+        self.take_turns()
+        self.keep_limits()
+        self.objective = self.model.new_int_var(
+            max(0, self.ticks(at_least)), max(1, math.ceil(start.value / self.unit)), "objective"
+        )
+        for kind, starts in enumerate(self.starts):
+            origin = math.ceil(problem.origins[problem.ranks[kind]] / self.unit - 1e-9)
+            self.model.add(self.objective >= starts[-1] + self.lengths[kind] - origin)
+        self.model.minimize(self.objective)
+
+    def ticks(self, time: float) -> int:
+        """A time in units, rounded down but for the error of floats."""
+        return int(time / self.unit + 1e-6)
+
+    def began(self, kind: int, microbatch: int) -> float:
+        """When an action starts in the order to begin with."""
+        return self.start.ends[kind][microbatch] - self.problem.durations[kind]
+
+    def starts_of(self, kind: int) -> list[Any]:
+        found: list[Any] = []
+        for microbatch in range(self.problem.num_microbatches):
+            began = self.began(kind, microbatch)
+            if began < self.low:
+                found.append(self.ticks(began))
+                continue
+            name = f"{kind}.{microbatch}"
+            variable = self.model.new_int_var(0, self.horizon, name)
+            self.model.add_hint(variable, self.ticks(began))
+            found.append(variable)
+        return found
+
+    def is_free(self, kind: int, microbatch: int) -> bool:
+        """Whether the start is a variable."""
+        return not isinstance(self.starts[kind][microbatch], int)
+
+    def precede(self) -> None:
+        """What needs what, and each kind's microbatches in turn."""
+        for kind, starts in enumerate(self.starts):
+            for microbatch, start in enumerate(starts):
+                if not self.is_free(kind, microbatch):
+                    continue
+                for before, delay in self.problem.needs[kind]:
+                    end = self.starts[before][microbatch] + self.lengths[before]
+                    self.model.add(start >= end + self.ticks(delay))
+                if microbatch:
+                    self.model.add(start >= starts[microbatch - 1] + self.lengths[kind])
+
+    def take_turns(self) -> None:
+        """A rank does one thing at a time; outside of the window, in the order that it has."""
+        for kinds in self.start.order:
+            done = [0] * self.problem.num_kinds
+            before: Any = 0
+            inside: list[Any] = []
+            ends_inside: list[Any] = []
+            after = False
+            for kind in kinds:
+                microbatch, done[kind] = done[kind], done[kind] + 1
+                began = self.began(kind, microbatch)
+                start, length = self.starts[kind][microbatch], self.lengths[kind]
+                if began < self.low:
+                    before = max(before, start + length)
+                elif began < self.high and not after:
+                    self.model.add(start >= before)
+                    inside.append(
+                        self.model.new_interval_var(start, length, start + length, f"i{kind}")
+                    )
+                    ends_inside.append(start + length)
+                else:
+                    # The first after the window comes after all of it, the others in turn.
+                    for end in ends_inside if not after else ():
+                        self.model.add(start >= end)
+                    self.model.add(start >= before)
+                    before = start + length
+                    after = True
+            if len(inside) > 1:
+                self.model.add_no_overlap(inside)
+
+    def keep_limits(self) -> None:
+        """Activations are held from F to W, within the limit."""
+        problem = self.problem
+        limit = problem.limit
+        for rank in range(problem.placement.num_ranks):
+            stages = problem.placement.stages_of(rank)
+            if limit >= problem.least_memory[rank] * problem.num_microbatches:
+                continue
+            first = stages[0]
+            if len(stages) == 1 and problem.held[first] == problem.held_for_weights[first]:
+                self.keep_one(stages[0], limit)
+            else:
+                self.keep_many(stages, limit)
+
+    def keep_one(self, stage: int, limit: float) -> None:
+        """With one stage per rank: a forward after the weight gradient that makes room for it."""
+        number = int(limit / self.problem.held[stage] + 1e-9)
+        last = self.problem.kind(Op.WEIGHT_GRAD, stage)
+        for microbatch in range(number, self.problem.num_microbatches):
+            if self.is_free(stage, microbatch):
+                end = self.starts[last][microbatch - number] + self.lengths[last]
+                self.model.add(self.starts[stage][microbatch] >= end)
+
+    def keep_many(self, stages: Sequence[int], limit: float) -> None:
+        """With several: all that is held at a time, together."""
+        problem = self.problem
+        unit = _unit(
+            [h[s] for h in (problem.held, problem.held_for_weights) for s in stages], limit
+        )
+        held: list[Any] = []
+        demands: list[int] = []
+        for stage in stages:
+            before, behind = problem.held[stage], problem.held_for_weights[stage]
+            by_input, by_weight = (
+                problem.kind(op, stage) for op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+            )
+            # Alike before and after I: one interval; else one up to its end, and one from there.
+            parts = [(stage, by_weight, before)]
+            if before != behind:
+                parts = [(stage, by_input, before), (by_input, by_weight, behind)]
+            for first, last, size in parts:
+                for microbatch in range(problem.num_microbatches):
+                    start = self.starts[first][microbatch]
+                    if first == by_input:
+                        start += self.lengths[by_input]
+                    end = self.starts[last][microbatch] + self.lengths[last]
+                    if isinstance(end, int) and end <= self.ticks(max(0.0, self.low)):
+                        continue
+                    name = f"h{first}.{microbatch}"
+                    length = self.model.new_int_var(0, self.horizon, name)
+                    self.model.add(length == end - start)
+                    held.append(self.model.new_interval_var(start, length, end, name))
+                    demands.append(int(size / unit + 1e-6))
+        self.model.add_cumulative(held, demands, int(limit / unit + 1e-6))
+
+    def solve(self, *, effort_s: float, clock_s: float, seed: int) -> Exact:
+        """Run CP-SAT within both limits."""
+        solver = self.cp.CpSolver()
+        solver.parameters.num_workers = _WORKERS
+        solver.parameters.interleave_search = True
+        solver.parameters.random_seed = seed
+        solver.parameters.max_deterministic_time = effort_s
+        solver.parameters.max_time_in_seconds = clock_s
+        status = solver.solve(self.model)
+        used = solver.response_proto.deterministic_time
+        proven = status == self.cp.OPTIMAL
+        return Exact(
+            order=self.order(solver) if status in (self.cp.OPTIMAL, self.cp.FEASIBLE) else None,
+            bound=solver.best_objective_bound * self.unit if self.whole else 0.0,
+            proven=proven,
+            used_s=used,
+            cut_short=not proven and used < effort_s and solver.wall_time >= 0.95 * clock_s,
+        )
+
+    def order(self, solver: Any) -> Order:
+        """Every rank's kinds by start; where nothing takes time, by what came first before."""
+        ranks = []
+        for rank, kinds in enumerate(self.start.order):
+            done = [0] * self.problem.num_kinds
+            timed = []
+            for place, kind in enumerate(kinds):
+                microbatch, done[kind] = done[kind], done[kind] + 1
+                start = self.starts[kind][microbatch]
+                begins = start if isinstance(start, int) else solver.value(start)
+                timed.append((begins, begins + self.lengths[kind], place, kind))
+            assert all(self.problem.ranks[kind] == rank for kind in kinds)
+            ranks.append(tuple(kind for *_, kind in sorted(timed)))
+        return tuple(ranks)
+
+
+def _unit(numbers: Sequence[float], whole: float) -> float:
+    """A unit of which all numbers are multiples, or else a small part of the whole."""
+    numbers = [number for number in numbers if number]
+    fractions = [Fraction(number).limit_denominator(1000) for number in numbers]
+    pairs = zip(fractions, numbers, strict=True)
+    near = all(abs(float(fraction) - number) <= 1e-12 * number for fraction, number in pairs)
+    if fractions and near:
+        common = reduce(math.lcm, (f.denominator for f in fractions))
+        unit = reduce(math.gcd, (int(f * common) for f in fractions)) / common
+        if whole / unit <= 100 * _FINE:
+            return unit
+    return (whole or 1.0) / _FINE

@@ -1,0 +1,167 @@
+"""Looks for the block whose urgencies give the best order, by changing its knobs.
+
+First knobs that are known to be good somewhere, then random ones, then changes of the best. Where
+there are many microbatches the search is for fewer: the steady state repeats a block whatever
+their number, so that its period, once found, is stretched to any.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from penstock.search.blocks import Block, Knobs, lay_block, legs
+from penstock.search.greedy import Placed, place
+from penstock.search.problem import Problem
+
+__all__ = ["Tuned", "Tuner", "few_microbatches", "run_block"]
+
+_POOL = 8
+_STRETCHES = (-1.0, -0.5, 0.0, 0.0, 0.0, 0.5, 1.0, 2.0)
+_DELAYS = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
+_SLOPES = (0.0, 0.0, 1.0, 2.0, 4.0, 16.0)
+_LONGER = (1.0, 1.0, 1.0, 1.05, 1.1, 1.2)
+_WIDTHS = (None, 1.0, 1.2, 1.5, 2.0)
+_PATIENCE = (0.0, 0.0, 0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """Knobs, and what they come to.
+
+    Args:
+        knobs: the knobs.
+        estimate: the objective with all microbatches, as far as fewer tell.
+    """
+
+    knobs: Knobs
+    estimate: float
+
+
+def few_microbatches(problem: Problem) -> int:
+    """How many microbatches show the steady state; all where that is not much less."""
+    few = max(24, 5 * problem.placement.num_ranks // 2)
+    return few if 2 * problem.num_microbatches > 3 * few else problem.num_microbatches
+
+
+def run_block(problem: Problem, knobs: Knobs) -> Placed | None:
+    """The order that the block of these knobs gives; None where there is no such block."""
+    block = lay_block(problem, knobs)
+    if block is None:
+        return None
+    return place(
+        problem,
+        block.priorities(problem.num_microbatches),
+        windows=_windows(problem, knobs, block),
+        patience=knobs.patience * sum(problem.durations) / problem.num_kinds,
+    )
+
+
+def _windows(problem: Problem, knobs: Knobs, block: Block) -> tuple[int, ...] | None:
+    if knobs.width is None:
+        return None
+    return block.windows(knobs.width)
+
+
+class Tuner:
+    """A search for knobs, one step at a time.
+
+    Args:
+        problem: what to run, with all microbatches.
+        seed: of its random choices.
+
+    Attributes:
+        best: the best so far, the best first, none twice.
+        placed: how many actions were placed.
+        tried: how many blocks were tried.
+    """
+
+    def __init__(self, problem: Problem, *, seed: int) -> None:
+        self._whole = problem
+        self._problem = problem.resized(few_microbatches(problem))
+        self._random = random.Random(seed)
+        self._legs = max(legs(problem)) + 1
+        self._seen: set[Knobs] = set()
+        self._firsts = self._known()
+        self.tried = 0
+        self.best: list[Tuned] = []
+        self.placed = 0
+
+    def step(self) -> None:
+        """Try one more block."""
+        knobs = next(self._firsts, None)
+        self.tried += 1
+        if knobs is None:
+            knobs = self._random_knobs() if self.tried % 3 == 0 else self._changed()
+        if knobs in self._seen:
+            self.placed += self._problem.num_kinds
+            return
+        self._seen.add(knobs)
+        self.placed += self._problem.size
+        placed = run_block(self._problem, knobs)
+        if placed is not None:
+            self.best.append(Tuned(knobs=knobs, estimate=self._estimate(placed)))
+            self.best.sort(key=lambda tuned: tuned.estimate)
+            del self.best[_POOL:]
+
+    def _estimate(self, placed: Placed) -> float:
+        few, all_of_them = self._problem.num_microbatches, self._whole.num_microbatches
+        if few == all_of_them:
+            return placed.value
+        # The steady state, as the middle third shows it.
+        low, high = few // 3, 2 * few // 3
+        periods = [(ends[high] - ends[low]) / (high - low) for ends in placed.ends]
+        return placed.value + max(periods) * (all_of_them - few)
+
+    def _known(self) -> Iterator[Knobs]:
+        """What is good somewhere: blocks that are tight or loose, weight gradients soon or late."""
+        for packed, width, back, (delay, slope) in product(
+            (False, True),
+            (None, 1.0, 1.5),
+            (0.0, 1.0),
+            ((0.0, 0.0), (0.0, 4.0), (1.0, 16.0), (2.0, 2.0)),
+        ):
+            yield Knobs(
+                stretch=(0.0,) * self._legs + (back,) * self._legs,
+                weight_delay=delay,
+                weight_slope=slope,
+                packed=packed,
+                width=width,
+            )
+
+    def _random_knobs(self) -> Knobs:
+        choice = self._random.choice
+        return Knobs(
+            stretch=tuple(choice(_STRETCHES) for _ in range(2 * self._legs)),
+            weight_delay=choice(_DELAYS),
+            weight_slope=choice(_SLOPES),
+            packed=choice((True, False)),
+            longer=choice(_LONGER),
+            width=choice(_WIDTHS),
+            patience=choice(_PATIENCE),
+        )
+
+    def _changed(self) -> Knobs:
+        """One of the best, with one knob turned."""
+        if not self.best:
+            return self._random_knobs()
+        knobs, other = self._random.choice(self.best).knobs, self._random_knobs()
+        turned = self._random.randrange(7)
+        match turned:
+            case 0:
+                return replace(knobs, weight_delay=other.weight_delay)
+            case 1:
+                return replace(knobs, weight_slope=other.weight_slope)
+            case 2:
+                return replace(knobs, packed=other.packed, longer=other.longer)
+            case 3:
+                return replace(knobs, width=other.width)
+            case 4:
+                return replace(knobs, patience=other.patience)
+            case _:
+                leg = self._random.randrange(2 * self._legs)
+                stretch = list(knobs.stretch)
+                stretch[leg] = other.stretch[leg]
+                return replace(knobs, stretch=tuple(stretch))
