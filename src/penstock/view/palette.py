@@ -7,8 +7,9 @@ forwards blue, backwards teal, weight gradients green; what is idle stays white.
 from __future__ import annotations
 
 from penstock.schedule.action import Op
+from penstock.trace import Trace
 
-__all__ = ["COLOURS", "NAMES", "shade"]
+__all__ = ["COLOURS", "NAMES", "colour_of", "ink", "name_of", "shade", "shades"]
 
 COLOURS: dict[Op, str] = {
     Op.FORWARD: "#4f86d9",
@@ -53,3 +54,54 @@ def shade(colour: str, step: int, num_steps: int) -> str:
     # From three quarters of each channel to a bit more than a third of the way to white.
     mixed = (round((1 - mix) * 0.776 * c + mix * (c + 0.378 * (255 - c))) for c in rgb)
     return "#" + "".join(f"{c:02x}" for c in mixed)
+
+
+_OTHER_COLOUR = "#b9a7d6"
+
+
+def colour_of(op: Op) -> str:
+    """The colour of an op; one for all that compute nothing of the four.
+
+    Example:
+        >>> colour_of(Op.FORWARD), colour_of(Op.SEND_F)
+        ('#4f86d9', '#b9a7d6')
+    """
+    return COLOURS.get(op, _OTHER_COLOUR)
+
+
+def name_of(op: Op) -> str:
+    """The words for an op; its text form in words where none stand in ``NAMES``.
+
+    Example:
+        >>> name_of(Op.INPUT_GRAD)
+        'input gradient'
+    """
+    return NAMES.get(op, op.value.lower().replace("_", " "))
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever is easier to read on ``colour``.
+
+    Args:
+        colour: as ``#rrggbb``.
+
+    Example:
+        >>> ink("#3d68a8"), ink("#aed6ef")
+        ('#ffffff', '#000000')
+    """
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    # Luminance as in ITU-R BT.601.
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 145 else "#ffffff"
+
+
+def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
+    """For each rank, op and stage of a trace its colour, darkest for the first stage of a rank."""
+    held: dict[int, set[int]] = {}
+    for span in trace.spans:
+        held.setdefault(span.rank, set()).add(span.action.stage)
+    order = {rank: sorted(stages) for rank, stages in held.items()}
+    used = {(span.rank, span.action.op, span.action.stage) for span in trace.spans}
+    return {
+        (rank, op, stage): shade(colour_of(op), order[rank].index(stage), len(order[rank]))
+        for rank, op, stage in used
+    }

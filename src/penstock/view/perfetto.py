@@ -17,10 +17,11 @@ from typing import Any
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.rules import COMPUTE, COVERS, REQUIRES
+from penstock.schedule.text import parse_action
 from penstock.trace import Span, Trace
 from penstock.view.palette import NAMES
 
-__all__ = ["save_perfetto", "to_perfetto"]
+__all__ = ["from_perfetto", "load_perfetto", "save_perfetto", "to_perfetto"]
 
 # Microseconds per unit. An abstract cost of 1 is shown as a millisecond.
 _SCALE = {"s": 1e6, "1": 1e3}
@@ -63,7 +64,7 @@ def to_perfetto(trace: Trace) -> str:
     events += _arrows(trace, scale)
     document = {
         "displayTimeUnit": "ms",
-        "otherData": {"schedule": trace.name, "ranks": trace.num_ranks},
+        "otherData": {"schedule": trace.name, "ranks": trace.num_ranks, "unit": trace.unit},
         "traceEvents": events,
     }
     return json.dumps(document)
@@ -79,6 +80,54 @@ def save_perfetto(trace: Trace, path: str | PathLike[str]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(to_perfetto(trace), encoding="utf-8")
+
+
+def from_perfetto(text: str) -> Trace:
+    """Read a trace back.
+
+    Args:
+        text: what ``to_perfetto`` wrote.
+
+    Raises:
+        ScheduleError: not JSON, or JSON that ``to_perfetto`` did not write.
+
+    Example:
+        >>> trace = Trace(name="1f1b", num_ranks=2, unit="s", spans=())
+        >>> from_perfetto(to_perfetto(trace)) == trace
+        True
+    """
+    try:
+        document = json.loads(text)
+        told = document["otherData"]
+        unit = told["unit"]
+        spans = [
+            _span(event, _SCALE[unit]) for event in document["traceEvents"] if event["ph"] == "X"
+        ]
+        name, num_ranks = str(told["schedule"]), int(told["ranks"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ScheduleError(
+            f"not a trace that Penstock has saved ({type(error).__name__}: {error})"
+        ) from error
+    # Sorting keeps the order of what starts together, as the trace had it.
+    spans.sort(key=lambda span: (span.rank, span.start))
+    return Trace(name=name, num_ranks=num_ranks, unit=unit, spans=tuple(spans))
+
+
+def _span(event: dict[str, Any], scale: float) -> Span:
+    start, length = event["ts"] / scale, event["dur"] / scale
+    return Span(
+        rank=event["pid"], action=parse_action(event["name"]), start=start, end=start + length
+    )
+
+
+def load_perfetto(path: str | PathLike[str]) -> Trace:
+    """``from_perfetto`` of a file.
+
+    Raises:
+        ScheduleError: the file is not a trace that ``save_perfetto`` wrote.
+        OSError: the file can't be read.
+    """
+    return from_perfetto(Path(path).read_text(encoding="utf-8"))
 
 
 def _lane(span: Span) -> int:

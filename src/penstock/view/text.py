@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from dataclasses import dataclass
 
 from penstock.schedule.action import Action
 from penstock.trace import Span, Trace
 
-__all__ = ["to_text"]
+__all__ = ["Cell", "Grid", "grid", "to_text"]
 
 _SMALLEST_WIDTH = 20
 # Times are sums of costs: two that differ by less than this share of a cell are one.
@@ -48,6 +49,54 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         rank 0  F0 .. .. .. B0 --
         rank 1  .. F0 B0 -- .. ..
     """
+    drawn = grid(trace, width=width)
+    gap = " " if drawn.labelled else ""
+    rows = [gap.join(_text(cell, drawn.labelled) for cell in row) for row in drawn.rows]
+    return "".join(
+        f"{head}{row}".rstrip() + "\n" for head, row in zip(drawn.heads, rows, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One moment of one rank.
+
+    Args:
+        span: what the rank computes; None where it is idle.
+        begins: whether the span begins here.
+        text: the cell's label, of the same length in all cells of a grid.
+    """
+
+    span: Span | None
+    begins: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A timeline in cells of equal time.
+
+    Args:
+        heads: the name of each lane, of equal length.
+        rows: per lane, its cells.
+        labelled: whether there was room for labels; else each cell is one character wide.
+    """
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    labelled: bool
+
+
+def grid(trace: Trace, *, width: int) -> Grid:
+    """The cells of a timeline that is at most ``width`` characters wide.
+
+    Args:
+        trace: measured or simulated.
+        width: as ``to_text`` takes it.
+
+    Raises:
+        ValueError: ``width`` is too small.
+    """
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
     lanes = [trace.compute(rank) for rank in range(trace.num_ranks)]
@@ -64,15 +113,33 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
     if not labelled and count > room:
         count = room
         cell = trace.makespan / count
-    lines = []
-    for head, lane in zip(heads, lanes, strict=True):
-        cells = [_at(lane, origin + (i + 0.5) * cell) for i in range(count)]
-        if labelled:
-            row = " ".join(_labels(cells, several, label_width))
-        else:
-            row = "".join("." if span is None else span.action.op.value for span in cells)
-        lines.append(f"{head:<{margin}}{row}".rstrip() + "\n")
-    return "".join(lines)
+    times = [origin + (i + 0.5) * cell for i in range(count)]
+    return Grid(
+        heads=tuple(head.ljust(margin) for head in heads),
+        rows=tuple(_cells(lane, times, several, label_width if labelled else 1) for lane in lanes),
+        labelled=labelled,
+    )
+
+
+def _cells(
+    lane: tuple[Span, ...], times: list[float], several: bool, width: int
+) -> tuple[Cell, ...]:
+    cells = []
+    before = None
+    for time in times:
+        span = _at(lane, time)
+        label = "" if span is None else _label(span.action, several)
+        cells.append(Cell(span=span, begins=span is not before, text=label.ljust(width)[:width]))
+        before = span
+    return tuple(cells)
+
+
+def _text(cell: Cell, labelled: bool) -> str:
+    if cell.span is None:
+        return "." * len(cell.text)
+    if not labelled:
+        return cell.span.action.op.value
+    return cell.text if cell.begins else "-" * len(cell.text)
 
 
 def _num_cells(makespan: float, cell: float) -> int:
@@ -88,17 +155,3 @@ def _at(lane: tuple[Span, ...], time: float) -> Span | None:
     """What ran at ``time`` on a lane ordered by start."""
     index = bisect_right(lane, time, key=lambda span: span.start) - 1
     return lane[index] if index >= 0 and time < lane[index].end else None
-
-
-def _labels(cells: list[Span | None], stages: bool, width: int) -> list[str]:
-    texts = []
-    before = None
-    for span in cells:
-        if span is None:
-            texts.append("." * width)
-        elif span is before:
-            texts.append("-" * width)
-        else:
-            texts.append(_label(span.action, stages).ljust(width))
-        before = span
-    return texts

@@ -1,0 +1,51 @@
+"""The figures of a simulated step, as JSON and as words."""
+
+from __future__ import annotations
+
+import json
+
+from penstock.cli.terminal import number, percent
+from penstock.simulate.result import Simulation
+
+__all__ = ["figures_json", "figures_text", "ranges"]
+
+
+def figures_json(result: Simulation) -> str:
+    """One JSON object: makespan, span, their bubble ratios, and the peak of each rank."""
+    return json.dumps(
+        {
+            "makespan": result.makespan,
+            "span": result.span,
+            "bubble_ratio": result.bubble_ratio,
+            "span_bubble_ratio": result.span_bubble_ratio,
+            "peak_in_flight": list(result.peak_in_flight),
+        }
+    )
+
+
+def figures_text(result: Simulation) -> str:
+    """The same in a line or two."""
+    return (
+        f"makespan [bold]{number(result.makespan)}[/], bubble [bold]{percent(result.bubble_ratio)}"
+        f"[/]; span {number(result.span)}, bubble {percent(result.span_bubble_ratio)}; "
+        f"{result.messages} messages"
+    )
+
+
+def ranges(values: tuple[float, ...]) -> str:
+    """Per-rank numbers, runs of equal ones drawn together.
+
+    Example:
+        >>> ranges((4, 3, 2, 1)), ranges((8, 8, 8, 8)), ranges((7,) * 30 + (6, 6))
+        ('4,3,2,1', '8,8,8,8', '30×7,2×6')
+    """
+    if len(values) <= 8:
+        return ",".join(map(number, values))
+    runs: list[tuple[float, int]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1] = (value, runs[-1][1] + 1)
+        else:
+            runs.append((value, 1))
+    parts = [f"{count}×{number(value)}" if count > 1 else number(value) for value, count in runs]
+    return ",".join(parts) if len(parts) <= 8 else f"{number(min(values))}…{number(max(values))}"

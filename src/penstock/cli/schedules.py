@@ -1,0 +1,41 @@
+"""``penstock schedules``: all there are, with their rules."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.terminal import stdout, table
+from penstock.schedule.catalog import Family
+from penstock.schedule.catalog import schedules as families
+
+__all__ = ["schedules"]
+
+
+def schedules(
+    *, names: Annotated[bool, typer.Option("--names", help="Their names alone.")] = False
+) -> None:
+    """List all schedules: how stages lie on ranks, what options there are, where it is from."""
+    console = stdout()
+    if names:
+        for each in families():
+            console.print(each.name, markup=False)
+        return
+    shown = table("schedule", "stages lie", "per rank", "options", "what it is", "source")
+    for each in families():
+        shown.add_row(
+            f"[bold]{each.name}[/]",
+            each.arrangement.value,
+            _virtuals(each),
+            ", ".join(each.options),
+            each.summary,
+            each.source,
+        )
+    console.print(shown)
+
+
+def _virtuals(each: Family) -> str:
+    if each.virtuals is None:
+        return f"any ({each.default_virtual})"
+    return " or ".join(map(str, each.virtuals))

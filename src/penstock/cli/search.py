@@ -1,0 +1,145 @@
+"""``penstock search``: the best program for given costs and memory."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.figures import figures_text, ranges
+from penstock.cli.setting import Setting, takes_setting
+from penstock.cli.terminal import number, percent, stderr, stdout, table
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from penstock.search.result import Progress, SearchResult
+
+__all__ = ["search"]
+
+
+class Objective(Enum):
+    """What is made small."""
+
+    MAKESPAN = "makespan"
+    SPAN = "span"
+
+
+@takes_setting
+def search(
+    *,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="What is made small: span where no barrier stands before the optimizer."),
+    ] = Objective.MAKESPAN,
+    time_limit: Annotated[float, typer.Option(help="How long to search, in seconds.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of random choices.")] = 0,
+    pareto: Annotated[bool, typer.Option(help="Look for time against memory, too.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the program (.csv, .json) or its page or picture there."
+        ),
+    ] = None,
+    setting: Setting,
+) -> None:
+    """Search for the best program within --memory, and prove how far from the best it may be."""
+    from penstock.search.engine import search as find
+
+    if setting.option:
+        raise PenstockError("search takes no --option; it is no schedule's")
+    _refuse_unknown(output)
+    with _bar() as bar:
+        task = bar.add_task("search", total=1.0, best="")
+
+        def show(progress: Progress) -> None:
+            best = "" if progress.value is None else f"best {number(progress.value)}"
+            bar.update(
+                task, completed=progress.share, description=progress.method,
+                best=f"{best}, none is below {number(progress.bound)}",
+            )  # fmt: skip
+
+        found = find(
+            setting.costs(),
+            ranks=setting.ranks,
+            microbatches=setting.microbatches,
+            virtual=setting.virtual,
+            memory_limit=setting.memory,
+            objective=objective.value,
+            time_limit_s=time_limit,
+            seed=seed,
+            pareto=pareto,
+            progress=show,
+        )
+        bar.update(task, completed=1.0)
+    _tell(found)
+    if output is not None:
+        _write(found, output)
+        stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
+
+
+def _bar() -> Bar:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[best]}"),
+        TimeElapsedColumn(),
+        console=stderr(),
+        transient=True,
+    )
+
+
+def _tell(found: SearchResult) -> None:
+    console = stdout()
+    proof = (
+        "[bold green]no program is better[/]"
+        if found.is_proven
+        else f"no program is below {number(found.bound)}: a gap of {percent(found.gap)} at most"
+    )
+    console.print(
+        f"[bold]{found.objective} {number(found.value)}[/], {proof}; found by {found.method}",
+        soft_wrap=True,
+    )
+    console.print(figures_text(found.simulation), soft_wrap=True)
+    console.print(
+        f"peak activations per rank: {ranges(found.simulation.peak_in_flight)}", soft_wrap=True
+    )
+    if found.pareto:
+        shown = table("peak", found.objective, "found by", numbers=("peak", found.objective))
+        for point in found.pareto:
+            shown.add_row(number(point.peak), number(point.value), point.method)
+        console.print(shown)
+
+
+def _refuse_unknown(output: Path | None) -> None:
+    """Before the search, not after it."""
+    if output is not None and output.suffix not in (".csv", ".json", ".html", ".png", ".svg"):
+        raise PenstockError(
+            f"{output}: don't know how to write {output.suffix!r}; take .csv or .json for the "
+            "program, .html for its page, .png or .svg for a picture"
+        )
+
+
+def _write(found: SearchResult, output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.suffix == ".csv":
+        from penstock.schedule.text import save_csv
+
+        save_csv(found.program, output)
+    elif output.suffix == ".json":
+        from penstock.schedule.text import to_json
+
+        output.write_text(to_json(found.program), encoding="utf-8")
+    elif output.suffix == ".html":
+        from penstock.view.page import save_page
+
+        save_page(found.simulation, output)
+    else:
+        from penstock.view.picture import draw
+
+        draw(found.simulation.trace, output)

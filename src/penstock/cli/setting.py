@@ -1,0 +1,185 @@
+"""The setting that most subcommands share: ranks, microbatches, costs, memory.
+
+``takes_setting`` turns a function with a parameter of type ``Setting`` into one whose parameters
+are the fields of it, each an option of the command line. Texts become numbers here; what numbers
+mean is the library's affair.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from penstock.errors import ScheduleError
+from penstock.simulate.costs import Cost, Costs
+
+__all__ = ["Setting", "read_options", "takes_setting"]
+
+_COST_HELP = "one number, or one per stage as 1,2,1"
+_PANEL = "Costs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a schedule is built for, and what its actions cost.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: microbatches per step.
+        virtual: stages per rank; None for what is usual in the family.
+        option: options of the family, each as ``name=value``.
+        forward: cost of F.
+        input_grad: cost of I.
+        weight_grad: cost of W; B takes both.
+        latency: time of a message between ranks.
+        overlap: time of an overlapped block; None for its parts' together.
+        memory: the most activations that a rank may hold; None for any number.
+    """
+
+    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks.")] = 4
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", "-m", help="Microbatches per step.")
+    ] = 8
+    virtual: Annotated[
+        int | None,
+        typer.Option("--virtual", "-v", help="Stages per rank.", show_default="as is usual"),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-O",
+            metavar="NAME=VALUE",
+            help="An option of the schedule, such as group=4; may be repeated.",
+        ),
+    ] = None
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            "--memory", help="The most activations that a rank may hold.", show_default="any"
+        ),
+    ] = None
+    forward: Annotated[
+        str, typer.Option(help=f"Time of F: {_COST_HELP}.", rich_help_panel=_PANEL)
+    ] = "1"
+    input_grad: Annotated[
+        str, typer.Option(help="Time of I, the input gradient.", rich_help_panel=_PANEL)
+    ] = "1"
+    weight_grad: Annotated[
+        str,
+        typer.Option(help="Time of W, the weight gradient; B takes both.", rich_help_panel=_PANEL),
+    ] = "1"
+    latency: Annotated[
+        str, typer.Option(help="Time of a message between ranks.", rich_help_panel=_PANEL)
+    ] = "0"
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            help="Time of a forward and a backward that run as one block.",
+            show_default="its parts' together",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+    def costs(self) -> Costs:
+        """The costs, as numbers.
+
+        Raises:
+            ScheduleError: a text that is no number, or a number that is no cost.
+        """
+        return Costs(
+            forward=_cost("forward", self.forward),
+            input_grad=_cost("input-grad", self.input_grad),
+            weight_grad=_cost("weight-grad", self.weight_grad),
+            latency=_cost("latency", self.latency),
+            overlap=None if self.overlap is None else _cost("overlap", self.overlap),
+        )
+
+    def options(self) -> dict[str, object]:
+        """The family's options, read by ``read_options``."""
+        return read_options(self.option or ())
+
+
+def read_options(texts: list[str] | tuple[str, ...]) -> dict[str, object]:
+    """``name=value`` texts as arguments: whole numbers, numbers, true and false, else text.
+
+    Args:
+        texts: each as ``name=value``.
+
+    Raises:
+        ScheduleError: a text without a name or a value.
+
+    Example:
+        >>> read_options(["group=4", "tail=keep"])
+        {'group': 4, 'tail': 'keep'}
+    """
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
+        found[name.replace("-", "_")] = _value(value)
+    return found
+
+
+def _value(text: str) -> object:
+    known: dict[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in known:
+        return known[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _cost(name: str, text: str) -> Cost:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ScheduleError(
+            f"--{name} {text!r}: expected a number, or one per stage as 1,2,1"
+        ) from error
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def takes_setting(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, whose parameter ``setting`` is given field by field.
+
+    Args:
+        command: a function with a keyword-only parameter ``setting`` of type ``Setting``.
+
+    Returns:
+        A function with one parameter per field of ``Setting`` in its place, as Typer reads them.
+    """
+    hints = get_type_hints(Setting, include_extras=True)
+    names = [field.name for field in fields(Setting)]
+    signature = inspect.signature(command, eval_str=True)
+    own = [each for name, each in signature.parameters.items() if name != "setting"]
+    taken = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Setting)
+    ]
+    by_place = [each for each in own if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    by_name = [each for each in own if each.kind is inspect.Parameter.KEYWORD_ONLY]
+
+    @functools.wraps(command)
+    def unfolded(*args: Any, **given: Any) -> None:
+        setting = Setting(**{name: given.pop(name) for name in names})
+        command(*args, **given, setting=setting)
+
+    unfolded.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*by_place, *taken, *by_name]
+    )
+    return unfolded

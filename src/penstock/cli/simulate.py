@@ -1,0 +1,59 @@
+"""``penstock simulate``: a schedule's timeline and figures."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.figures import figures_json, figures_text, ranges
+from penstock.cli.setting import Setting, takes_setting
+from penstock.cli.sources import load_program
+from penstock.cli.terminal import stdout, warn
+from penstock.simulate.engine import simulate as play
+from penstock.simulate.result import Simulation
+
+__all__ = ["simulate"]
+
+
+@takes_setting
+def simulate(
+    schedule: Annotated[
+        str, typer.Argument(help="A schedule's name, or a program's file (*.csv, *.json).")
+    ],
+    *,
+    json: Annotated[bool, typer.Option("--json", help="The figures alone, as JSON.")] = False,
+    setting: Setting,
+) -> None:
+    """Simulate a step: its timeline in colour, its bubble, its peak memory."""
+    program = load_program(schedule, setting)
+    result = play(program, setting.costs())
+    console = stdout()
+    if json:
+        console.print(figures_json(result), markup=False, soft_wrap=True)
+        return
+    from penstock.view.terminal import legend, timeline
+
+    coloured = console.color_system is not None
+    console.print(
+        f"[bold]{program.name}[/], {program.num_ranks} ranks, "
+        f"{program.num_stages // program.num_ranks} stages each, "
+        f"{program.num_microbatches} microbatches\n"
+    )
+    console.print(timeline(result.trace, width=console.width, colour=coloured), end="")
+    if coloured:
+        console.print(legend(result.trace))
+    console.print(f"\n{figures_text(result)}", soft_wrap=True)
+    console.print(f"peak activations per rank: {ranges(result.peak_in_flight)}", soft_wrap=True)
+    _compare_with_limit(result, setting.memory)
+
+
+def _compare_with_limit(result: Simulation, limit: int | None) -> None:
+    if limit is None:
+        return
+    over = [rank for rank, peak in enumerate(result.peak_in_flight) if peak > limit]
+    if over:
+        warn(
+            f"over the limit of {limit} activations on "
+            f"{'rank' if len(over) == 1 else 'ranks'} {', '.join(map(str, over))}"
+        )

@@ -1,0 +1,99 @@
+"""What a subcommand is pointed at: the name of a schedule, or a file.
+
+    1f1b                          a schedule, in the setting of the command line
+    interleaved-1f1b:virtual=4    the same with options of its own, parted by commas
+    mine.csv, mine.json           a program, as ``penstock.schedule.text`` writes it
+    trace.json                    a trace, as ``penstock.view.perfetto`` writes it
+
+This module reads and builds; it shows nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.cli.setting import Setting, read_options
+from penstock.errors import ScheduleError
+from penstock.schedule.catalog import Family, build, family
+from penstock.schedule.check import check
+from penstock.schedule.program import Program
+from penstock.schedule.text import from_json, load_csv
+from penstock.trace import Trace
+
+__all__ = ["is_file", "load", "load_program"]
+
+_SUFFIXES = (".csv", ".json")
+
+
+def is_file(source: str) -> bool:
+    """Whether ``source`` stands for a file, there or not."""
+    return Path(source).suffix.lower() in _SUFFIXES or Path(source).is_file()
+
+
+def load_program(source: str, setting: Setting, *, each_its_own: bool = False) -> Program:
+    """The program that ``source`` stands for, checked.
+
+    Args:
+        source: a schedule's name, or a file with a program.
+        setting: what a schedule is built for.
+        each_its_own: whether ``source`` is one of several: what the setting asks for and this
+            schedule can't take (stages per rank, options) is then left out.
+
+    Raises:
+        ScheduleError: no such schedule or file, an impossible setting, or a wrong program.
+        OSError: the file can't be read.
+    """
+    found = load(source, setting, each_its_own=each_its_own)
+    if isinstance(found, Trace):
+        raise ScheduleError(f"{source}: a trace, expected a schedule or a file with a program")
+    return check(found)
+
+
+def load(source: str, setting: Setting, *, each_its_own: bool = False) -> Program | Trace:
+    """What ``source`` stands for; a program as it is, not checked.
+
+    Args:
+        source: a schedule's name, a file with a program, or a trace.
+        setting: as ``load_program`` takes it.
+        each_its_own: likewise.
+
+    Raises:
+        ScheduleError: as ``load_program``.
+        OSError: the file can't be read.
+    """
+    if not is_file(source):
+        return _build(source, setting, each_its_own)
+    if Path(source).suffix.lower() != ".json":
+        return load_csv(source)
+    text = Path(source).read_text(encoding="utf-8")
+    try:
+        if '"traceEvents"' in text:
+            from penstock.view.perfetto import from_perfetto
+
+            return from_perfetto(text)
+        return from_json(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}: {error}") from error
+
+
+def _build(source: str, setting: Setting, each_its_own: bool) -> Program:
+    name, _, own = source.partition(":")
+    chosen = family(name)
+    options = setting.options()
+    virtual = setting.virtual
+    if each_its_own:
+        options = {key: value for key, value in options.items() if key in chosen.options}
+        virtual = virtual if _takes(chosen, virtual) else None
+    options |= read_options(own.split(",")) if own else {}
+    virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
+    return build(
+        name,
+        ranks=setting.ranks,
+        microbatches=setting.microbatches,
+        virtual=virtual,
+        **options,
+    )
+
+
+def _takes(chosen: Family, virtual: int | None) -> bool:
+    return virtual is None or chosen.virtuals is None or virtual in chosen.virtuals

@@ -1,0 +1,75 @@
+"""Where subcommands write: Rich's consoles, and how wide they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["number", "percent", "stderr", "stdout", "table", "warn"]
+
+# A pipe has no width of its own: what is written into one is not folded at Rich's 80 columns.
+_PIPED_WIDTH = 140
+
+
+def stdout() -> Console:
+    """For what was asked for."""
+    return _console(error=False)
+
+
+def stderr() -> Console:
+    """For errors and progress."""
+    return _console(error=True)
+
+
+def _console(*, error: bool) -> Console:
+    stream = sys.stderr if error else sys.stdout
+    piped = not stream.isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=error, width=_PIPED_WIDTH if piped else None, highlight=False)
+
+
+def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) -> Table:
+    """An empty table in the one style that all subcommands use.
+
+    Args:
+        columns: the headings.
+        numbers: which of them head numbers, aligned to the right.
+        title: a line above it.
+    """
+    made = Table(
+        box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False
+    )
+    for column in columns:
+        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return made
+
+
+def number(value: float) -> str:
+    """A time or an amount, short.
+
+    Example:
+        >>> number(51.0), number(0.1 + 0.2), number(1234567.0)
+        ('51', '0.3', '1234567')
+    """
+    return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
+
+
+def percent(ratio: float) -> str:
+    """A ratio in per cent, with two digits behind the point.
+
+    Example:
+        >>> percent(0.2727)
+        '27.27%'
+    """
+    return f"{ratio:.2%}"
+
+
+def warn(message: str) -> None:
+    """One line on standard error, in yellow."""
+    from rich.markup import escape
+
+    stderr().print(f"[yellow]{escape(message)}[/]", soft_wrap=True)

@@ -1,0 +1,65 @@
+"""From a measured step back to a program and its costs: what a simulation of it needs.
+
+This module measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+
+from penstock.schedule.action import Op
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE
+from penstock.schedule.text import parse_csv
+from penstock.simulate.costs import Costs
+from penstock.trace import Trace
+
+__all__ = ["costs_of", "program_of"]
+
+
+def program_of(trace: Trace) -> Program:
+    """The program that ran: its computations, in the order in which each rank did them.
+
+    Args:
+        trace: of a whole step.
+
+    Raises:
+        ScheduleError: a rank computed nothing, or stages are missing.
+
+    Example:
+        >>> from penstock.schedule.catalog import build
+        >>> from penstock.simulate.engine import simulate
+        >>> program = build("zbv", ranks=2, microbatches=4)
+        >>> program_of(simulate(program).trace) == program
+        True
+    """
+    computes = [trace.compute(rank) for rank in range(trace.num_ranks)]
+    text = "\n".join(",".join(str(span.action) for span in lane) for lane in computes)
+    return parse_csv(text, name=trace.name)
+
+
+def costs_of(trace: Trace, num_stages: int) -> Costs:
+    """The median time of every op on every stage.
+
+    Args:
+        trace: a measured step.
+        num_stages: how many stages it has.
+    """
+    times: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
+    for span in trace.spans:
+        if span.action.op in COMPUTE:
+            times[span.action.stage, span.action.op].append(span.end - span.start)
+
+    def typical(stage: int, op: Op) -> float:
+        return median(times[stage, op]) if times[stage, op] else 0.0
+
+    stages = range(num_stages)
+    split = [bool(times[stage, Op.INPUT_GRAD]) for stage in stages]
+    # A full backward counts as an input gradient that leaves nothing to W.
+    whole = [typical(stage, Op.FULL_BACKWARD) for stage in stages]
+    return Costs(
+        forward=[typical(stage, Op.FORWARD) for stage in stages],
+        input_grad=[typical(s, Op.INPUT_GRAD) if split[s] else whole[s] for s in stages],
+        weight_grad=[typical(s, Op.WEIGHT_GRAD) if split[s] else 0.0 for s in stages],
+    )

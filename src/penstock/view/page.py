@@ -1,0 +1,172 @@
+"""A timeline as one HTML file that needs no network: zoom, hover, memory, critical path.
+
+A measured step is laid over a simulated one on the same time axis, with a table of what each
+action did in the one and in the other. This module knows how a page is put together; what the
+plot does is the affair of ``penstock.view.timeline``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import PenstockError
+from penstock.simulate.result import Simulation
+from penstock.trace import Trace
+from penstock.view.boxes import Step, amount, trace_of
+from penstock.view.style import (
+    PAGE_CSS,
+    figures_html,
+    heading_html,
+    legend_html,
+    time_text,
+)
+
+if TYPE_CHECKING:
+    from bokeh.models.ui import UIElement
+
+__all__ = ["save_page", "to_page"]
+
+_MANY = 6000
+
+
+def to_page(
+    shown: Step,
+    *,
+    beside: Step | None = None,
+    names: tuple[str, str] = ("measured", "simulated"),
+    title: str | None = None,
+) -> str:
+    """The page as text.
+
+    Args:
+        shown: the step to draw. Of a simulation, memory is drawn as its costs count it; of a
+            trace, as activations held.
+        beside: a second step, drawn below on the same time axis, in the unit of the first.
+        names: what to call the two.
+        title: the page's; the schedule's name if None.
+
+    Raises:
+        PenstockError: Bokeh is not installed.
+    """
+    try:
+        from bokeh.document import Document
+        from bokeh.embed import file_html
+        from bokeh.resources import INLINE
+    except ImportError as error:
+        raise PenstockError(
+            "pages need Bokeh, which is not installed: pip install 'penstock[view]'"
+        ) from error
+    steps = [shown] if beside is None else [shown, beside]
+    traces = [trace_of(step) for step in steps]
+    named = traces[0].name if title is None else title
+    document = Document(title=named)
+    document.add_root(_content(steps, names, named))
+    return file_html(document, resources=INLINE, title=named)
+
+
+def save_page(
+    shown: Step,
+    path: str | PathLike[str],
+    *,
+    beside: Step | None = None,
+    names: tuple[str, str] = ("measured", "simulated"),
+    title: str | None = None,
+) -> None:
+    """Write ``to_page`` to a file; its folder is made if there is none.
+
+    Args:
+        shown: as ``to_page`` takes it.
+        path: the file, best ``*.html``.
+        beside: as ``to_page`` takes it.
+        names: as ``to_page`` takes it.
+        title: as ``to_page`` takes it.
+
+    Raises:
+        PenstockError: as ``to_page``.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from penstock import build, simulate
+        >>> step = simulate(build("zbv", ranks=2, microbatches=4))
+        >>> with TemporaryDirectory() as folder:
+        ...     save_page(step, f"{folder}/zbv.html")
+        ...     "cdn.bokeh.org" in Path(folder, "zbv.html").read_text()
+        False
+    """
+    target = Path(path)
+    text = to_page(shown, beside=beside, names=names, title=title)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+
+
+def _content(steps: Sequence[Step], names: tuple[str, str], title: str) -> UIElement:
+    from bokeh.layouts import column, row
+    from bokeh.models import GlobalInlineStyleSheet
+    from bokeh.models.widgets.markups import Div
+
+    from penstock.view.differences import Differences
+    from penstock.view.timeline import Timeline, toggles
+
+    traces = [trace_of(step) for step in steps]
+    several = len(traces) > 1
+    unit = traces[0].unit
+    differences = Differences(one=traces[0], other=traces[1], names=names) if several else None
+    many = sum(len(trace.spans) for trace in traces) > _MANY
+    timelines: list[Timeline] = []
+    ends = []
+    for step, trace, name in zip(steps, traces, names, strict=False):
+        shared = timelines[0].x_range if timelines else None
+        timeline = Timeline(num_ranks=trace.num_ranks, many=many, x_range=shared)
+        drawn = timeline.show(
+            step,
+            unit=unit,
+            differences=None if differences is None else differences.texts,
+            title=name if several else "",
+        )
+        timelines.append(timeline)
+        ends.append(drawn.end)
+    timelines[0].set_end(max(ends))
+    stretched: dict[str, Any] = {"sizing_mode": "stretch_width"}
+    parts: list[UIElement] = [
+        Div(text=heading_html(title, _subtitle(traces[0])), **stretched),
+        Div(text=figures_html(_figures(steps, names, unit)), **stretched),
+        row(*toggles(timelines), Div(text=legend_html(traces), **stretched), **stretched),
+        *(timeline.plot for timeline in timelines),
+    ]
+    if differences is not None:
+        parts.append(differences.table())
+    look = GlobalInlineStyleSheet(css=PAGE_CSS)
+    return column(*parts, spacing=12, stylesheets=[look], **stretched)
+
+
+def _subtitle(trace: Trace) -> str:
+    stages = len({span.action.stage for span in trace.spans})
+    microbatches = len({span.action.microbatch for span in trace.spans} - {None})
+    return f"{trace.num_ranks} ranks, {stages} stages, {microbatches} microbatches"
+
+
+def _figures(steps: Sequence[Step], names: tuple[str, str], unit: str) -> list[tuple[str, str]]:
+    figures = []
+    traces = [trace_of(step) for step in steps]
+    for trace, name in zip(traces, names, strict=False):
+        prefix = f"{name}: " if len(traces) > 1 else ""
+        figures += [
+            (f"{prefix}makespan", time_text(trace.makespan, unit)),
+            (f"{prefix}bubble", f"{trace.bubble_ratio:.2%}"),
+            (f"{prefix}span", time_text(trace.span, unit)),
+            (f"{prefix}span bubble", f"{trace.span_bubble_ratio:.2%}"),
+        ]
+    first = steps[0]
+    if isinstance(first, Simulation):
+        figures += [
+            ("peak held", amount(max(first.peak_bytes))),
+            ("no program is below", amount(first.bounds.makespan)),
+            ("messages", str(first.messages)),
+        ]
+    if len(traces) > 1 and traces[1].makespan:
+        ratio = traces[0].makespan / traces[1].makespan
+        figures.append((f"{names[0]} ÷ {names[1]}", f"{ratio:.3f}"))
+    return figures

@@ -1,0 +1,110 @@
+"""What the playground's sliders ask for, and the simulation of it.
+
+Answers are kept: of what is compared, most stays as it was when one slider moves on. This module
+knows no widget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from penstock.errors import PenstockError, ScheduleError
+from penstock.schedule.catalog import build
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+from penstock.simulate.result import Simulation
+from penstock.simulate.shares import share_out
+
+__all__ = ["Scene", "read_options", "shown_message"]
+
+Options = tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A setting.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: microbatches per step.
+        forward: cost of F.
+        input_grad: cost of I.
+        weight_grad: cost of W.
+        latency: time of a message between ranks.
+        memory: the most activations that a rank may hold; None for any number.
+        per_rank: whether costs are of a rank's whole part of the model, not of one stage.
+    """
+
+    ranks: int
+    microbatches: int
+    forward: float
+    input_grad: float
+    weight_grad: float
+    latency: float
+    memory: float | None
+    per_rank: bool
+
+    def play(self, name: str, *, virtual: int | None, options: Options = ()) -> Simulation:
+        """Simulate a schedule in this setting.
+
+        Args:
+            name: the schedule's.
+            virtual: stages per rank; None for what is usual.
+            options: the schedule's.
+
+        Raises:
+            ScheduleError: no such schedule, or a setting that it can't work with.
+        """
+        costs = Costs(
+            forward=self.forward,
+            input_grad=self.input_grad,
+            weight_grad=self.weight_grad,
+            latency=self.latency,
+        )
+        return _play(name, self.ranks, self.microbatches, virtual, options, costs, self.per_rank)
+
+
+@lru_cache(maxsize=64)
+def _play(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual: int | None,
+    options: Options,
+    costs: Costs,
+    per_rank: bool,
+) -> Simulation:
+    program = build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
+    if per_rank:
+        costs = share_out(costs, program.placement.num_model_stages // program.num_ranks)
+    return simulate(program, costs)
+
+
+def read_options(text: str) -> Options:
+    """A schedule's options from one line of text.
+
+    Raises:
+        ScheduleError: a part that is no ``name=value``, or a value that is no number.
+
+    Example:
+        >>> read_options("group=4, waves=2"), read_options("")
+        ((('group', 4), ('waves', 2)), ())
+    """
+    found: list[tuple[str, object]] = []
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            number = float(value)
+        except ValueError as error:
+            raise ScheduleError(
+                f"option {part!r}: expected name=number, such as group=4"
+            ) from error
+        found.append((name.strip(), int(number) if number == int(number) else number))
+    return tuple(found)
+
+
+def shown_message(error: PenstockError) -> str:
+    """The error's message, begun with a capital letter."""
+    text = str(error)
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,69 @@
+"""A trace as coloured text, for Rich: the same cells as ``penstock.view.text``, as boxes.
+
+This module knows no command line: it makes renderables, and others print them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from rich.style import Style
+from rich.text import Text
+
+from penstock.schedule.rules import COMPUTE
+from penstock.trace import Trace
+from penstock.view.palette import ink, name_of, shades
+from penstock.view.text import grid, to_text
+
+__all__ = ["legend", "timeline"]
+
+
+def timeline(trace: Trace, *, width: int, colour: bool = True) -> Text:
+    """The timeline, a line per rank.
+
+    Args:
+        trace: measured or simulated.
+        width: the longest line allowed, at least 20.
+        colour: whether the terminal has colours; else it is ``to_text``'s.
+    """
+    if not colour:
+        return Text(to_text(trace, width=width), end="", no_wrap=True)
+    drawn = grid(trace, width=width)
+    colours = shades(trace)
+    text = Text(end="", no_wrap=True)
+    for head, row in zip(drawn.heads, drawn.rows, strict=True):
+        text.append(head)
+        for i, cell in enumerate(row):
+            # The gap behind a label belongs to its box as long as the box goes on.
+            goes_on = i + 1 < len(row) and row[i + 1].span is cell.span and not row[i + 1].begins
+            gap = " " if drawn.labelled else ""
+            if cell.span is None:
+                text.append(" " * len(cell.text) + gap)
+                continue
+            act = cell.span.action
+            style = _box(colours[cell.span.rank, act.op, act.stage])
+            label = cell.text if cell.begins and drawn.labelled else " " * len(cell.text)
+            text.append(label, style)
+            text.append(gap, style if goes_on else None)
+        text.append("\n")
+    return text
+
+
+def legend(trace: Trace) -> Text:
+    """A line with the colours of what the trace computes."""
+    colours = shades(trace)
+    first: dict[str, str] = {}
+    for span in trace.spans:
+        if span.action.op in COMPUTE:
+            colour = colours[span.rank, span.action.op, span.action.stage]
+            first.setdefault(name_of(span.action.op), colour)
+    text = Text("\n")
+    for name, colour in first.items():
+        text.append("  ", _box(colour))
+        text.append(f" {name}   ")
+    return text
+
+
+@cache
+def _box(colour: str) -> Style:
+    return Style(color=ink(colour), bgcolor=colour)
