@@ -14,11 +14,16 @@ knows no family of schedules and nothing of real time.
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush
+from itertools import compress
+from operator import sub
+from typing import TypeAlias
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
+from penstock.simulate.channels import add_jitter, add_messages
 from penstock.simulate.costs import Costs
 from penstock.simulate.result import Simulation
 from penstock.simulate.tables import Tables, tabulate
@@ -26,26 +31,33 @@ from penstock.simulate.tables import Tables, tabulate
 __all__ = ["simulate"]
 
 _UNIT = Costs()
+_Times: TypeAlias = tuple[tuple[float, ...], ...]
 
 
-def simulate(program: Program, costs: Costs = _UNIT) -> Simulation:
+def simulate(
+    program: Program, costs: Costs = _UNIT, *, jitter: float = 0.0, seed: int = 0
+) -> Simulation:
     """Play ``program`` as ranks would that do nothing but wait for what each step needs.
 
-    Results go to other ranks ``costs.latency`` after they are there, whether the program spells
-    out its sends and receives or not; a send takes no compute time, and a posted receive blocks
-    nothing but the action that needs its message. A block that overlaps a forward and a backward
-    starts when all its parts can, and yields all their results at its end.
+    Results go to other ranks ``costs.latency`` after they are there, or later where the costs tell
+    of a bandwidth, whether the program spells out its sends and receives or not; a send takes no
+    compute time unless ``costs.transfers_overlap`` says so, and a posted receive blocks nothing
+    but the action that needs its message. A block that overlaps a forward and a backward starts
+    when all its parts can, and yields all their results at its end.
 
     Args:
         program: compute-only or with transfers.
         costs: what each kind of action costs; by default 1 each, and no latency.
+        jitter: each computation takes longer by chance, evenly by up to this share of its cost.
+        seed: of the jitter; the same seed gives the same times.
 
     Returns:
         The times of all actions, and the figures that follow from them.
 
     Raises:
         ScheduleError: the program can't go on (the message says who waits for what), or does
-            something twice; or there are costs for another number of stages.
+            something twice; or there are costs for another number of stages; or a jitter that is
+            no number ≥ 0.
 
     Example:
         >>> from penstock.schedule.catalog import build
@@ -53,11 +65,18 @@ def simulate(program: Program, costs: Costs = _UNIT) -> Simulation:
         >>> result.makespan, result.peak_in_flight
         (33.0, (8, 8, 8, 8))
     """
-    engine = _Engine(tabulate(program, costs))
+    if not (math.isfinite(jitter) and jitter >= 0):
+        raise ScheduleError(f"simulate(jitter={jitter!r}): expected a finite number ≥ 0")
+    plain = tabulate(program, costs)
+    tables = add_messages(plain, program, costs)
+    engine = _Engine(add_jitter(tables, jitter, seed) if jitter else tables)
     engine.play()
     if engine.parked or engine.posted:
+        # Whether a program ends is no matter of times: told of steps alone, messages left out.
+        engine = _Engine(plain)
+        engine.play()
         raise engine.deadlock()
-    return engine.result(program)
+    return engine.result(program, costs)
 
 
 class _Engine:
@@ -77,15 +96,13 @@ class _Engine:
         # Per rank, of each action in turn, blocks taken apart.
         self.starts: list[list[float]] = [[] for _ in ranks]
         self.ends: list[list[float]] = [[] for _ in ranks]
-        self.busy = 0.0
-        self.messages = 0
 
     def play(self) -> None:
         """Take every rank through its steps, events in order of time and rank."""
         tables, done, events = self.tables, self.done, self.events
         # One name each, and no calls but the heap's: the loop below runs once per action.
-        width, receives, needs = tables.num_microbatches, tables.receives, tables.needs
-        durations, messages, fulfils = tables.durations, tables.messages, tables.fulfils
+        width, receives, needs = tables.width, tables.receives, tables.needs
+        durations, fulfils = tables.durations, tables.fulfils
         entries, position, starts, ends = tables.entries, self.position, self.starts, self.ends
         parked, posted = self.parked, self.posted
         while events:
@@ -109,8 +126,6 @@ class _Engine:
                 end = start + durations[row]
                 starts[rank].append(start)
                 ends[rank].append(end)
-                self.busy += durations[row]
-                self.messages += messages[row]
                 for offset in fulfils[row]:
                     result = slot + offset
                     if done[result] is not None or result in parked or result in posted:
@@ -124,7 +139,7 @@ class _Engine:
     def play_block(self, start: float, rank: int, slots: tuple[int, ...]) -> None:
         """Run the parts of a block together, if all can run."""
         tables = self.tables
-        rows = [slot // tables.num_microbatches for slot in slots]
+        rows = [slot // tables.width for slot in slots]
         parts = list(zip(slots, rows, strict=True))
         inner = {slot + offset for slot, row in parts for offset in tables.fulfils[row]}
         for slot, row in parts:
@@ -140,14 +155,12 @@ class _Engine:
         given = tables.overlaps[rows[0]]
         length = serial if given is None else given
         end = start + length
-        self.busy += length
         for slot, row in parts:
             # Each part is given the share of the block's time that it would have alone.
             share = tables.durations[row] / serial if serial else 1 / len(parts)
             self.starts[rank].append(start)
             start += share * length
             self.ends[rank].append(start)
-            self.messages += tables.messages[row]
             self.finish(slot, row, end)
         self.ends[rank][-1] = end
         self.proceed(rank, end)
@@ -158,7 +171,6 @@ class _Engine:
         sent = self.done[slot + offset]
         self.starts[rank].append(start)
         self.ends[rank].append(start if sent is None else max(start, sent + delay))
-        self.messages += self.tables.messages[row]
         if sent is None:
             self.posted[slot + offset] = (slot, rank, len(self.ends[rank]) - 1)
         else:
@@ -179,7 +191,7 @@ class _Engine:
             heappush(self.events, (end, rank))
         if slot in self.posted:
             receive, rank, place = self.posted.pop(slot)
-            row = receive // self.tables.num_microbatches
+            row = receive // self.tables.width
             ((_, delay),) = self.tables.needs[row]
             self.ends[rank][place] = end + delay
             self.finish(receive, row, end + delay)
@@ -201,7 +213,7 @@ class _Engine:
         tables, planned = self.tables, set[int]()
         for entry in (entry for steps in tables.entries for entry in steps):
             for slot in (entry,) if isinstance(entry, int) else entry:
-                row = slot // tables.num_microbatches
+                row = slot // tables.width
                 planned.update(slot + offset for offset in tables.fulfils[row])
         waits = []
         for missing, ranks in self.parked.items():
@@ -222,20 +234,38 @@ class _Engine:
             )
         return ScheduleError("the program can't go on:\n  " + "\n  ".join(sorted(waits)))
 
-    def result(self, program: Program) -> Simulation:
+    def result(self, program: Program, costs: Costs) -> Simulation:
         """The figures, once all ranks are through."""
-        firsts, lasts = [], []
+        starts, ends = self.times(program)
+        firsts, lasts, busy = [], [], []
         for rank, steps in enumerate(program.ranks):
-            computes = [part.op in COMPUTE for step in steps for part in step.parts]
-            if any(computes):
-                firsts.append(self.starts[rank][computes.index(True)])
-                lasts.append(self.ends[rank][len(computes) - 1 - computes[::-1].index(True)])
+            begun, done = starts[rank], ends[rank]
+            if not self.tables.computes_only:
+                computes = [part.op in COMPUTE for step in steps for part in step.parts]
+                begun, done = tuple(compress(begun, computes)), tuple(compress(done, computes))
+            busy.append(float(sum(map(sub, done, begun))))
+            if begun:
+                firsts.append(begun[0])
+                lasts.append(done[-1])
         return Simulation(
             program=program,
-            starts=tuple(map(tuple, self.starts)),
-            ends=tuple(map(tuple, self.ends)),
-            messages=self.messages,
-            busy=self.busy,
+            costs=costs,
+            starts=starts,
+            ends=ends,
             makespan=max(lasts, default=0.0) - min(firsts, default=0.0),
             span=max((b - a for a, b in zip(firsts, lasts, strict=True)), default=0.0),
+            busy_per_rank=tuple(busy),
         )
+
+    def times(self, program: Program) -> tuple[_Times, _Times]:
+        """Starts and ends of the ranks' actions, without those of messages."""
+        starts, ends = self.starts[: program.num_ranks], self.ends[: program.num_ranks]
+        if self.tables.messages_hold_ranks:
+            actions = self.tables.num_actions
+            for rank in range(program.num_ranks):
+                entries = self.tables.entries[rank]
+                slots = (s for e in entries for s in ((e,) if isinstance(e, int) else e))
+                kept = [slot < actions for slot in slots]
+                starts[rank] = list(compress(starts[rank], kept))
+                ends[rank] = list(compress(ends[rank], kept))
+        return tuple(map(tuple, starts)), tuple(map(tuple, ends))

@@ -1,6 +1,6 @@
 """What a simulated step came to.
 
-This module knows how the figures follow from times; it does not know how times come about.
+This module knows which figures follow from times; it does not know how times come about.
 """
 
 from __future__ import annotations
@@ -8,11 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.schedule.action import Action, Op
 from penstock.schedule.program import Program
-from penstock.simulate.memory import peak_in_flight
+from penstock.schedule.rules import COMPUTE
+from penstock.simulate.bounds import LowerBounds, lower_bounds
+from penstock.simulate.costs import Costs
+from penstock.simulate.memory import Curve, memory_curves, peak_in_flight
+from penstock.simulate.path import Waits
 from penstock.trace import Span, Trace
 
 __all__ = ["Simulation"]
+
+_BACKWARD = COMPUTE - {Op.FORWARD}
 
 
 # Not slotted: the cached figures live in the instance's dictionary.
@@ -22,21 +29,26 @@ class Simulation:
 
     Args:
         program: what was simulated.
+        costs: what it was simulated with.
         starts: per rank, the start of each of its actions, overlapped blocks taken apart.
         ends: likewise, the ends. A receive ends when its message has come.
-        messages: number of messages between ranks.
-        busy: compute time of all ranks together.
         makespan: time from the first start to the last end of compute, over all ranks.
         span: the longest of the ranks' own times from first start to last end of compute.
+        busy_per_rank: per rank, the time that it computes.
     """
 
     program: Program
+    costs: Costs
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
-    messages: int
-    busy: float
     makespan: float
     span: float
+    busy_per_rank: tuple[float, ...]
+
+    @property
+    def busy(self) -> float:
+        """Compute time of all ranks together."""
+        return sum(self.busy_per_rank)
 
     @property
     def bubble_ratio(self) -> float:
@@ -50,10 +62,77 @@ class Simulation:
         total = self.program.num_ranks * self.span
         return 1 - self.busy / total if total else 0.0
 
+    @property
+    def bubble_per_rank(self) -> tuple[float, ...]:
+        """Per rank, its idle time ÷ makespan."""
+        whole = self.makespan
+        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy_per_rank)
+
+    @cached_property
+    def messages(self) -> int:
+        """Number of messages between ranks."""
+        placement = self.program.placement
+
+        def crossings(stage: int, offset: int) -> int:
+            other = placement.neighbour(stage, offset)
+            return int(other is not None and not placement.same_rank(stage, other))
+
+        stages = range(placement.num_stages)
+        taken = {Op.FORWARD: [crossings(stage, -1) for stage in stages]}
+        taken[Op.FULL_BACKWARD] = [crossings(stage, +1) for stage in stages]
+        taken[Op.INPUT_GRAD] = taken[Op.FULL_BACKWARD]
+        return sum(taken[a.op][a.stage] for a in self.program.actions() if a.op in taken)
+
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per rank, the most stage-microbatch activations held at once, from F to W."""
         return peak_in_flight(self.program)
+
+    @cached_property
+    def memory(self) -> tuple[Curve, ...]:
+        """Per rank, what it holds: (time, amount) wherever the amount changes, by time.
+
+        Amounts are in bytes where the costs say how large an activation is, else in activations.
+        """
+        return memory_curves(self.program, self.costs, self.starts, self.ends)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most that it holds at once, in the unit of ``memory``."""
+        return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
+
+    @cached_property
+    def bounds(self) -> LowerBounds:
+        """What no program with these stages, costs and microbatches can beat."""
+        return lower_bounds(
+            self.costs,
+            ranks=self.program.num_ranks,
+            microbatches=self.program.num_microbatches,
+            placement=self.program.placement,
+            backward=any(a.op in _BACKWARD for a in self.program.actions()),
+        )
+
+    @cached_property
+    def _waits(self) -> Waits:
+        return Waits(self.program, self.costs, self.starts, self.ends)
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The computations that the makespan comes from, by start: each but the first started
+        when the one before it had ended, on its own rank, or when that one's message came."""
+        return self._waits.critical_path()
+
+    def waited_for(self, span: Span) -> Action | None:
+        """What an action was held up by after its rank was free.
+
+        Args:
+            span: a span of ``trace``.
+
+        Returns:
+            The action whose result it waited for; None where it began as soon as its rank had
+            done the step before.
+        """
+        return self._waits.waited_for(span)
 
     @cached_property
     def trace(self) -> Trace:

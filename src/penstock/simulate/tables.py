@@ -4,7 +4,9 @@
     slot   row x microbatches + microbatch      one action
 
 A prerequisite is the same microbatch of another row, so from an action's slot it lies at a fixed
-offset that belongs to the row. This module knows neither events nor times.
+offset that belongs to the row. What costs ask for beyond that, such as messages that follow each
+other, is put into the tables by ``penstock.simulate.channels``. This module knows neither events
+nor times.
 """
 
 from __future__ import annotations
@@ -30,35 +32,43 @@ class Tables:
     """What the engine asks of a program; all but ``entries`` is per row.
 
     Args:
-        num_microbatches: slots of one row.
-        entries: for each rank, its steps.
+        num_microbatches: microbatches per step.
+        num_stages: number of stages.
+        width: slots of one row: as many as microbatches, or one where each has its own costs.
+        num_actions: number of slots that are actions; those from there on are messages.
+        entries: for each rank, its steps; then for each channel beside the ranks, its messages.
         needs: the offset of each prerequisite, and the delay from its end until its result is
             there.
         fulfils: the offsets of all that is done when the action is done.
         durations: the compute time.
         overlaps: the time of a block whose first part this is; None as for its parts in turn.
         receives: whether the action waits for its prerequisite in the background.
-        messages: how many messages from other ranks one action takes in.
+        computes_only: whether there are no steps but those that compute.
+        messages_hold_ranks: whether there are messages among the steps of the ranks.
     """
 
     num_microbatches: int
+    num_stages: int
+    width: int
+    num_actions: int
     entries: tuple[list[Entry], ...]
     needs: tuple[tuple[tuple[int, float], ...], ...]
     fulfils: tuple[tuple[int, ...], ...]
     durations: tuple[float, ...]
     overlaps: tuple[float | None, ...]
     receives: tuple[bool, ...]
-    messages: tuple[int, ...]
+    computes_only: bool
+    messages_hold_ranks: bool = False
 
     @property
     def num_slots(self) -> int:
         """Number of slots in all."""
-        return len(self.durations) * self.num_microbatches
+        return len(self.durations) * self.width
 
     def action_of(self, slot: int) -> Action:
         """The action of a slot, for messages to people."""
-        row, microbatch = divmod(slot, self.num_microbatches)
-        number, stage = divmod(row, len(self.durations) // len(_OPS))
+        key, microbatch = divmod(slot, self.num_microbatches)
+        number, stage = divmod(key, self.num_stages)
         op = _OPS[number]
         return action(stage, op, microbatch if op in COMPUTE | TRANSFERS else None)
 
@@ -77,7 +87,9 @@ def tabulate(program: Program, costs: Costs) -> Tables:
     stages = range(num_stages)
     rank_of = program.placement.stage_ranks
     latency = costs.per_stage("latency", num_stages=num_stages)
-    transfers = program.has_transfers
+    ops = {s.op for steps in program.ranks for s in steps if isinstance(s, Action)}
+    # Blocks hold computations only.
+    transfers = Op.SEND_F in ops or Op.SEND_B in ops
     first = {
         op: tuple(range(number * num_stages * width, (number + 1) * num_stages * width, width))
         for number, op in enumerate(_OPS)
@@ -99,6 +111,9 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         overlap = costs.per_stage("overlap", num_stages=num_stages)
     return Tables(
         num_microbatches=width,
+        num_stages=num_stages,
+        width=width,
+        num_actions=len(rows) * width,
         entries=tuple(
             [
                 first[step.op][step.stage] + (step.microbatch or 0)
@@ -121,8 +136,5 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         durations=tuple(cost for op in _OPS for cost in costs.of(op, num_stages=num_stages)),
         overlaps=overlap * len(_OPS),
         receives=tuple(op is Op.RECV_F or op is Op.RECV_B for op, _ in rows),
-        messages=tuple(
-            sum(rank_of[p.stage] != rank_of[stage] for p in before)
-            for (_, stage), before in zip(rows, required, strict=True)
-        ),
+        computes_only=ops <= COMPUTE,
     )

@@ -1,0 +1,174 @@
+"""What tables take up where costs ask for more than a delay: messages in turn, and jitter.
+
+A message that has to wait for another one, or that holds up its rank, is a row of its own, after
+those of the actions. The engine plays a channel between two ranks as it plays a rank:
+
+    rank 0         F0   F1   F2                     one message at a time
+    rank 0 → 1        ▬▬▬▬▬▬ ▬▬▬▬▬▬ ▬▬▬▬▬▬
+
+    rank 0         F0 ▬▬▬▬▬▬ F1 ▬▬▬▬▬▬ F2 ▬▬▬▬▬▬    transfers that do not overlap
+
+What uses a message needs its row then, and not the action that made it. These are functions from
+tables to tables; what costs do not ask for costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import TypeVar
+
+from penstock.schedule.action import Op
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE, RECEIVE_FOR
+from penstock.simulate.costs import Costs
+from penstock.simulate.tables import Entry, Tables
+
+__all__ = ["add_jitter", "add_messages"]
+
+_OPS = tuple(Op)
+_NUMBER = {op: number for number, op in enumerate(_OPS)}
+_T = TypeVar("_T")
+
+
+def add_messages(tables: Tables, program: Program, costs: Costs) -> Tables:
+    """Give messages their own time, where they wait for each other or hold up their rank.
+
+    Args:
+        tables: as ``tabulate`` makes them.
+        program: the program of the tables.
+        costs: the costs of the tables.
+
+    Returns:
+        Tables in which messages are rows, or in which sends take time; the same ones where
+        messages are delays and nothing more.
+    """
+    inline = not costs.transfers_overlap
+    if costs.bandwidth is None or not (inline or costs.one_message_at_a_time):
+        return tables
+    if inline and program.has_transfers:
+        return _with_slow_sends(tables, program, costs)
+    size, width, placement = tables.num_stages, tables.width, program.placement
+    first = len(tables.durations)
+    latency = costs.per_stage("latency", num_stages=size)
+    forward, backward = Op.FORWARD, Op.INPUT_GRAD
+    if program.has_transfers:
+        forward, backward = Op.SEND_F, Op.SEND_B
+    # The row of an action that makes a message → the message's row, and the rank it goes to.
+    feeds: dict[int, tuple[int, int]] = {}
+    needs, durations = list(tables.needs), list(tables.durations)
+    for direction, (op, offset) in enumerate(((forward, +1), (backward, -1))):
+        for stage in range(size):
+            row, message = _NUMBER[op] * size + stage, first + direction * size + stage
+            other = placement.neighbour(stage, offset)
+            needs.append((((row - message) * width, 0.0),))
+            durations.append(0.0)
+            if other is None or placement.same_rank(stage, other):
+                continue
+            durations[-1] = costs.transfer(stage, other, num_stages=size)
+            feeds[row] = message, placement.rank_of(other)
+            if op is Op.INPUT_GRAD:
+                feeds[_NUMBER[Op.FULL_BACKWARD] * size + stage] = feeds[row]
+            for taker in _takers(op):
+                user = _NUMBER[taker] * size + other
+                needs[user] = tuple(
+                    ((message - user) * width, latency[stage])
+                    if user + distance // width == row
+                    else (distance, delay)
+                    for distance, delay in needs[user]
+                )
+    return replace(
+        tables,
+        entries=_entries(tables, feeds, inline),
+        needs=tuple(needs),
+        fulfils=(*tables.fulfils, *[(0,)] * (2 * size)),
+        durations=tuple(durations),
+        overlaps=(*tables.overlaps, *[None] * (2 * size)),
+        receives=(*tables.receives, *[False] * (2 * size)),
+        messages_hold_ranks=inline,
+    )
+
+
+def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
+    """Let each computation take longer by chance: by up to ``jitter`` of its cost, evenly.
+
+    Args:
+        tables: any tables.
+        jitter: the most by which an action gets longer, as a share of its cost.
+        seed: the same seed gives the same times.
+
+    Returns:
+        Tables with a row for each action.
+    """
+    width, random = tables.width, Random(seed).random
+    computing = {_NUMBER[op] for op in COMPUTE}
+
+    def each(values: tuple[_T, ...]) -> tuple[_T, ...]:
+        return tuple(value for value in values for _ in range(width))
+
+    durations = tuple(
+        cost * (1 + jitter * random()) if row // tables.num_stages in computing else cost
+        for row, cost in enumerate(tables.durations)
+        for _ in range(width)
+    )
+    overlaps = tuple(
+        None if cost is None else cost * (1 + jitter * random())
+        for cost in tables.overlaps
+        for _ in range(width)
+    )
+    return replace(
+        tables,
+        width=1,
+        needs=each(tables.needs),
+        fulfils=each(tables.fulfils),
+        receives=each(tables.receives),
+        durations=durations,
+        overlaps=overlaps,
+    )
+
+
+def _takers(op: Op) -> tuple[Op, ...]:
+    """The ops that wait for a message which ``op`` makes."""
+    match op:
+        case Op.FORWARD:
+            return (Op.FORWARD,)
+        case Op.INPUT_GRAD:
+            return (Op.INPUT_GRAD, Op.FULL_BACKWARD)
+        case _:
+            return tuple(RECEIVE_FOR.values())
+
+
+def _entries(
+    tables: Tables, feeds: dict[int, tuple[int, int]], inline: bool
+) -> tuple[list[Entry], ...]:
+    """The steps of all ranks with their messages: among them, or in queues of their own."""
+    width = tables.width
+    ranks: list[list[Entry]] = []
+    channels: dict[tuple[int, int], list[Entry]] = {}
+    for rank, entries in enumerate(tables.entries):
+        steps: list[Entry] = []
+        for entry in entries:
+            steps.append(entry)
+            for slot in (entry,) if isinstance(entry, int) else entry:
+                row, microbatch = divmod(slot, width)
+                if row in feeds:
+                    message, target = feeds[row]
+                    place = steps if inline else channels.setdefault((rank, target), [])
+                    place.append(message * width + microbatch)
+        ranks.append(steps)
+    return (*ranks, *(channels[pair] for pair in sorted(channels)))
+
+
+def _with_slow_sends(tables: Tables, program: Program, costs: Costs) -> Tables:
+    """Sends that are steps of their rank take the transfer's time; its receive, the latency."""
+    size, placement = tables.num_stages, program.placement
+    latency = costs.per_stage("latency", num_stages=size)
+    needs, durations = list(tables.needs), list(tables.durations)
+    for receive, send, offset in ((Op.RECV_F, Op.SEND_F, -1), (Op.RECV_B, Op.SEND_B, +1)):
+        for stage in range(size):
+            row, source = _NUMBER[receive] * size + stage, placement.neighbour(stage, offset)
+            if source is not None:
+                needs[row] = tuple((distance, latency[source]) for distance, _ in needs[row])
+                sending = costs.transfer(source, stage, num_stages=size)
+                durations[_NUMBER[send] * size + source] = sending
+    return replace(tables, needs=tuple(needs), durations=tuple(durations))
