@@ -1,13 +1,43 @@
-"""The private torch attributes around hooks on modules, in one place.
+"""The private corners of torch that cutting models stands on, in one place.
 
-Seen to work on torch 2.13.0 (``tests/partition/test_sequential.py`` says so again on each run).
+Seen to work on torch 2.13.0 (``tests/partition/test_torch_private.py`` and ``test_sequential.py``
+say so again on each run). This module does not know what they are for.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["has_forward_hooks"]
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "copied_shell",
+    "has_forward_hooks",
+    "has_no_forward",
+    "is_data_dependent",
+    "is_random",
+    "mutated_arguments",
+    "same_storage",
+    "without_torch_function",
+    "wrapper_subclass",
+]
+
+# The registries of a module that its copy must not share.
+REGISTRIES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -18,3 +48,102 @@ def has_forward_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._backward_hooks
     )
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Whether ``module`` only holds others, as ``nn.ModuleList`` does, and can't be called.
+
+    Example:
+        >>> has_no_forward(nn.ModuleList()), has_no_forward(nn.Sequential())
+        (True, False)
+    """
+    forward: Any = type(module).forward
+    inherited: Any = nn.Module.forward
+    return forward is inherited and "forward" not in vars(module)
+
+
+def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
+    """A module with the attributes of ``module``, whose registries can be changed apart from it.
+
+    Args:
+        module: the module to copy; its parameters, buffers and children are those of the copy.
+        cls: the class of the copy; the module's own if None.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> copy = copied_shell(linear)
+        >>> del copy.bias
+        >>> copy.weight is linear.weight, linear.bias is None
+        (True, False)
+    """
+    made: nn.Module = object.__new__(cls or type(module))
+    attributes = dict(vars(module))
+    for name in REGISTRIES:
+        if name in attributes:
+            attributes[name] = attributes[name].copy()
+    object.__setattr__(made, "__dict__", attributes)
+    return made
+
+
+def without_torch_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``func`` past ``__torch_function__``: operations reach ``__torch_dispatch__`` alone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have the same memory.
+
+    Example:
+        >>> tensor = torch.zeros(2)
+        >>> is_shared(tensor)
+        False
+        >>> other = tensor.detach()
+        >>> is_shared(tensor)
+        True
+    """
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
+    """A tensor of class ``cls`` that has ``like``'s shape, strides and dtype, and no storage."""
+    return Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+def is_data_dependent(func: Any) -> bool:
+    """Whether what an operation of ATen returns, beside tensors of known shape, needs values."""
+    return (
+        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    )
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operation of ATen draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation of ATen writes into."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in found if value is not None]
+
+
+def same_storage(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors share memory; on the meta device, where there is none, whether they
+    would."""
+    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)

@@ -1,0 +1,121 @@
+"""Cut a model by the names of its modules, without tracing it.
+
+    split_by_module(model, [["embed", "layers.0"], ["layers.1", "norm", "head"]])
+                           [2, 2]                   two of the repeated blocks per stage
+                           ["layers.2"]             a new stage begins with layers.2
+
+    stage 0    embed   layers.0      .         .      .          each stage runs the model's own
+    stage 1      .        .       layers.1   norm   head         forward; a dot is absent there
+
+What lies between the modules (masks, rotary tables, residual sums, the loss) is the model's own
+code, and runs on every stage that needs it. What crosses is found by one dry run for each shape
+of inputs. This module decides which module goes where; it moves no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.partition.crossings import Crossings, DryRun, find_crossings
+from penstock.partition.dry_run import DryRunner
+from penstock.partition.homes import Cuts, Wish, find_homes
+from penstock.partition.huggingface import install_hooks
+from penstock.partition.module_stage import ModuleStage
+from penstock.partition.units import find_units
+
+__all__ = ["Cuts", "ModuleSplit", "split_by_module"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSplit:
+    """A model cut by module.
+
+    Args:
+        stages: one module per stage.
+        names: per stage the names of its parts, and of parameters by themselves.
+        dry_run: what the example showed; None without one.
+        crossings: what crosses between the stages for the example; None without one.
+    """
+
+    stages: tuple[ModuleStage, ...]
+    names: tuple[tuple[str, ...], ...]
+    dry_run: DryRun | None
+    crossings: Crossings | None
+
+
+def split_by_module(
+    model: nn.Module,
+    cuts: Cuts,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> ModuleSplit:
+    """Cut a model by the names of its modules.
+
+    Stages hold the model's own modules and ``Parameter`` objects under their names in the model.
+    The first stage is called with the model's arguments, each later one with what the stage
+    before returned, and the last returns what the model returns.
+
+    Args:
+        model: any module, on any device; on the meta device, each rank materializes its stages.
+        cuts: per stage the names of its modules (a ``Plan`` or lists of names); or per stage the
+            number of its repeated blocks; or the names of the modules with which stages after the
+            first begin. Modules that are not named go with what runs before them.
+        example: one microbatch: a tuple of positional, or a dict of keyword arguments. With one,
+            what can't be cut is found here, and modules run in the order of their calls; without
+            one, in that of their definition, and the first microbatch is the example.
+        device: where the stages will live.
+
+    Raises:
+        PartitionError: a name is unknown, a stage empty, a parameter left over; or the model does
+            what can't be cut there.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = x + layer(x)
+        ...         return x
+        >>> net, x = Net(), torch.ones(2, 4)
+        >>> split = split_by_module(net, ["layers.2"])
+        >>> split.names
+        (('layers.0', 'layers.1'), ('layers.2',))
+        >>> first, second = split.stages
+        >>> torch.equal(second(*first(x)), net(x))
+        True
+    """
+    device = torch.device(device)
+    wish = Wish.of(model, cuts)
+    parts = find_units(model, wish.places)
+    install_hooks(model)
+    dry = DryRunner(model, parts, device)
+    seen: DryRun | None = None
+    if example is not None:
+        args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+        seen = dry.run(args, kwargs, training=model.training)
+    homes = find_homes(model, parts, wish, seen)
+    num_stages = wish.num_stages
+
+    def find(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Crossings:
+        fresh = dry.run(args, kwargs, training=training)
+        return find_crossings(fresh, homes, num_stages)
+
+    names = tuple(
+        tuple(name for name, home in homes.items() if home == stage) for stage in range(num_stages)
+    )
+    # What has nothing to be stored is everywhere, and runs where its inputs are first.
+    light = [name for name, home in homes.items() if home is None]
+    own = [frozenset([*each, *light]) for each in names]
+    stages = tuple(
+        ModuleStage(model, parts, own[i], i, num_stages, find, device) for i in range(num_stages)
+    )
+    crossings = None if seen is None else find_crossings(seen, homes, num_stages)
+    return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)

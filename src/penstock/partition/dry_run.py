@@ -1,0 +1,250 @@
+"""Run a model once without values, to see which parts it calls, and what each of them needs.
+
+The model's own forward runs; its parts run on the meta device, where only shapes are computed, on
+copies without values. A part that needs values (a mixture of experts that looks where its tokens
+go) can't run so: then the whole model is run once on values, if it has any. Nothing of the model
+changes, and no random number is drawn. This module does not know where the model is cut.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from penstock.errors import BoundaryError, PartitionError
+from penstock.partition.absent import Absent, Kind, Source, on_meta, sources_of
+from penstock.partition.crossings import DryRun, Recorded
+from penstock.partition.huggingface import capture_since, collector, mark
+from penstock.partition.shell import build_shell, skeleton
+from penstock.partition.units import Units
+from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.trees import NAMESPACE, flatten
+
+__all__ = ["DryRunner", "input_names"]
+
+logger = logging.getLogger(__name__)
+
+
+class NeedsValues(Exception):  # no error of anybody's: the dry run starts again
+    """A part can't run without values."""
+
+
+class DryRunner:
+    """Runs one model dry.
+
+    Args:
+        model: the plain model, on any device.
+        parts: its units.
+        device: where the stages will live.
+    """
+
+    def __init__(self, model: nn.Module, parts: Units, device: torch.device) -> None:
+        self._device = device
+        self._shell = build_shell(model, parts, (), self, device)
+        self._bare = {name: skeleton(unit) for name, unit in parts.units.items()}
+        # Held until it is known that no dry run needs values: a rank may drop the rest.
+        self._units: Mapping[str, nn.Module] | None = parts.units
+        self._on_values = False
+        self._calls: list[Recorded] = []
+        # Tensors that were handed out: by which call (None: inputs), which leaf, version then.
+        self._given: list[tuple[int | None, int, Tensor, int]] = []
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> DryRun:
+        """Run the model once.
+
+        Args:
+            args: its positional arguments, one microbatch.
+            kwargs: its keyword arguments, likewise.
+            training: in which mode.
+
+        Raises:
+            PartitionError: it can't be run so.
+        """
+        if self._on_values:
+            return self._whole(args, kwargs, training)
+        try:
+            seen = self._whole(args, kwargs, training)
+        except NeedsValues as error:
+            self._refuse_without_values(error)
+            logger.info("dry run on values: %s", error)
+            self._on_values = True
+            return self._whole(args, kwargs, training)
+        self._units = None
+        return seen
+
+    def _refuse_without_values(self, error: NeedsValues) -> None:
+        units = self._units
+        if units is None or any(p.is_meta for unit in units.values() for p in unit.parameters()):
+            raise PartitionError(
+                f"{error}; the model has to be run once on values for that, but has none here: "
+                "build it on a device other than meta, and pass an example"
+            ) from error
+
+    def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> DryRun:
+        self._calls, self._given = [], []
+        inputs = describe(((args, dict(kwargs)),))
+        leaves, tree = flatten((args, dict(kwargs)))
+        names = input_names(args, kwargs)
+        given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
+        for module in (self._shell, *self._bare.values()):
+            module.train(training)
+        with torch.no_grad(), _same_random_state(self._on_values):
+            positional, named = optree.tree_unflatten(tree, given)
+            output = self._shell(*positional, **named)
+        written: dict[int | None, list[int]] = {}
+        for at, leaf, tensor, version in self._given:
+            if tensor._version != version:
+                written.setdefault(at, []).append(leaf)
+        return DryRun(
+            inputs=inputs,
+            calls=tuple(
+                Recorded(
+                    unit=call.unit,
+                    needs=call.needs,
+                    output=call.output,
+                    written=tuple(written.get(i, ())),
+                )
+                for i, call in enumerate(self._calls)
+            ),
+            needs=frozenset(sources_of(flatten(output)[0])),
+            everywhere=frozenset(
+                Source(Kind.INPUT, 0, i, names[i])
+                for i, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+            ),
+            written=tuple(written.get(None, ())),
+            loss=_has_loss(output),
+        )
+
+    def _enter(self, index: int, leaf: Any, name: str) -> Any:
+        """An input as the model gets it: those that are not floating point have values."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        floating = leaf.is_floating_point()
+        inner = on_meta(leaf) if floating and not self._on_values else leaf.detach().clone()
+        self._given.append((None, index, inner, inner._version))
+        source = Source(Kind.INPUT, 0, index, name)
+        return Absent(inner, self._device, {source}) if floating else inner
+
+    def call(
+        self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a unit on shapes, or on values, and note what it was given (see ``Play``)."""
+        leaves, tree = flatten((args, kwargs))
+        needs = frozenset(sources_of(leaves))
+        states = [leaf for leaf in leaves if _is_opaque(leaf)]
+        full = [_holds_tensors(state) for state in states]
+        absent = [(leaf, leaf.body._version) for leaf in leaves if type(leaf) is Absent]
+        positional, named = optree.tree_unflatten(tree, [self._lower(leaf) for leaf in leaves])
+        marked = mark()
+        result = self._run(unit, positional, named)
+        for state, was_full in zip(states, full, strict=True):
+            if not was_full and _holds_tensors(state):
+                raise PartitionError(
+                    f"{unit} writes tensors into the {type(state).__name__} that it is called "
+                    "with, which its other users, on other stages, would not see; leave it out "
+                    "(use_cache=False, for instance)"
+                )
+        output = ((result, capture_since(marked)),)
+        index = len(self._calls)
+        self._calls.append(Recorded(unit=unit, needs=needs, output=_described(unit, output)))
+        raised = self._raise(index, unit, output)
+        for leaf, version in absent:
+            if leaf.body._version != version:
+                # The unit wrote into what it was given: from now on that is of its making.
+                leaf.sources.clear()
+                leaf.sources.update(sources_of(flatten(raised)[0]))
+        result, captured = raised[0]
+        for key, values in captured.items():
+            lists = collector()
+            if lists is not None and marked is not None:
+                lists[key][marked[key] :] = values
+        return result
+
+    def _lower(self, leaf: Any) -> Any:
+        if type(leaf) is Absent:
+            return leaf.body
+        return on_meta(leaf) if isinstance(leaf, Tensor) and not self._on_values else leaf
+
+    def _run(self, unit: str, args: Any, kwargs: Any) -> Any:
+        if self._on_values:
+            assert self._units is not None
+            module = self._units[unit]
+            buffers = {name: b.clone() for name, b in module.named_buffers()}
+            return functional_call(module, buffers, args, kwargs)
+        try:
+            return self._bare[unit](*args, **kwargs)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            said = str(error).splitlines()[0] if str(error) else ""
+            raise NeedsValues(
+                f"{unit} can't run on shapes alone ({type(error).__name__}: {said})"
+            ) from error
+
+    def _raise(self, index: int, unit: str, output: Any) -> Any:
+        leaves, tree = flatten(output)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._given.append((index, i, leaf, leaf._version))
+                leaves[i] = Absent(leaf, self._device, {Source(Kind.OUTPUT, index, i, unit)})
+        return optree.tree_unflatten(tree, leaves)
+
+
+def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """The leaves of a model's arguments as users know them: ``argument 0``, ``labels``."""
+    given: Any = (args, dict(kwargs))
+    paths = optree.tree_paths(given, namespace=NAMESPACE)
+    return [
+        ".".join(map(str, path[1:])) if path[0] == 1 else f"argument {path[1]}" for path in paths
+    ]
+
+
+def _described(unit: str, output: Any) -> BoundarySpec:
+    try:
+        return describe(output)
+    except BoundaryError as error:
+        raise PartitionError(
+            f"{unit} returns what can't be told to other stages: {error}; cut the model by other "
+            "modules, so that this stays within one"
+        ) from error
+
+
+def _is_opaque(leaf: Any) -> bool:
+    plain = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
+    return hasattr(leaf, "__dict__") and not plain
+
+
+def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, nn.Module):
+        return False
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        items = value
+    elif hasattr(value, "__dict__") and not callable(value):
+        items = vars(value).values()
+    return any(_holds_tensors(item, depth - 1) for item in items)
+
+
+def _has_loss(output: Any) -> bool:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
+
+
+@contextmanager
+def _same_random_state(on_values: bool) -> Iterator[None]:
+    """Real parts may draw; nobody shall notice."""
+    if not on_values:
+        yield
+        return
+    with torch.random.fork_rng():
+        yield

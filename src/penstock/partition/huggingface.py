@@ -1,0 +1,87 @@
+"""Two habits of Hugging Face's models that stages have to know of.
+
+What they collect from within their parts, beside what these return:
+
+    outputs = self.model(ids, output_router_logits=True)       hooks on every router append to a
+    loss += balance(outputs.router_logits)                     list that the model's forward opens
+
+A part that runs on another stage appends nothing there, and the auxiliary loss would be another
+number. So what a part appends is taken for one of its outputs: it can cross, and where the part
+is absent, it is appended in its place. And the cache of keys and values, which serves generation,
+but is filled in training as well unless it is turned off: the parts would write into it on
+different stages. Seen to work on transformers 5.23 (``tests/partition/test_huggingface.py`` says
+so again on each run). Nothing is imported here: where transformers is not loaded, there is
+nothing to know.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from torch import nn
+
+__all__ = [
+    "Captured",
+    "capture_since",
+    "collector",
+    "install_hooks",
+    "mark",
+    "replay",
+    "without_cache",
+]
+
+MODULE = "transformers.utils.output_capturing"
+Captured: TypeAlias = dict[str, list[Any]]
+
+
+def collector() -> dict[str, Any] | None:
+    """The lists that are open now, by key."""
+    capturing: Any = sys.modules.get(MODULE)
+    return None if capturing is None else capturing._active_collector.get()
+
+
+def mark() -> Mapping[str, int] | None:
+    """How long each open list is now; None where none is open."""
+    lists = collector()
+    if not lists:
+        return None
+    return {key: len(values) for key, values in lists.items() if isinstance(values, list)}
+
+
+def capture_since(marked: Mapping[str, int] | None) -> Captured:
+    """What was appended since ``mark``, by key; empty lists are left out."""
+    lists = collector()
+    if not marked or not lists:
+        return {}
+    fresh = {key: list(lists[key][start:]) for key, start in marked.items()}
+    return {key: values for key, values in fresh.items() if values}
+
+
+def replay(captured: Captured) -> None:
+    """Append what a part of another stage appended there."""
+    lists = collector()
+    for key, values in captured.items():
+        if lists is not None and key in lists:
+            lists[key].extend(values)
+
+
+def install_hooks(model: nn.Module) -> None:
+    """Have the hooks installed once, on the plain model: copies of it must not do it again."""
+    capturing: Any = sys.modules.get(MODULE)
+    if capturing is None:
+        return
+    for module in model.modules():
+        if capturing._CAN_RECORD_REGISTRY.get(module):
+            capturing.maybe_install_capturing_hooks(module)
+
+
+def without_cache(module: nn.Module) -> None:
+    """Turn the cache off in a copy of a module, whose configuration is the model's own."""
+    config: Any = vars(module).get("config")
+    if getattr(config, "use_cache", False) is True:
+        quiet = copy.copy(config)
+        quiet.use_cache = False
+        module.config = quiet
