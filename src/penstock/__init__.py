@@ -26,7 +26,9 @@ if TYPE_CHECKING:
         ScheduleError,
         StageError,
     )
+    from penstock.partition.balance import balance
     from penstock.partition.plan import Plan
+    from penstock.partition.profile import profile
     from penstock.pipeline import Pipeline
     from penstock.runtime.microbatch import (
         TensorChunkSpec,
@@ -76,6 +78,8 @@ __all__ = [
     "split_args_kwargs_into_chunks",
     "merge_chunks",
     # cutting
+    "profile",
+    "balance",
     "Plan",
     # planning
     "build",
@@ -118,7 +122,9 @@ _HOLDS = {
         "PeerError",
         "InternalError",
     ),
+    "penstock.partition.balance": ("balance",),
     "penstock.partition.plan": ("Plan",),
+    "penstock.partition.profile": ("profile",),
     "penstock.pipeline": ("Pipeline",),
     "penstock.runtime.microbatch": (
         "TensorChunkSpec",

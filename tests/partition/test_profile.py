@@ -1,0 +1,545 @@
+"""Profiles: which blocks there are, what they cost, and that measuring leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import warnings
+from collections import OrderedDict
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from penstock import PartitionError, PipelineStage
+from penstock.partition.balance import balance
+from penstock.partition.blocks import gather, units_of
+from penstock.partition.costs import BlockCosts, BlockKind, Profile
+from penstock.partition.profile import profile
+
+DIM = 8
+
+
+class Layer(nn.Module):
+    """A residual layer, with a submodule as layers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Tiny(nn.Module):
+    """Embeddings, layers, a head; the norm is registered before what runs first."""
+
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.norm = nn.LayerNorm(DIM)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.embed = nn.Embedding(16, DIM)
+        self.drop = nn.Dropout(0.1)
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.head = nn.Linear(DIM, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens)) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def tokens() -> Tensor:
+    return torch.zeros(2, 5, dtype=torch.int64)
+
+
+def modules(measured: Profile) -> list[tuple[str, ...]]:
+    return [block.modules for block in measured.blocks]
+
+
+def kinds(measured: Profile) -> str:
+    return "".join(block.kind.value for block in measured.blocks)
+
+
+# --- which blocks there are --------------------------------------------------------------------
+
+
+def test_blocks_are_found_by_structure_and_ordered_by_how_they_run() -> None:
+    measured = profile(Tiny(), tokens(), runs=1)
+    assert modules(measured) == [
+        # What never runs goes with what is registered before it.
+        ("scale", "embed", "drop", "body"),
+        ("layers.0",),
+        ("layers.1",),
+        ("layers.2",),
+        ("norm", "head"),
+    ]
+    assert kinds(measured) == "EtttL"
+    assert measured.model == "Tiny"
+    assert measured.blocks[1].classes == ("Layer",)
+
+
+def test_every_parameter_is_in_the_plan_of_a_profile() -> None:
+    model = Tiny()
+    measured = profile(model, tokens(), runs=1)
+    plan = measured.plan(balance(measured, 3).counts)
+    plan.check(model)
+    assert (
+        sum(costs.parameters for costs in plan.costs)
+        == sum(p.numel() for p in model.parameters()) - DIM
+    )
+
+
+def text(vocab_size: int, **more: Any) -> dict[str, Any]:
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids, **more}
+
+
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+}
+
+
+def real(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of Hugging Face's, small, and a batch."""
+    t: Any = transformers
+    seq2seq = {"d_model": 16, "vocab_size": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
+    match name:
+        case "gpt2":
+            config = t.GPT2Config(
+                n_layer=2, n_embd=16, n_head=2, vocab_size=32, bos_token_id=0, eos_token_id=0
+            )
+            return t.GPT2LMHeadModel(config), text(32)
+        case "llama":
+            return t.LlamaForCausalLM(t.LlamaConfig(**SMALL, num_key_value_heads=2)), text(32)
+        case "bert":
+            return t.BertForMaskedLM(t.BertConfig(**SMALL)), text(32)
+        case "t5":
+            config = t.T5Config(**seq2seq, d_ff=16, d_kv=8, num_layers=2, num_heads=2)
+            return t.T5ForConditionalGeneration(config), text(32)
+        case "bart":
+            config = t.BartConfig(
+                **seq2seq,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=16,
+                decoder_ffn_dim=16,
+            )
+            return t.BartForConditionalGeneration(config), text(32)
+        case "vit":
+            shapes = {k: v for k, v in SMALL.items() if k != "vocab_size"}
+            config = t.ViTConfig(**shapes, image_size=8, patch_size=4)
+            batch = {"pixel_values": torch.zeros(1, 3, 8, 8), "labels": torch.zeros(1).long()}
+            return t.ViTForImageClassification(config), batch
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt2", "EttL"),
+        ("llama", "EttL"),
+        ("bert", "EttL"),
+        ("t5", "EttttL"),
+        ("bart", "EttttL"),
+        ("vit", "EttL"),
+    ],
+)
+def test_real_models_have_their_blocks(name: str, expected: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, batch = real(name)
+    measured = profile(model, batch, runs=1)
+    # Two trunks: what opens the second may be a block of its own.
+    assert kinds(measured).replace("ttttt", "tttt") == expected
+    assert all(block.forward_s > 0 for block in measured.blocks)
+    assert all(block.sends for block in measured.blocks[:-1])
+    assert measured.blocks[-1].sends == ()
+    measured.plan(balance(measured, 2).counts).check(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0", "1"]),
+        (
+            nn.Sequential(OrderedDict(a=nn.Embedding(2, 2), b=nn.Linear(2, 2), c=nn.ReLU())),
+            ["a", "b", "c"],
+        ),
+        (
+            nn.ModuleDict({"layers": nn.ModuleDict({"x": Layer(), "y": Layer()}), "z": Layer()}),
+            ["layers.x", "layers.y", "z"],
+        ),
+        # A list of plain layers beside lists of blocks is a detail.
+        (
+            nn.ModuleDict(
+                {
+                    "layers": nn.ModuleList([Layer(), Layer()]),
+                    "heads": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+                }
+            ),
+            ["layers.0", "layers.1", "heads"],
+        ),
+    ],
+)
+def test_units(model: nn.Module, names: list[str]) -> None:
+    assert [unit.name for unit in units_of(model)] == names
+
+
+def test_what_runs_between_layers_goes_with_its_own() -> None:
+    """The norm that ends an encoder goes with it, what opens the decoder with that."""
+    encoder = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()]), "norm": nn.LayerNorm(2)})
+    decoder = nn.ModuleDict({"embed": nn.LayerNorm(2), "layers": nn.ModuleList([Layer(), Layer()])})
+    model = nn.ModuleDict({"encoder": encoder, "decoder": decoder, "head": nn.Linear(2, 2)})
+    order = [
+        *("encoder.layers.0", "encoder.layers.1", "encoder.norm"),
+        *("decoder.embed", "decoder.layers.0", "decoder.layers.1", "head"),
+    ]
+    found = gather(units_of(model), order)
+    assert [[unit.name for unit in block.units] for block in found] == [
+        ["encoder.layers.0"],
+        ["encoder.layers.1", "encoder.norm"],
+        ["decoder.embed", "decoder.layers.0"],
+        ["decoder.layers.1"],
+        ["head"],
+    ]
+
+
+def test_what_is_large_between_layers_is_a_block() -> None:
+    down, up = nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer(), Layer()])
+    model = nn.ModuleDict({"down": down, "middle": Layer(), "up": up})
+    found = gather(units_of(model), ["down.0", "down.1", "middle", "up.0", "up.1"])
+    assert [len(block.units) for block in found] == [1] * 5
+
+
+def test_a_list_of_layers_or_stages_is_taken_as_it_is() -> None:
+    layers = [Layer(), nn.Sequential(Layer(), Layer())]
+    x = torch.zeros(2, DIM)
+    by_layers = profile(layers, x, runs=1)
+    stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(layers)]
+    by_stages = profile(stages, x, runs=1)
+    for measured in (by_layers, by_stages):
+        assert modules(measured) == [("0",), ("1",)]
+        assert [block.parameters for block in measured.blocks] == [88, 176]
+
+
+# --- what they cost ----------------------------------------------------------------------------
+
+
+class Nap(torch.autograd.Function):
+    """The identity, which takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grads[0], None, None
+
+
+class Napping(nn.Module):
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.naps = forward_s, backward_s
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Nap.apply(self.linear(x), *self.naps)
+
+
+def test_time_counts_where_it_is_spent() -> None:
+    naps = [(0.0, 0.0), (0.04, 0.0), (0.0, 0.08), (0.02, 0.03)]
+    measured = profile(nn.Sequential(*(Napping(*nap) for nap in naps)), torch.ones(1, DIM), runs=3)
+    for block, (forward_s, backward_s) in zip(measured.blocks, naps, strict=True):
+        assert forward_s <= block.forward_s < forward_s + 0.015
+        assert backward_s <= block.input_grad_s < backward_s + 0.015
+        assert 0 < block.weight_grad_s < 0.015
+
+
+def test_the_loss_counts_with_the_last_block() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    x = torch.ones(1, DIM)
+    measured = profile(model, x, runs=1, loss_fn=lambda out: Nap.apply(out, 0.03, 0.05).sum())
+    assert measured.blocks[-1].forward_s >= 0.03
+    assert measured.blocks[-1].input_grad_s >= 0.05
+    assert measured.blocks[0].time_s < 0.03
+
+
+def test_weights_take_time_in_w() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    first, relu, last = profile(model, torch.ones(256, 512)).blocks
+    assert min(first.weight_grad_s, last.weight_grad_s) > 10 * relu.weight_grad_s
+
+
+def test_bytes_are_those_that_autograd_keeps() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2, bias=False))
+    first, relu, last = profile(model, torch.ones(3, 4), runs=1).blocks
+    # The first layer keeps the model's input, which is there anyway; the others keep (3, 8).
+    assert (first.activation_bytes, relu.activation_bytes, last.activation_bytes) == (0, 96, 96)
+    assert (first.parameter_bytes, relu.parameter_bytes, last.parameter_bytes) == (160, 0, 64)
+    assert (first.sent_bytes, relu.sent_bytes, last.sent_bytes) == (96, 96, 0)
+
+
+class Skipping(nn.Module):
+    """A table made at the start goes to every layer; the first layer's result to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(1, DIM, bias=False)
+        self.layers = nn.ModuleList(nn.Bilinear(DIM, DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table(torch.ones(x.shape[0], 1))
+        first = self.layers[0](x, table)
+        hidden = self.layers[1](first * 2, table)
+        return self.layers[2](first, hidden)
+
+
+def test_what_crosses_is_all_that_later_blocks_take() -> None:
+    measured = profile(Skipping(), torch.ones(5, DIM), runs=1)
+    tensor = "float32 (5, 8)"
+    # The table; the table and the first result; the first and the second result.
+    assert [block.sends for block in measured.blocks] == [
+        (tensor,),
+        (tensor, tensor),
+        (tensor, tensor),
+        (),
+    ]
+
+
+def test_where_the_backward_cannot_be_split_it_counts_with_i() -> None:
+    class Inner(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            energy = super().forward(x).square().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    model = nn.Sequential(nn.Linear(DIM, DIM), Inner(DIM, DIM))
+    measured = profile(model, torch.ones(2, DIM), runs=1)
+    assert [block.weight_grad_s for block in measured.blocks] == [0, 0]
+    assert all(block.input_grad_s > 0 for block in measured.blocks)
+
+
+# --- no trace ----------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Everything that a run may leave behind: statistics, draws, gradients, hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.BatchNorm1d(DIM)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.drop(self.norm(x)) * random.random()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = Noisy()
+    seen: list[Tensor] = []
+    weight = model.layers[0].linear.weight
+    weight.register_post_accumulate_grad_hook(seen.append)
+    weight.register_hook(seen.append)
+    weight.grad = torch.full_like(weight, 3.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn, numbers = torch.get_rng_state(), random.getstate()
+    params = dict(model.named_parameters())
+
+    profile(model, torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)), runs=1)
+
+    assert not seen
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(param is params[name] for name, param in model.named_parameters())
+    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+    assert all(p.grad is None for p in model.parameters() if p is not weight)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert random.getstate() == numbers
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.training
+
+
+def test_a_failing_model_is_left_as_it_was_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="shapes"):
+        profile(model, torch.ones(1, 2))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_it_measures_within_no_grad_too() -> None:
+    with torch.no_grad():
+        measured = profile(Tiny(), tokens(), runs=1)
+    assert all(block.input_grad_s > 0 for block in measured.blocks)
+
+
+# --- progress, files, mistakes -----------------------------------------------------------------
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int, str]] = []
+    profile(Tiny(), tokens(), runs=2, progress=lambda *step: told.append(step))
+    assert told == [
+        (0, 4, "which blocks run when"),
+        (1, 4, "warm-up"),
+        (2, 4, "run 1 of 2"),
+        (3, 4, "run 2 of 2"),
+        (4, 4, "done"),
+    ]
+
+
+def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
+    measured = profile(Tiny(), (tokens(),), runs=1)
+    measured.save(tmp_path / "costs.json")
+    assert Profile.load(tmp_path / "costs.json") == measured
+    data = json.loads((tmp_path / "costs.json").read_text())
+    assert {"forward_s", "input_grad_s", "weight_grad_s", "activation_bytes"} <= set(
+        data["blocks"][0]
+    )
+    assert data["example"] == "int64 (2, 5)"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "not JSON"),
+        ("[]", r"the profile is \[\]"),
+        ("{}", "has format None"),
+        ('{"penstock_profile": 1}', "no list of blocks"),
+        ('{"penstock_profile": 1, "blocks": []}', "without blocks"),
+        ('{"penstock_profile": 1, "blocks": [{}]}', "block 0 is of kind None"),
+        ('{"penstock_profile": 1, "blocks": [{"kind": "t"}]}', "block 0 lacks"),
+        ('{"penstock_profile": 1, "blocks": [{"kind": "t", "f": 1}]}', r"unknown keys \['f'\]"),
+        (None, "No such file"),
+    ],
+)
+def test_what_is_no_profile(content: str | None, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(PartitionError, match=told):
+        Profile.load(path)
+
+
+class Aside(nn.Module):
+    """Its layers' weights are used, the layers never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x @ layer.weight
+        return x
+
+
+class Moody(nn.Module):
+    """Leaves a layer out after its first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        for layer in self.layers[: 2 if self.runs > 2 else 3]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "told"),
+    [
+        (nn.Linear(2, 2), torch.ones(1, 2), "no modules to cut between"),
+        (Aside(), torch.ones(1, DIM), r"calls none of layers\.0, layers\.1"),
+        (Moody(), torch.ones(1, DIM), "runs 2 blocks where it ran 3"),
+        (Tiny().requires_grad_(False), tokens(), "takes no gradient"),
+        (Tiny().to("meta"), tokens(), "meta device"),
+        ([], tokens(), "got a list of nothing"),
+        ([nn.ReLU(), torch.relu], tokens(), "builtin_function"),
+    ],
+)
+def test_what_cannot_be_measured(model: Any, example: Any, told: str) -> None:
+    with pytest.raises(PartitionError, match=told):
+        profile(model, example)
+
+
+def test_no_runs() -> None:
+    with pytest.raises(PartitionError, match="runs is 0"):
+        profile(Tiny(), tokens(), runs=0)
+
+
+def test_costs_are_numbers() -> None:
+    with pytest.raises(PartitionError, match="activation_bytes of a block is -1"):
+        BlockCosts(activation_bytes=-1)
+    with pytest.raises(PartitionError, match="forward_s of head is inf"):
+        BlockCosts(modules=("head",), forward_s=float("inf"))
+
+
+# --- uneven real models, against every split there is -------------------------------------------
+
+
+def brute_force(measured: Profile, num_stages: int) -> float:
+    """The least bottleneck over all splits."""
+    times = [block.time_s for block in measured.blocks]
+    return min(
+        max(sum(times[i:j]) for i, j in pairwise((0, *cuts, len(times))))
+        for cuts in combinations(range(1, len(times)), num_stages - 1)
+    )
+
+
+def uneven(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Real models with an embedding and a head as heavy as several layers."""
+    t: Any = transformers
+    ids = torch.randint(0, 8000, (2, 32), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    if name == "gpt2":
+        config = t.GPT2Config(
+            n_layer=10, n_embd=64, n_head=4, vocab_size=8000, bos_token_id=0, eos_token_id=0
+        )
+        return t.GPT2LMHeadModel(config), batch
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    return t.LlamaForCausalLM(
+        t.LlamaConfig(**small, num_hidden_layers=10, num_key_value_heads=2, vocab_size=8000)
+    ), batch
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_uneven_real_models_come_out_at_the_optimum(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, batch = uneven(name)
+    measured = profile(model, batch, runs=3)
+    assert kinds(measured) == "E" + "t" * 10 + "L"
+    layer_s = sorted(block.time_s for block in measured.blocks)[6]
+    assert measured.blocks[-1].time_s > 1.5 * layer_s  # uneven indeed
+    assert measured.blocks[-1].kind is BlockKind.HEAD
+    for num_stages in (2, 3, 4, 6, 8):
+        found = balance(measured, num_stages)
+        assert found.bottleneck_s <= 1.02 * brute_force(measured, num_stages)
+        plan = measured.plan(found.counts)
+        plan.check(model)
+        assert max(costs.time_s for costs in plan.costs) == pytest.approx(found.bottleneck_s)
