@@ -1,0 +1,190 @@
+"""Layout strings and rules: read, written, held against a model; errors point at the column."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import PartitionError
+from penstock.partition.costs import BlockCosts, BlockKind
+from penstock.partition.layout import Layout, Rule, RuleKind
+from penstock.partition.sequential import even_split
+
+
+def blocks(kinds: str) -> list[BlockCosts]:
+    return [BlockCosts(kind=BlockKind(letter)) for letter in kinds]
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("Et*3|(tt|)*29,m|L", ("Ettt", *["tt"] * 29, "m", "L")),
+        ("Et|tL", ("Et", "tL")),
+        ("E t * 2 , | t , L", ("Ett", "tL")),
+        ("(Et)|tL", ("Et", "tL")),
+        ("E|(t|)*2(t|)*1tL", ("E", "t", "t", "t", "tL")),
+        ("(t*2|)*2t", ("tt", "tt", "t")),
+        ("((t*2|)*2t|)*2L", ("tt", "tt", "t", "tt", "tt", "t", "L")),
+        ("t", ("t",)),
+    ],
+)
+def test_what_layouts_say(text: str, stages: tuple[str, ...]) -> None:
+    assert Layout.parse(text).stages == stages
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        (("Ettt", *["tt"] * 29, "m", "L"), "Et*3|(tt|)*29,m|L"),
+        (("Et", "tL"), "Et|tL"),
+        (("tt",) * 4, "(tt|)*3,tt"),
+        (("tt",) * 2, "tt|tt"),
+        (("tttt", "tttt", "tttt", "tL"), "(t*4|)*3,tL"),
+    ],
+)
+def test_layouts_are_written_as_short_as_they_go(stages: tuple[str, ...], text: str) -> None:
+    assert str(Layout(stages=stages)) == text
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any layout: letters in order, cut anywhere."""
+    flat = draw(st.sampled_from(["", "E"])) + "t" * draw(st.integers(1, 30))
+    flat += "m" * draw(st.integers(0, 3)) + draw(st.sampled_from(["", "L"]))
+    cuts = draw(st.sets(st.integers(1, len(flat) - 1))) if len(flat) > 1 else set()
+    ends = [0, *sorted(cuts), len(flat)]
+    return Layout(stages=tuple(flat[i:j] for i, j in zip(ends[:-1], ends[1:], strict=True)))  # noqa: RUF007
+
+
+@given(layouts())
+def test_any_layout_is_read_as_it_was_written(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+    kinds = blocks("".join(layout.stages))
+    assert Layout.of(kinds, layout.counts(kinds)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "told"),
+    [
+        ("", 1, "empty"),
+        (" , ", 1, "empty"),
+        ("Et*|L", 3, "a number has to follow"),
+        ("Et*", 3, "a number has to follow"),
+        ("Et*0|L", 4, "at least once"),
+        ("Et*999999999|L", 4, "more than 100000 letters"),
+        ("((t*1000)*1000)*1000", 11, "more than 100000 letters"),
+        ("*3t", 1, r"'\*' is none of"),
+        ("Et|x|L", 4, "'x' is none of E, t, m, L"),
+        ("E(t|", 2, r"this \( is never closed"),
+        ("Et)|L", 3, r"this \) closes nothing"),
+        ("E()t", 2, "nothing between"),
+        ("Et||L", 4, "the stage that this | ends is empty"),
+        ("|Et", 1, "is empty"),
+        ("E|(t|)*2|L", 9, "is empty"),
+        ("Et|tL|", 7, "the last stage is empty"),
+        ("E|(t|)*2", 9, "the last stage is empty"),
+        ("tE|L", 2, "E can't run behind t; the order is EtmL"),
+        ("Et|Lt", 5, "t can't run behind L"),
+        ("Em|t", 4, "t can't run behind m"),
+        ("EE|tL", 2, "a second E"),
+        ("Et|L*2", 4, "a second L"),
+    ],
+)
+def test_errors_point_at_the_column(text: str, column: int, told: str) -> None:
+    with pytest.raises(PartitionError, match=told.replace("|", r"\|")) as raised:
+        Layout.parse(text)
+    first, shown, caret = str(raised.value).splitlines()
+    assert first.startswith(f"column {column}: ")
+    assert shown == f"    {text}"
+    assert caret == f"    {' ' * (column - 1)}^"
+
+
+@pytest.mark.parametrize("stages", [(), ("",), ("t", ""), ("t|t",), ("x",), ("t", "E")])
+def test_stages_that_make_no_layout(stages: tuple[str, ...]) -> None:
+    with pytest.raises(PartitionError):
+        Layout(stages=stages)
+
+
+def test_a_layout_counts_the_blocks_of_a_model() -> None:
+    assert Layout.parse("Et*3|(tt|)*2,L").counts(blocks("E" + "t" * 7 + "L")) == (4, 2, 2, 1)
+
+
+def test_a_layout_for_another_model() -> None:
+    with pytest.raises(PartitionError) as raised:
+        Layout.parse("Et*3|tt|m|L").counts(blocks("E" + "t" * 8 + "L"))
+    assert str(raised.value) == (
+        "the layout Et*3|tt|m|L does not fit the model, whose blocks are Et*8L: it has "
+        "5 t for the model's 8, 1 m for the model's 0"
+    )
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_blocks", "num_stages"), [(9, 4), (8, 4), (31, 7), (5, 5)])
+def test_uniform_is_the_even_split(num_blocks: int, num_stages: int) -> None:
+    counts = Rule.parse("uniform").counts([BlockCosts()] * num_blocks, num_stages=num_stages)
+    assert list(counts) == even_split(num_blocks, num_stages)
+
+
+def test_parameters_are_dealt_out_evenly() -> None:
+    sizes = [60, 10, 10, 10, 10, 10, 10, 50]
+    made = [BlockCosts(parameters=size) for size in sizes]
+    assert Rule.parse("parameters").counts(made, num_stages=3) == (1, 6, 1)
+
+
+@pytest.mark.parametrize("pattern", ["layer", "LAYER", "^Decoder", "coder.*r$"])
+def test_classes_are_dealt_out_evenly(pattern: str) -> None:
+    classes = ["Embedding", "DecoderLayer", "Norm", "DecoderLayer", "Norm", "DecoderLayer"]
+    made = [BlockCosts(classes=(name,)) for name in [*classes, "DecoderLayer", "Head"]]
+    counts = Rule.parse(f"type:{pattern}").counts(made, num_stages=2)
+    assert layers_of(classes[: counts[0]]) == 2
+
+
+def layers_of(classes: Sequence[str]) -> int:
+    return sum(name == "DecoderLayer" for name in classes)
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "told"),
+    [
+        ("even", 1, "no rule begins with 'even'; known are uniform, parameters, type:regex"),
+        ("uniform:3", 8, "uniform takes nothing behind it"),
+        ("type", 5, "a regular expression is missing"),
+        ("type:", 6, "a regular expression is missing"),
+        ("type:(layer", 6, "no regular expression: missing )"),
+        ("type:a{2}b**", 12, "no regular expression: multiple repeat"),
+    ],
+)
+def test_what_is_no_rule(text: str, column: int, told: str) -> None:
+    with pytest.raises(PartitionError, match=re.escape(told)) as raised:
+        Rule.parse(text)
+    assert str(raised.value).startswith(f"column {column}: ")
+    assert str(raised.value).splitlines()[2] == f"    {' ' * (column - 1)}^"
+
+
+@pytest.mark.parametrize("text", ["uniform", "parameters", "type:Layer|Block"])
+def test_rules_are_written_as_they_are_read(text: str) -> None:
+    assert str(Rule.parse(text)) == text
+    assert Rule.parse(f" {text} ") == Rule.parse(text)
+
+
+def test_a_pattern_that_nothing_fits() -> None:
+    made = [BlockCosts(classes=("Linear",)), BlockCosts(classes=("ReLU",))]
+    with pytest.raises(PartitionError, match="fits none of the model's classes, which are Linear"):
+        Rule.parse("type:conv").counts(made, num_stages=2)
+    with pytest.raises(PartitionError, match="2 blocks can't make 3 stages"):
+        Rule.parse("uniform").counts(made, num_stages=3)
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [(RuleKind.TYPE, ""), (RuleKind.UNIFORM, "layer")])
+def test_rules_that_say_nothing(kind: RuleKind, pattern: str) -> None:
+    with pytest.raises(PartitionError, match="pattern"):
+        Rule(kind=kind, pattern=pattern)
