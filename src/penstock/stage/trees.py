@@ -50,9 +50,9 @@ def _register_dataclass(cls: type[Any]) -> None:
 
     def unflatten(_: object, children: Sequence[Any]) -> Any:
         values = dict(zip(names, children, strict=True))
-        made = object.__new__(cls)
         if issubclass(cls, dict):  # such as Hugging Face's ModelOutput: both views of the fields
             return cls(**values)
+        made = object.__new__(cls)
         for name, value in values.items():
             object.__setattr__(made, name, value)
         return made

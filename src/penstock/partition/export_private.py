@@ -1,0 +1,173 @@
+"""The private corners of torch around export that capturing stands on, in one place.
+
+Seen to work on torch 2.13.0 (``tests/partition/test_export_private.py`` says so again on each
+run). This module does not know what they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "argument_effects",
+    "has_backward_hooks",
+    "is_mutable",
+    "refusing",
+    "shape_check",
+    "shape_text",
+]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a backward through ``module`` runs hooks of its own."""
+    return bool(module._backward_pre_hooks or module._backward_hooks)
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an operation writes into one of its arguments."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
+    """For each argument of an operation: its name, whether a result shares its memory, and whether
+    it is written into. None for what has no schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    shared: set[str] = set()
+    for result in schema.returns:
+        if result.alias_info is not None:
+            shared |= set(result.alias_info.before_set)
+    return [
+        (
+            arg.name,
+            arg.alias_info is not None and bool(set(arg.alias_info.before_set) & shared),
+            arg.alias_info is not None and bool(arg.alias_info.is_write),
+        )
+        for arg in schema.arguments
+    ]
+
+
+@contextmanager
+def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
+    """Call ``refuse`` where code run in this does what tracing operations would lose in silence.
+
+    That is: a user's ``autograd.Function`` (its own backward), hooks on tensors, and gradients
+    taken inside a forward.
+    """
+    function: Any = torch.autograd.Function
+    apply = function.__dict__["apply"]
+
+    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            refuse(f"the autograd function {cls.__qualname__}, whose own backward would be lost")
+        return apply.__func__(cls, *args, **kwargs)
+
+    def refused(what: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            refuse(what)
+
+        return call
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (function, "apply", classmethod(checked)),
+        (Tensor, "register_hook", refused("Tensor.register_hook(), a hook that would be lost")),
+        (torch.autograd, "grad", refused("torch.autograd.grad(), in the midst of the forward")),
+        (Tensor, "backward", refused("Tensor.backward(), in the midst of the forward")),
+    ]
+    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def shape_check(
+    program: torch.export.ExportedProgram, argument: str, names: Sequence[str]
+) -> Callable[[Sequence[Tensor]], str | None]:
+    """What an exported program takes for granted about the shapes of its inputs.
+
+    Args:
+        program: the program; its one argument is a list of tensors.
+        argument: the name of that argument.
+        names: what the tensors in the list are called.
+
+    Returns:
+        A function that says what is wrong with the shapes of such tensors, or None.
+    """
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    inputs = [nodes[name] for name in program.graph_signature.user_inputs if name in nodes]
+    shapes = [tuple(node.meta["val"].shape) for node in inputs]
+    fixed: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, float, float]] = []
+    for i, shape in enumerate(shapes):
+        for dim, size in enumerate(shape):
+            if isinstance(size, int):
+                fixed.append((i, dim, size))
+            elif (known := program.range_constraints.get(size.node.expr)) is not None:
+                ranges.append((i, dim, _bound(known.lower, 0), _bound(known.upper, float("inf"))))
+    guards = []
+    for code in program._guards_code:
+        text = code
+        for i, name in enumerate(names):
+            text = text.replace(f"L['{argument}'][{i}].size()", f"{name}.shape")
+        guards.append((compile(code, "<guard>", "eval"), text))
+
+    def check(tensors: Sequence[Tensor]) -> str | None:
+        for name, tensor, shape in zip(names, tensors, shapes, strict=True):
+            if tensor.dim() != len(shape):
+                return _wrong(name, tensor, f"{len(shape)} dimensions")
+        for i, dim, size in fixed:
+            if tensors[i].shape[dim] != size:
+                return _wrong(names[i], tensors[i], f"size {size} in dimension {dim}")
+        for i, dim, low, high in ranges:
+            if not low <= tensors[i].shape[dim] <= high:
+                wanted = (
+                    f"a size of at least {low:g}"
+                    if high == float("inf")
+                    else (f"a size from {low:g} to {high:g}")
+                )
+                return _wrong(names[i], tensors[i], f"{wanted} in dimension {dim}")
+        scope = {"L": {argument: tensors}, "torch": torch}
+        for compiled, text in guards:
+            if not eval(compiled, scope):
+                shown = ", ".join(
+                    f"{n}: {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True)
+                )
+                return f"the inputs are {shown}, but the model was captured for {text}{_RECAPTURE}"
+        return None
+
+    return check
+
+
+_RECAPTURE = "; capture it with an example of these shapes"
+
+
+def _wrong(name: str, tensor: Tensor, wanted: str) -> str:
+    return (
+        f"input {name} has shape {tuple(tensor.shape)}, but the model was captured for {wanted}"
+        f"{_RECAPTURE}"
+    )
+
+
+def _bound(value: Any, otherwise: float) -> float:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        return otherwise
+
+
+def shape_text(value: Any) -> str:
+    """A captured value for messages: ``f32[4, 8]``-like for tensors, else its type."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,123 @@
+"""Regions of a captured graph that run under another grad mode, or under autocast.
+
+    captured    wrap_with_set_grad_enabled(False, body, x)      one node, which can't be cut
+    in a stage  token = enter_grad(False)                       nodes like all others, which can:
+                ...the body's nodes...                          each stage enters the regions of
+                leave(token)                                    its own nodes
+
+It knows no stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import local
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Region", "leaving_all", "region_of", "weave"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What a part of a graph runs under.
+
+    Args:
+        enter: a function that enters it and returns what ``leave`` takes.
+        args: its arguments.
+    """
+
+    enter: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+class _Open(local):
+    """The contexts that this thread has entered, outermost first."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Any] = []
+
+
+_open = _Open()
+
+
+def _enter(context: Any) -> Any:
+    context.__enter__()
+    _open.contexts.append(context)
+    return context
+
+
+def enter_grad(enabled: bool) -> Any:
+    """Begin a region that computes gradients, or none."""
+    return _enter(_GradMode(enabled))
+
+
+class _GradMode:
+    """``torch.set_grad_enabled``, which takes effect when it is made, as a plain context."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._enabled)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_grad_enabled(self._before)
+
+
+def enter_autocast(device: str, dtype: Any, enabled: bool, cache: bool) -> Any:
+    """Begin a region under autocast, or one without."""
+    return _enter(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+
+
+def leave(context: Any) -> None:
+    """End the innermost region."""
+    _open.contexts.remove(context)
+    context.__exit__(None, None, None)
+
+
+@contextmanager
+def leaving_all() -> Iterator[None]:
+    """Leave the regions that a failure within has left open."""
+    depth = len(_open.contexts)
+    try:
+        yield
+    except BaseException:
+        while len(_open.contexts) > depth:
+            _open.contexts.pop().__exit__(None, None, None)
+        raise
+
+
+def region_of(target: Any, args: Sequence[Any]) -> tuple[Region, Any, Sequence[Any]] | None:
+    """Region, body and operands of a node that wraps a region; None for any other node."""
+    ops: Any = torch.ops.higher_order
+    if target is ops.wrap_with_set_grad_enabled:
+        enabled, body, *operands = args
+        return Region(enter=enter_grad, args=(enabled,)), body, operands
+    if target is ops.wrap_with_autocast:
+        device, dtype, enabled, cache, body, *operands = args
+        args = (device, dtype, enabled, cache)
+        return Region(enter=enter_autocast, args=args), body, operands
+    return None
+
+
+def weave(graph: fx.Graph, now: list[tuple[Region, Any]], wanted: tuple[Region, ...]) -> None:
+    """Leave and enter regions at the end of ``graph``, until it is in ``wanted``.
+
+    Args:
+        graph: the graph in the making.
+        now: the open regions with the nodes that entered them, outermost first; kept up.
+        wanted: the regions of the node to come.
+    """
+    common = 0
+    while common < min(len(now), len(wanted)) and now[common][0] == wanted[common]:
+        common += 1
+    while len(now) > common:
+        graph.call_function(leave, (now.pop()[1],))
+    for region in wanted[common:]:
+        now.append((region, graph.call_function(region.enter, region.args)))
