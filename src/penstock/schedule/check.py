@@ -7,21 +7,24 @@ Proven of a checked program:
 - sends and receives stand exactly where a value crosses ranks, once each, and every directed pair
   of ranks has them in the same order at both ends;
 - all ranks play to their end, each action after what it needs, even where a send waits until the
-  matching receive is posted;
+  matching receive is posted; or over channels of another kind, if asked (``Channels``);
 - a stage that is ever unsharded is so whenever it computes, and resharded at the end;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
 It follows that every received value is used, and so can be freed, exactly once: it has one
 receive, one action asks for it, and that action runs once.
 
-How a problem is worded is the affair of ``penstock.schedule.diagnosis``.
+How a problem is worded is the affair of ``penstock.schedule.diagnosis``; how a deadlock is drawn,
+that of ``penstock.schedule.counterexample``.
 """
 
 from __future__ import annotations
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Op
+from penstock.schedule.channels import Channels, waits
 from penstock.schedule.coding import Coded, encode
+from penstock.schedule.counterexample import circle_of, order_of
 from penstock.schedule.diagnosis import (
     Problem,
     channel_problems,
@@ -39,20 +42,26 @@ from penstock.schedule.upkeep import reduction_problems, sharding_problems
 __all__ = ["Problem", "check", "problems"]
 
 _SHOWN = 20
+# What the runtime needs: it neither counts on room for messages, nor on one order for both ways.
+_RUNTIME = Channels()
 
 
-def check(program: Program) -> CheckedProgram:
+def check(program: Program, channels: Channels = _RUNTIME) -> CheckedProgram:
     """Prove that a program is right, or say all that is wrong with it.
 
     Args:
         program: any program, with or without transfers.
+        channels: how messages travel; by default as the runtime needs it to be right: a send
+            waits until its receive is posted, one channel for each direction. Without transfers
+            there is nothing that travels (``penstock.schedule.passes.lower`` adds them).
 
     Returns:
         The same program, as the type that runs.
 
     Raises:
-        ScheduleError: it has problems. The message lists the first twenty and counts the rest;
-            the error's place is that of the first.
+        ScheduleError: it has problems. The message lists the first twenty and counts the rest,
+            and draws the smallest part of the program that shows a deadlock; the error's place
+            is that of the first.
 
     Example:
         >>> from penstock.schedule.text import parse_csv
@@ -64,11 +73,11 @@ def check(program: Program) -> CheckedProgram:
           rank 1, step 0 (1B0): 1B0 needs 1F0, which comes only at step 1
           rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1I0 (its step 0), ...
     """
-    found = problems(program)
+    found, drawn = _examine(program, channels)
     if found:
         number = "a problem" if len(found) == 1 else f"{len(found)} problems"
         raise ScheduleError(
-            f"program {program.name!r} has {number}:\n{text_of(found, _SHOWN)}",
+            f"program {program.name!r} has {number}:\n{text_of(found, _SHOWN)}{drawn}",
             where=Where(rank=found[0].rank, action=found[0].action),
         )
     return CheckedProgram(
@@ -79,7 +88,7 @@ def check(program: Program) -> CheckedProgram:
     )
 
 
-def problems(program: Program) -> tuple[Problem, ...]:
+def problems(program: Program, channels: Channels = _RUNTIME) -> tuple[Problem, ...]:
     """Everything that is wrong with a program.
 
     What makes the rest meaningless comes first and alone: steps that can't be, then actions that
@@ -87,40 +96,52 @@ def problems(program: Program) -> tuple[Problem, ...]:
 
     Args:
         program: any program, with or without transfers.
+        channels: how messages travel, as ``check`` takes it.
 
     Returns:
         The problems; none for a program that ``check`` accepts.
     """
+    return tuple(_examine(program, channels)[0])
+
+
+def _examine(program: Program, channels: Channels) -> tuple[list[Problem], str]:
+    """The problems, and a drawing of what can't be told in a line."""
     found = size_problems(program)
     if found:
-        return tuple(found)
+        return found, ""
     try:
         coded = encode(program)
     except ScheduleError:
-        return tuple(malformed(program))
+        return malformed(program), ""
     seen, complete = _tally(coded)
     if not complete:
-        return tuple(count_problems(program))
-    return tuple(_order_problems(program, coded, seen))
+        return count_problems(program), ""
+    return _examine_order(program, channels, coded, seen)
 
 
-def _order_problems(program: Program, coded: Coded, seen: bytearray) -> list[Problem]:
+def _examine_order(
+    program: Program, channels: Channels, coded: Coded, seen: bytearray
+) -> tuple[list[Problem], str]:
     coding = coded.coding
     used = {op for op in Op if 1 in seen[coding.section(op)]}
     found: list[Problem] = []
-    transfers = not used.isdisjoint(TRANSFERS)
-    if transfers:
-        channels = _channels(coded)
-        if any(sent != posted for sent, posted in channels.values()):
-            found += channel_problems(program, channels, coding)
-    player = Player(coded, coding.needs(transfers=transfers))
+    drawn = ""
+    if used.isdisjoint(TRANSFERS):
+        player = Player(coded, coding.needs(transfers=False))
+    else:
+        orders = _channels(coded)
+        if any(sent != posted for sent, posted in orders.values()):
+            found += channel_problems(program, orders, coding)
+            drawn += order_of(orders, coding)
+        player = Player(coded, *waits(coded, channels))
     if not player.play():
         found += stuck_problems(program, player, coding)
+        drawn += circle_of(program, player, coding)
     if Op.UNSHARD in used or Op.RESHARD in used:
         found += sharding_problems(program)
     if Op.REDUCE_GRAD in used:
         found += reduction_problems(program)
-    return found
+    return found, drawn
 
 
 def _tally(coded: Coded) -> tuple[bytearray, bool]:

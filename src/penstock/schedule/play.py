@@ -9,6 +9,7 @@ transfers all stand on it; it judges nothing and changes nothing.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 from penstock.schedule.coding import Coded, Tables
 
@@ -21,6 +22,7 @@ class Player:
     Args:
         coded: the program in integers.
         needs: by key, what must be done before an action (``Coding.needs``).
+        more: by code, the codes that must be done beside that.
 
     Attributes:
         positions: for each rank the index of its next step.
@@ -37,16 +39,27 @@ class Player:
         "_ready",
         "_unfinished",
         "_waiting",
+        "_width",
         "awaits",
         "positions",
         "runs",
     )
 
-    def __init__(self, coded: Coded, needs: Tables) -> None:
+    def __init__(
+        self, coded: Coded, needs: Tables, more: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
         num_ranks = len(coded.queues)
         self._coded = coded
         self._needs = needs
         self._gives = coded.coding.gives()
+        # Codes with one key: all microbatches, unless what they wait for differs.
+        self._width = coded.coding.num_microbatches
+        if more:
+            self._needs = [row for row in needs for _ in range(self._width)]
+            self._gives = [row for row in self._gives for _ in range(self._width)]
+            self._width = 1
+            for code, awaited in more.items():
+                self._needs[code] += tuple(other - code for other in awaited)
         self._done = bytearray(coded.coding.size)
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(num_ranks))
@@ -61,7 +74,7 @@ class Player:
         # that is ready.
         done, waiting, ready = self._done, self._waiting, self._ready
         needs, gives, blocks = self._needs, self._gives, self._coded.blocks
-        num_microbatches = self._coded.coding.num_microbatches
+        width = self._width
         while ready:
             rank = ready.popleft()
             queue = self._coded.queues[rank]
@@ -71,7 +84,7 @@ class Player:
             while index < stop:
                 code = queue[index]
                 if code >= 0:
-                    key = code // num_microbatches
+                    key = code // width
                     for distance in needs[key]:
                         if not done[code + distance]:
                             missing = code + distance
@@ -85,7 +98,7 @@ class Player:
                         index += 1
                         continue
                     break
-                missing = self._lacking(blocks[~code])
+                missing = self._first_lacking(blocks[~code])
                 if missing is not None:
                     break
                 for part in blocks[~code]:
@@ -102,16 +115,28 @@ class Player:
 
     def do(self, code: int) -> None:
         """Take the action of ``code``, in its turn or out of it, and wake who waits for it."""
-        for distance in self._gives[code // self._coded.coding.num_microbatches]:
+        for distance in self._gives[code // self._width]:
             given = code + distance
             self._done[given] = 1
             if given in self._waiting:
                 self._ready.extend(self._waiting.pop(given))
 
-    def _lacking(self, block: tuple[int, ...]) -> int | None:
+    def lacking(self, rank: int) -> list[int]:
+        """All that a rank's next step waits for."""
+        queue = self._coded.queues[rank]
+        if self.positions[rank] == len(queue):
+            return []
+        return [
+            code + distance
+            for code in self._coded.parts(queue[self.positions[rank]])
+            for distance in self._needs[code // self._width]
+            if not self._done[code + distance]
+        ]
+
+    def _first_lacking(self, block: tuple[int, ...]) -> int | None:
         """What a block waits for: its parts may run side by side, so none gives to another."""
         for code in block:
-            for distance in self._needs[code // self._coded.coding.num_microbatches]:
+            for distance in self._needs[code // self._width]:
                 if not self._done[code + distance]:
                     return code + distance
         return None

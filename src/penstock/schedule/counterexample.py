@@ -1,0 +1,123 @@
+"""Draws the smallest part of a program that shows why it can't be played.
+
+    the shortest circle of waiting, the step that each rank is at in brackets:
+      rank 0   0F0 0SEND_F0 0F1 [0SEND_F1] 0RECV_B0   waits for 1RECV_F1 of rank 1
+      rank 1   1RECV_F0 1F0 1B0 [1SEND_B0] 1RECV_F1   waits for 0RECV_B0 of rank 0
+
+Each row goes on to the step that the rank before it in the circle waits for, so that it can be
+seen why it does not come. This module decides nothing: it is given a play that is stuck.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from penstock.schedule.coding import Coding
+from penstock.schedule.play import Player
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COVERS
+
+__all__ = ["circle_of", "order_of"]
+
+# Steps shown before the one that a rank is at, and the most from there to the awaited one.
+_BEFORE = 3
+_BETWEEN = 4
+
+_Waits = dict[int, dict[int, int]]
+
+
+def circle_of(program: Program, player: Player, coding: Coding) -> str:
+    """The shortest circle of ranks that wait for each other, a row for each.
+
+    Args:
+        program: the program.
+        player: its play, stuck.
+        coding: the numbering of the codes.
+    """
+    # For each stuck rank: a rank that it waits for → the code that it waits for.
+    waits: _Waits = {}
+    for rank in range(program.num_ranks):
+        for code in player.lacking(rank):
+            other = coding.placement.rank_of(coding.action(code).stage)
+            waits.setdefault(rank, {}).setdefault(other, code)
+    circle = min((_circle_from(rank, waits) for rank in waits), key=len)
+    rows = []
+    for place, rank in enumerate(circle):
+        before, after = circle[place - 1], circle[(place + 1) % len(circle)]
+        steps = _steps_to(program, rank, player.positions[rank], coding, waits[before][rank])
+        awaited = coding.action(waits[rank][after])
+        whose = "its own" if after == rank else f"rank {after}"
+        rows.append((f"rank {rank}", steps, f"waits for {awaited} of {whose}"))
+    title = "\n  the shortest circle of waiting, the step that each rank is at in brackets:"
+    return title + _aligned(rows)
+
+
+def order_of(orders: Mapping[tuple[int, int], tuple[list[int], list[int]]], coding: Coding) -> str:
+    """The messages of the first directed pair of ranks whose two ends have another order.
+
+    Args:
+        orders: for each pair (from, to) the codes of the receives: in the order of their sends,
+            and in the order in which they are posted.
+        coding: the numbering of the codes.
+    """
+    for (source, target), (sent, posted) in sorted(orders.items()):
+        differ = (k for k, (one, two) in enumerate(zip(sent, posted, strict=True)) if one != two)
+        first = next(differ, None)
+        if first is not None:
+            shown = slice(first, first + _BETWEEN)
+            rows = [
+                (f"rank {rank} {verb}", " ".join(str(coding.action(c)) for c in codes[shown]), "")
+                for rank, verb, codes in (
+                    (source, "sends, for", sent),
+                    (target, "posts", posted),
+                )
+            ]
+            return f"\n  the messages, from number {first} on:" + _aligned(rows)
+    return ""
+
+
+def _circle_from(start: int, waits: _Waits) -> list[int]:
+    """The shortest way of waiting from a rank back to itself; all ranks if there is none."""
+    origin: dict[int, int] = {}
+    ready = deque([start])
+    while ready:
+        rank = ready.popleft()
+        for other in waits.get(rank, ()):
+            if other == start:
+                circle = [rank]
+                while circle[-1] != start:
+                    circle.append(origin[circle[-1]])
+                return circle[::-1]
+            if other not in origin:
+                origin[other] = rank
+                ready.append(other)
+    return [*waits, start]
+
+
+def _steps_to(program: Program, rank: int, at: int, coding: Coding, awaited: int) -> str:
+    """The steps of a rank from a little before the one that it is at to an awaited one."""
+    steps, wanted = program.ranks[rank], coding.action(awaited)
+
+    def gives(index: int) -> bool:
+        return any(
+            (part.stage, part.microbatch) == (wanted.stage, wanted.microbatch)
+            and wanted.op in (part.op, *COVERS.get(part.op, ()))
+            for part in steps[index].parts
+        )
+
+    last = next((index for index in range(at, len(steps)) if gives(index)), at)
+    begin = max(0, at - _BEFORE)
+    words = ["…"] if begin else []
+    words += [str(step) for step in steps[begin:at]]
+    words.append(f"[{steps[at]}]")
+    between = [str(step) for step in steps[at + 1 : last + 1]]
+    if len(between) > _BETWEEN:
+        between = [*between[: _BETWEEN - 2], "…", between[-1]]
+    return " ".join(words + between)
+
+
+def _aligned(rows: list[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = (f"    {a:{widths[0]}}   {b:{widths[1]}}   {c}".rstrip() for a, b, c in rows)
+    return "".join(f"\n{line}" for line in lines)
