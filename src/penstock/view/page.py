@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["save_page", "to_page"]
 
-_MANY = 6000
-
 
 def to_page(
     shown: Step,
@@ -114,12 +112,15 @@ def _content(steps: Sequence[Step], names: tuple[str, str], title: str) -> UIEle
     several = len(traces) > 1
     unit = traces[0].unit
     differences = Differences(one=traces[0], other=traces[1], names=names) if several else None
-    many = sum(len(trace.spans) for trace in traces) > _MANY
     timelines: list[Timeline] = []
     ends = []
     for step, trace, name in zip(steps, traces, names, strict=False):
         shared = timelines[0].x_range if timelines else None
-        timeline = Timeline(num_ranks=trace.num_ranks, many=many, x_range=shared)
+        timeline = Timeline(
+            num_ranks=trace.num_ranks,
+            name="beside" if timelines else "timeline",
+            x_range=shared,
+        )
         drawn = timeline.show(
             step,
             unit=unit,

@@ -69,7 +69,6 @@ class Playground:
             name="compared", width=255,
         )  # fmt: skip
         self.timeline = Timeline(num_ranks=4)
-        self.timeline.boxes.name = "boxes"
         self.heading = Div(**_STRETCHED)
         self.figures = Div(name="figures", **_STRETCHED)
         self.legend = Div(**_STRETCHED)
@@ -118,7 +117,15 @@ class Playground:
         )
 
     def _draw(self) -> None:
+        """Draw all; the browser hears of it in one message."""
         self._asked = False
+        self.document.hold("combine")
+        try:
+            self._draw_all()
+        finally:
+            self.document.unhold()
+
+    def _draw_all(self) -> None:
         scene, name = self._scene(), self.schedule.value
         try:
             options = read_options(self.options.value)

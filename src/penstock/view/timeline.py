@@ -8,7 +8,9 @@ nothing of where the plot ends up.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from bokeh.core.properties import value
 from bokeh.models import (
     ColumnDataSource,
@@ -27,7 +29,6 @@ from penstock.view.boxes import Drawing, Step, amount, arrange, trace_of
 
 __all__ = ["Timeline", "toggles"]
 
-_MANY = 6000
 _LANES_HEIGHT = 900
 _SMALLEST_LANE, _LARGEST_LANE = 13, 58
 _AXES_HEIGHT = 62
@@ -39,7 +40,7 @@ _BUTTON_CSS = """
 """
 
 _TOOLTIP = """
-<div style="font:12px system-ui,sans-serif;color:#1c2733;max-width:340px">
+<div class="told" style="font:12px system-ui,sans-serif;color:#1c2733;max-width:340px">
   <div style="margin-bottom:3px"><b style="font-size:13px">@action</b>
     <span style="color:#66727f">@kind</span></div>
   <div>rank <b>@rank</b> &middot; stage <b>@stage</b> &middot; microbatch <b>@microbatch</b></div>
@@ -97,9 +98,7 @@ class Timeline:
 
     Args:
         num_ranks: lanes to begin with.
-        title: above the plot.
-        many: whether thousands of boxes are to be expected: then they are drawn by WebGL where
-            the browser has it.
+        name: by which its parts are found in a document, as in "timeline boxes".
         x_range: the time axis, where it is shared with another plot.
     """
 
@@ -107,13 +106,12 @@ class Timeline:
         self,
         *,
         num_ranks: int,
-        title: str = "",
-        many: bool = False,
+        name: str = "timeline",
         x_range: Range1d | None = None,
     ) -> None:
         self.x_range = Range1d(start=0, end=1) if x_range is None else x_range
-        self._title = Title(text=title, text_font_size="13px")
-        self.plot = _plot(self._title, many, self.x_range)
+        self._title = Title(text_font_size="13px")
+        self.plot = _plot(self._title, self.x_range)
         self.boxes = ColumnDataSource({"left": []})
         self.path_boxes = ColumnDataSource({"left": []})
         self.memory_outline = ColumnDataSource({"x": [], "y": []})
@@ -127,8 +125,12 @@ class Timeline:
             axis_label_text_font_style="normal",
         )
         self.plot.add_layout(self._peaks, "right")
+        self._num_lanes = 0
         self._draw()
         self._set_lanes(num_ranks)
+        self.plot.name = name
+        for part in ("boxes", "labels", "memory", "path"):
+            getattr(self, part).name = f"{name} {part}"
 
     def _draw(self) -> None:
         self.memory = self.plot.patch(
@@ -137,12 +139,11 @@ class Timeline:
         )  # fmt: skip
         self.box = self.plot.quad(
             left="left", right="right", top="top", bottom="foot", source=self.boxes,
-            fill_color="fill", line_color="white", line_width=0.6, name="boxes",
-            hover_line_color="#1c2733",
+            fill_color="fill", line_color="white", line_width=0.6, hover_line_color="#1c2733",
         )  # fmt: skip
         self.path = self.plot.quad(
             left="left", right="right", top="top", bottom="foot", source=self.path_boxes,
-            fill_color=None, line_color=_PATH, line_width=2, visible=False, name="path",
+            fill_color=None, line_color=_PATH, line_width=2, visible=False,
         )  # fmt: skip
         self.path_lines = self.plot.multi_line(
             "xs", "ys", source=self.path_boxes, line_color=_PATH, line_width=1.4, visible=False
@@ -203,9 +204,9 @@ class Timeline:
             "time, ms" if (unit or trace.unit) == "s" else "time, in units of cost"
         )
         self.set_end(drawing.end)
-        self.boxes.data = drawing.boxes
+        self.boxes.data = {name: _packed(column) for name, column in drawing.boxes.items()}
         self.path_boxes.data = drawing.path
-        self.memory_outline.data = drawing.memory
+        self.memory_outline.data = {n: _packed(column) for n, column in drawing.memory.items()}
         return drawing
 
     def set_end(self, end: float) -> None:
@@ -232,6 +233,9 @@ class Timeline:
         )
 
     def _set_lanes(self, num_ranks: int) -> None:
+        if num_ranks == self._num_lanes:
+            return
+        self._num_lanes = num_ranks
         plot = self.plot
         lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // num_ranks))
         plot.height = lane * num_ranks + _AXES_HEIGHT
@@ -257,7 +261,14 @@ class Timeline:
         }
 
 
-def _plot(title: Title, many: bool, x_range: Range1d) -> figure:
+def _packed(column: list[Any]) -> Any:
+    """Numbers as an array: it travels in binary, where a list is written out one by one."""
+    if column and isinstance(column[0], float):
+        return np.array(column)
+    return column
+
+
+def _plot(title: Title, x_range: Range1d) -> figure:
     plot = figure(
         title=title,
         sizing_mode="stretch_width",
@@ -267,7 +278,6 @@ def _plot(title: Title, many: bool, x_range: Range1d) -> figure:
         tools="xpan,xwheel_zoom,box_zoom,ywheel_zoom,reset,save",
         active_drag="xpan",
         active_scroll="xwheel_zoom",
-        output_backend="webgl" if many else "canvas",
         toolbar_location="above",
     )
     plot.toolbar.logo = None

@@ -1,0 +1,80 @@
+"""A headless Chromium, and pages that tell what went wrong in them.
+
+The browser is the system's, or Playwright's own (`make browser` gets one). Where there is none
+the tests are skipped, unless PENSTOCK_NEEDS_BROWSER is set: then that is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+_NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser", "chrome")
+_ARGUMENTS = """
+    --no-sandbox --headless --disable-gpu --disable-quic --no-first-run
+    --disable-background-networking --disable-component-update --disable-sync
+"""
+_LOCAL = ("file:", "data:", "blob:", "http://127.0.0.1:", "ws://127.0.0.1:")
+
+
+class Tab:
+    """A page, with what it asked the network for and what it complained of."""
+
+    def __init__(self, page: sync_api.Page) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        self.strangers: list[str] = []
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._asked)
+        page.on("websocket", self._asked)
+
+    def _said(self, message: sync_api.ConsoleMessage) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
+
+    def _asked(self, request: sync_api.Request | sync_api.WebSocket) -> None:
+        if not request.url.startswith(_LOCAL):
+            self.strangers.append(request.url)
+
+    def open(self, url: str) -> sync_api.Page:
+        """Go there, and wait until all is drawn."""
+        self.page.goto(url)
+        self.page.wait_for_function(
+            "window.Bokeh && Bokeh.documents.length == 1 && Bokeh.documents[0].is_idle"
+        )
+        return self.page
+
+    def finish(self) -> None:
+        """What must hold of every page."""
+        assert self.errors == []
+        assert self.strangers == []
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[sync_api.Browser]:
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    with sync_api.sync_playwright() as playwright:
+        try:
+            opened = playwright.chromium.launch(executable_path=found, args=_ARGUMENTS.split())
+        except sync_api.Error as error:
+            reason = f"no Chromium could be started ({error}); `make browser` gets one"
+            if os.environ.get("PENSTOCK_NEEDS_BROWSER"):
+                pytest.fail(reason)
+            pytest.skip(reason)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def tab(browser: sync_api.Browser) -> Iterator[Tab]:
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    tab = Tab(context.new_page())
+    yield tab
+    context.close()
+    tab.finish()

@@ -1,0 +1,136 @@
+"""The page in a browser: what is drawn, what the mouse shows, what buttons do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import Costs, build, simulate
+from penstock.simulate.result import Simulation
+from penstock.trace import Span, Trace
+from penstock.view.page import save_page
+
+from .conftest import Tab
+
+# Where on the screen a point of the plot is.
+PLACE = """([x, y]) => {
+  const view = Bokeh.index.find_one(Bokeh.documents[0].get_model_by_name("timeline"))
+  const at = view.canvas_view.el.getBoundingClientRect()
+  return [at.x + view.frame.x_scale.compute(x), at.y + view.frame.y_scale.compute(y)]
+}"""
+MODEL = "(name) => Bokeh.documents[0].get_model_by_name(name)"
+
+
+def step(name: str = "zbv", *, ranks: int = 4, microbatches: int = 8) -> Simulation:
+    return simulate(build(name, ranks=ranks, microbatches=microbatches))
+
+
+def hover(tab: Tab, x: float, y: float, *told: str) -> None:
+    """Move to a point of the plot, and wait for a tooltip that tells all this."""
+    left, top = tab.page.evaluate(PLACE, [x, y])
+    tab.page.mouse.move(left - 3, top)
+    tab.page.mouse.move(left, top)
+    for text in told:
+        tab.page.locator(".told", has_text=text).wait_for(timeout=5000)
+
+
+def test_hovering_tells_what_an_action_is_and_what_it_waited_for(tab: Tab, tmp_path: Path) -> None:
+    save_page(step("1f1b"), tmp_path / "page.html")
+    tab.open((tmp_path / "page.html").as_uri())
+    hover(
+        tab, 10.5, 0.3, "0B0 backward", "rank 0 · stage 0 · microbatch 0",
+        "start 10 · end 12 · lasts 2", "waited for 1B0 of rank 1, idle for 6",
+    )  # fmt: skip
+    hover(tab, 1.5, 0.3, "0F1 forward", "waited for its rank, busy with 0F0")
+    hover(tab, 0.5, 0.3, "0F0 forward", "waited for nothing")
+    for word in ("makespan", "33", "27.27%", "forward", "idle", "memory held"):
+        assert tab.page.get_by_text(word, exact=True).first.is_visible()
+
+
+def test_buttons_show_the_critical_path_and_hide_the_memory(tab: Tab, tmp_path: Path) -> None:
+    save_page(step("1f1b"), tmp_path / "page.html")
+    page = tab.open((tmp_path / "page.html").as_uri())
+    seen = f"() => ['path', 'memory'].map(n => ({MODEL})('timeline ' + n).visible)"
+    assert page.evaluate(seen) == [False, True]
+    before = page.screenshot()
+    page.get_by_text("critical path", exact=True).click()
+    assert page.evaluate(seen) == [True, True]
+    page.get_by_text("memory", exact=True).click()
+    assert page.evaluate(seen) == [True, False]
+    assert page.screenshot() != before
+    page.get_by_text("critical path", exact=True).click()
+    assert page.evaluate(seen) == [False, False]
+
+
+def test_the_wheel_zooms_into_time(tab: Tab, tmp_path: Path) -> None:
+    save_page(step(), tmp_path / "page.html")
+    page = tab.open((tmp_path / "page.html").as_uri())
+    x, y = page.evaluate(PLACE, [25, 0.3])
+    page.mouse.move(x, y)
+    for _ in range(3):
+        page.mouse.wheel(0, -300)
+        page.wait_for_timeout(50)
+    axis = f"() => {{ const r = ({MODEL})('timeline').x_range; return [r.start, r.end] }}"
+    start, end = page.evaluate(axis)
+    assert 0 < start < 25 < end < 51
+    hover(tab, 25.2, 0.3, "rank 0")
+
+
+def test_labels_come_where_boxes_are_wide_enough(tab: Tab, tmp_path: Path) -> None:
+    save_page(step("1f1b", ranks=8, microbatches=128), tmp_path / "page.html")
+    page = tab.open((tmp_path / "page.html").as_uri())
+    labels = f"() => ({MODEL})('timeline labels').data.x.length"
+    assert page.evaluate(labels) == 0
+    page.evaluate(f"() => {{ const r = ({MODEL})('timeline').x_range; r.end = 30 }}")
+    page.wait_for_function(f"({labels})() > 40")
+
+
+def test_a_large_page_opens_and_stays_usable(tab: Tab, tmp_path: Path) -> None:
+    save_page(step("zbv", ranks=64, microbatches=128), tmp_path / "page.html")
+    page = tab.open((tmp_path / "page.html").as_uri())
+    assert page.evaluate(f"() => ({MODEL})('timeline boxes').data.left.length") == 64 * 128 * 6
+    hover(tab, 0.5, 0.3, "0F0 forward")
+    names = page.evaluate(
+        f"() => [...({MODEL})('timeline').left[0].major_label_overrides.values()]"
+    )
+    assert "rank 63" in names
+    # From one move of the axis until it is drawn.
+    taken = page.evaluate(
+        f"""async () => {{
+          const plot = ({MODEL})('timeline')
+          const began = performance.now()
+          plot.x_range.setv({{start: 100, end: 200}})
+          await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))
+          return performance.now() - began
+        }}"""
+    )
+    assert taken < 3000
+
+
+def measured(result: Simulation, *, slower: float) -> Trace:
+    """As if the step had been run, in seconds, each action slower than planned."""
+    spans = tuple(
+        Span(rank=s.rank, action=s.action, start=s.start * slower, end=s.end * slower)
+        for s in result.trace.spans
+    )
+    return Trace(name="1f1b", num_ranks=4, unit="s", spans=spans)
+
+
+def test_a_measured_step_is_laid_beside_the_simulated_one(tab: Tab, tmp_path: Path) -> None:
+    planned = simulate(
+        build("1f1b", ranks=4, microbatches=8),
+        Costs(forward=0.001, input_grad=0.001, weight_grad=0.001),
+    )
+    save_page(measured(planned, slower=1.5), tmp_path / "page.html", beside=planned)
+    page = tab.open((tmp_path / "page.html").as_uri())
+    hover(tab, 15.5, 0.3, "0B0 backward", "measured − simulated: starts +5 ms, lasts +1 ms")
+    for words in ("measured: makespan", "49.5 ms", "simulated: makespan", "33 ms", "1.500"):
+        assert page.get_by_text(words, exact=True).first.is_visible()
+    table: dict[str, Any] = page.evaluate(
+        f"() => {{ const d = ({MODEL})('differences').source.data;"
+        "const i = d.action.indexOf('0B0'); return {later: d.later[i], longer: d.longer[i]} }"
+    )
+    assert table == pytest.approx({"later": 5.0, "longer": 1.0})
+    assert page.get_by_text("later by, ms").is_visible()

@@ -1,0 +1,110 @@
+"""The playground in a browser: sliders redraw, quickly; what can't be is told on the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from .conftest import Tab
+
+DATA = "() => Bokeh.documents[0].get_model_by_name('timeline boxes').data"
+# Sets a slider as its handle would, and resolves when the browser has drawn what came of it.
+SET = """([name, value]) => new Promise(done => {
+  const model = (name) => Bokeh.documents[0].get_model_by_name(name)
+  const began = performance.now()
+  model("timeline boxes").properties.data.change.connect(() =>
+    requestAnimationFrame(() => setTimeout(() => done(performance.now() - began), 0)))
+  model(name).value = value
+})"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A playground of its own process, as users start it."""
+    command = [sys.executable, "-m", "penstock", "playground", "--port", "0", "--no-browser"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+    )
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+    assert found
+    yield found[0]
+    process.terminate()
+    process.wait(timeout=20)
+    process.stdout.close()
+
+
+def boxes(tab: Tab) -> int:
+    return int(tab.page.evaluate(f"({DATA})().left.length"))
+
+
+def wait_for_boxes(tab: Tab, number: int) -> None:
+    tab.page.wait_for_function(f"({DATA})().left.length == {number}")
+
+
+def test_a_slider_that_is_moved_redraws_all(tab: Tab, url: str) -> None:
+    page = tab.open(url)
+    wait_for_boxes(tab, 4 * 8 * 2)
+    assert page.get_by_text("27.27%").first.is_visible()
+    handle = page.locator(".bk-input-group", has_text="microbatches:").locator(".noUi-handle")
+    handle.focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    wait_for_boxes(tab, 4 * 12 * 2)
+    page.get_by_text("20.00%").first.wait_for()
+    page.get_by_text("4 ranks, 4 stages, 12 microbatches").wait_for()
+    assert page.locator("table").get_by_text("interleaved-1f1b").is_visible()
+
+
+def test_a_schedule_brings_its_usual_stages(tab: Tab, url: str) -> None:
+    page = tab.open(url)
+    page.get_by_label("schedule", exact=True).select_option("zbv")
+    wait_for_boxes(tab, 4 * 8 * 6)
+    page.get_by_text("4 ranks, 8 stages, 8 microbatches").wait_for()
+
+
+def test_what_can_not_be_is_told_on_the_page(tab: Tab, url: str) -> None:
+    page = tab.open(url)
+    page.evaluate("() => { Bokeh.documents[0].get_model_by_name('stages').value = 3 }")
+    alert = page.get_by_role("alert")
+    alert.wait_for()
+    told = alert.inner_text()
+    assert told.startswith("1f1b: virtual=3 stages per rank do not work; 1 does")
+    assert "Traceback" not in page.content()
+    page.evaluate("() => { Bokeh.documents[0].get_model_by_name('stages').value = 1 }")
+    alert.wait_for(state="hidden")
+    wait_for_boxes(tab, 4 * 8 * 2)
+    field = page.get_by_label("options of the schedule")
+    field.fill("waves=x")
+    field.press("Enter")
+    alert.wait_for()
+    assert "expected name=number" in alert.inner_text()
+
+
+def test_it_redraws_in_less_than_half_a_second(tab: Tab, url: str) -> None:
+    """Timeline, memory, figures and comparison, at 16 ranks and 64 microbatches."""
+    page = tab.open(url)
+    page.get_by_label("schedule", exact=True).select_option("zbv")
+    page.evaluate(SET, ["ranks", 16])
+    page.evaluate(SET, ["microbatches", 64])
+    wait_for_boxes(tab, 16 * 64 * 6)
+    taken = [page.evaluate(SET, ["latency", 0.05 * i]) for i in range(1, 8)]
+    print(f"redrawn in {[round(each) for each in taken]} ms")  # noqa: T201
+    # The machine may be busy with other things: the best of them counts.
+    assert min(taken) < 500
+
+
+def test_it_listens_on_this_machine_alone(url: str) -> None:
+    port = int(url.split(":")[-1].strip("/"))
+    with open("/proc/net/tcp") as table:
+        listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
+    addresses = {at.split(":")[0] for at in listening if int(at.split(":")[1], 16) == port}
+    assert addresses == {"0100007F"}
