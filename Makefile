@@ -19,7 +19,7 @@ export OMP_NUM_THREADS := 1
 export SCHEDULE RANKS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench browser clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -30,10 +30,10 @@ help: ## list the targets
 demo: $(VENV)/.demo-installed ## train a small GPT over pipeline stages (a few minutes)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py
 
-test: $(VENV)/.dev-installed ## run the test suite
+test: browser ## run the test suite
 	$(BIN)/pytest -q $(PYTEST_ARGS)
 
-check: $(VENV)/.dev-installed ## lint, types, import contracts, then the test suite
+check: browser ## lint, types, import contracts, then the test suite
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -46,6 +46,9 @@ format: $(VENV)/.dev-installed ## format the code
 
 bench: $(VENV)/.dev-installed ## measure what docs/performance.md tells
 	$(BIN)/python -m benchmarks.run
+
+browser: $(VENV)/.dev-installed ## get a Chromium for the browser tests, where there is none
+	@.ci/browser $(BIN)/python
 
 clean: ## remove the environment, caches and what runs left
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,8 +11,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-
-sync_api = pytest.importorskip("playwright.sync_api")
+from playwright import sync_api
 
 _NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser", "chrome")
 _ARGUMENTS = """
