@@ -130,7 +130,7 @@ def test_one_rank_is_a_pipeline_too() -> None:
         (mlp(4), {"ranks": 2, "schedule": "1f2b"}, ScheduleError, "did you mean '1f1b'"),
         (mlp(4), {"ranks": 0}, ScheduleError, "ranks=0"),
         (mlp(4), {"ranks": 2, "n_microbatches": 0}, ScheduleError, "microbatches=0"),
-        (nn.Linear(2, 2), {"ranks": 1}, PartitionError, "can't be cut by itself"),
+        (nn.Linear(2, 2), {"ranks": 2}, PartitionError, "no list of repeated blocks"),
         ([], {"ranks": 1}, PartitionError, "empty"),
         ([nn.Tanh(), torch.tanh], {"ranks": 2}, PartitionError, "item 1"),
         ([nn.Tanh(), hand_cut()[1]], {"ranks": 2}, PartitionError, "item 1"),

@@ -6,7 +6,6 @@ The same script runs both ways: ``python train.py`` plays all ranks in this proc
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,13 +14,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError, ScheduleError
-from penstock.partition.sequential import Split, cut, even_split, layers_of
+from penstock.errors import PartitionError
+from penstock.partition.cutting import (
+    Example,
+    ModelCut,
+    SplitWish,
+    balanced_plan,
+    cut_model,
+    own_loss,
+    read_split,
+    stages_asked_for,
+)
+from penstock.partition.materialize import materialize
+from penstock.partition.plan import Plan
+from penstock.partition.tied import Tie, find_ties
+from penstock.runtime.group import (
+    default_device,
+    from_first_rank,
+    gather_state,
+    process_group,
+)
 from penstock.runtime.loopback import loopback
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.transport import Transport
-from penstock.schedule.catalog import build, family
+from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
 from penstock.stage.manual import PipelineStage
 from penstock.trace import Trace
@@ -35,19 +52,30 @@ class Pipeline:
     """A model cut into stages, and a schedule that trains it.
 
     Args:
-        model: an ``nn.Sequential`` or a list of layers, cut by ``split``; a list of modules
-            without a split, each of which is a stage; or a list of ``PipelineStage``.
+        model: any module, cut by ``split``; a list of layers, likewise; a list of modules without
+            a split, each of which is a stage; or a list of ``PipelineStage``.
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of a microbatch: a scalar
-            tensor, or ``(scalar, metrics)``.
+            tensor, or ``(scalar, metrics)``. If None, the model's own, where the output for
+            ``example`` has a ``loss``.
         schedule: a schedule's name (see ``penstock.schedules()``), or a ``Program``.
         n_microbatches: microbatches per step.
         ranks: how many ranks to play in this process; under torchrun, its world size.
         virtual: stages per rank; the schedule's own default if None.
-        split: per stage the number of its layers, or their names; even counts if None.
+        split: per stage the number of its layers, or their names; for a model that is no
+            ``nn.Sequential`` also the names of the modules with which stages after the first
+            begin; a ``Plan`` or its file; or ``"auto"``, balanced by a measurement. Even counts
+            if None.
+        example: one microbatch, a tuple of positional or a dict of keyword arguments. With it,
+            what can't be cut is found at once; ``"auto"`` and capture need it.
+        init_fn: what initializes a module, for a model on the meta device, of which each rank
+            materializes its own stages; its own ``_init_weights`` or, module by module,
+            ``reset_parameters`` if None.
         device: where stages live; the CPU, or under torchrun with GPUs this process's GPU.
         group: the process group; the default group if None.
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
+        shared: the parameters that several stages have in common, where ``model`` is a list of
+            ``PipelineStage`` (see ``PipelineSchedule``); in other models they are found.
         timeout_s: how long a rank waits for another before it gives up.
 
     Raises:
@@ -71,16 +99,27 @@ class Pipeline:
         n_microbatches: int | None = None,
         ranks: int | None = None,
         virtual: int | None = None,
-        split: Split | None = None,
+        split: SplitWish | None = None,
+        example: Example | None = None,
+        init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
+        shared: Sequence[Tie] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.device = torch.device(device) if device is not None else _default_device()
-        self._group = _process_group(group, self.device, ranks)
-        program = self._program(model, schedule, n_microbatches, ranks, virtual, split)
+        self.device = torch.device(device) if device is not None else default_device()
+        self._group = process_group(group, self.device, ranks)
+        split = read_split(split)
+        program = choose_program(
+            schedule,
+            num_stages=_num_stages(model, split, copies_of(schedule)),
+            n_microbatches=n_microbatches,
+            ranks=ranks,
+            virtual=virtual,
+            world=None if self._group is None else self._group.size(),
+        )
         self.num_ranks = program.num_ranks
         self.rank = self._group.rank() if self._group is not None else 0
         local = (
@@ -88,7 +127,11 @@ class Pipeline:
             if self._group is None
             else program.placement.stages_of(self.rank)
         )
-        stages = self._stages(model, split, program, list(local))
+        self._ties: Sequence[Tie] = shared
+        self._cut = self._cut_model(model, split, program, example)
+        stages = self._stages(model, program, list(local), init_fn)
+        if loss_fn is None and self._cut is not None and self._cut.has_loss:
+            loss_fn = own_loss
         self.stages: tuple[PipelineStage, ...] = tuple(stages)
         self._schedule = ScheduleProgram(
             stages,
@@ -97,77 +140,46 @@ class Pipeline:
             transports=self._transports(),
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
+            shared=self._ties,
             timeout_s=timeout_s,
         )
 
     # --- building ----------------------------------------------------------------------------
 
-    def _program(
-        self,
-        model: Model,
-        schedule: str | Program,
-        n_microbatches: int | None,
-        ranks: int | None,
-        virtual: int | None,
-        split: Split | None,
-    ) -> Program:
-        world = self._group.size() if self._group is not None else None
-        copies = (
-            schedule.placement.copies if isinstance(schedule, Program) else family(schedule).copies
-        )
-        num_stages = _num_stages(model, split, copies)
-        if isinstance(schedule, Program):
-            if n_microbatches not in (None, schedule.num_microbatches):
-                raise ScheduleError(
-                    f"n_microbatches={n_microbatches}, but the program given as schedule has "
-                    f"{schedule.num_microbatches}"
-                )
-            if world not in (None, schedule.num_ranks):
-                raise ScheduleError(
-                    f"the program given as schedule is for {schedule.num_ranks} ranks, but "
-                    f"there are {world}"
-                )
-            _refuse_misfits(schedule, num_stages, ranks, virtual)
-            return schedule
-        known = ranks if world is None else world
-        if virtual is None:
-            if num_stages is not None and known and num_stages % known == 0:
-                virtual = num_stages // known
-            else:
-                virtual = family(schedule).default_virtual
-        num_ranks = _infer_ranks(num_stages, virtual) if known is None else known
-        if num_stages is not None and num_stages != num_ranks * virtual:
-            raise ScheduleError(
-                f"{num_stages} stages, but {schedule} on {num_ranks} ranks with {virtual} per rank "
-                f"needs {num_ranks * virtual}; change split, ranks or virtual"
+    def _cut_model(
+        self, model: Model, split: SplitWish | None, program: Program, example: Example | None
+    ) -> ModelCut | None:
+        """The modules of the stages, where the user has not made these."""
+        if _is_stages(model):
+            return None
+        whole: Any = model
+        num = program.placement.num_model_stages
+        if isinstance(split, str):  # on one rank: times come out differently on each
+            plan = from_first_rank(
+                self._group, lambda: balanced_plan(whole, num, example).to_json()
             )
-        return build(
-            schedule,
-            ranks=num_ranks,
-            microbatches=8 if n_microbatches is None else n_microbatches,
-            virtual=virtual,
-        )
+            split = Plan.from_json(plan)
+        return cut_model(whole, split, num, example=example, device=self.device)
 
     def _stages(
-        self, model: Model, split: Split | None, program: Program, local: list[int]
+        self,
+        model: Model,
+        program: Program,
+        local: list[int],
+        init_fn: Callable[[nn.Module], Any] | None,
     ) -> list[PipelineStage]:
-        if _is_stages(model):
+        if self._cut is None:
             given: list[Any] = list(model)  # type: ignore[arg-type]
             return given
         placement = program.placement
-        modules = _modules(model, split, placement.num_model_stages)
-        if self._group is not None:
-            _refuse_ties(modules, program)
+        modules = self._cut.modules
+        self._ties = [*self._ties, *find_ties(modules)]
+        mine = [modules[placement.model_stage(i)] for i in local]
+        materialize(mine, self.device, init_fn or getattr(model, "_init_weights", None))
         num = program.num_stages
         return [
-            PipelineStage(
-                modules[placement.model_stage(i)].to(self.device),
-                i,
-                num,
-                self.device,
-                group=self._group,
-            )
-            for i in local
+            PipelineStage(module, i, num, self.device, group=self._group)
+            for i, module in zip(local, mine, strict=True)
         ]
 
     def _transports(self) -> list[Transport] | None:
@@ -180,8 +192,9 @@ class Pipeline:
 
         Args:
             args: the model's inputs; ranks that do not hold the first stage may pass none.
-            target: what the loss is computed against; likewise for the last stage.
-            kwargs: keyword arguments of the stages, and those of ``PipelineSchedule.step``.
+            target: what the loss is computed against; likewise for the last stage. A model that
+                computes its own loss needs none.
+            kwargs: the model's keyword arguments, and those of ``PipelineSchedule.step``.
 
         Returns:
             The mean of the microbatches' losses: a scalar, the same on every rank; None without
@@ -191,6 +204,9 @@ class Pipeline:
             PenstockError: this rank failed, or another one did; see its type.
         """
         kwargs.setdefault("return_outputs", False)
+        if target is None and self._cut is not None and self._cut.whole_call:
+            # The model may compute its loss itself, from labels among its arguments.
+            kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         self._schedule.step(*args, target=target, **kwargs)
         losses = self._schedule.losses
         return None if losses is None else losses.mean()
@@ -240,13 +256,19 @@ class Pipeline:
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters, under the plain model's names; shared ones once."""
+        """This process's parameters, under the plain model's names; shared ones once.
+
+        A parameter that is tied to one of an earlier stage goes by the name that it has there, as
+        in the plain model, also where that stage lies on another rank.
+        """
+        model_stage = self.program.placement.model_stage
+        first = {place: tie[min(tie)] for tie in self._ties for place in tie.items()}
         seen: set[int] = set()
         for stage in self.stages:
             for name, param in stage.submod.named_parameters():
                 if id(param) not in seen:
                     seen.add(id(param))
-                    yield name, param
+                    yield first.get((model_stage(stage.stage_index), name), name), param
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters."""
@@ -254,20 +276,27 @@ class Pipeline:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This process's buffers, under the plain model's names."""
-        for stage in self.stages:
-            yield from stage.submod.named_buffers()
+        seen: set[int] = set()
+        for stage in self._distinct_stages():
+            for name, buffer in stage.submod.named_buffers():
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield name, buffer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """This process's parameters and buffers, under the plain model's names.
+
+        Args:
+            full: whether to gather those of all ranks, on the CPU; every rank calls it then.
 
         Raises:
             PartitionError: stages cut by hand have a name in common.
         """
         self._refuse_common_names()
         state: dict[str, Any] = {}
-        for stage in self.stages:
+        for stage in self._distinct_stages():
             state.update(stage.submod.state_dict())
-        return state
+        return gather_state(self._group, state) if full and self._group is not None else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this process's part of a plain model's state.
@@ -281,8 +310,17 @@ class Pipeline:
             mine = {name: state_dict[name] for name in stage.submod.state_dict()}
             stage.submod.load_state_dict(mine)
 
+    def _distinct_stages(self) -> list[PipelineStage]:
+        """This process's stages, one for each of the model's: copies of a stage are equal."""
+        model_stage = self.program.placement.model_stage
+        distinct: dict[int, PipelineStage] = {}
+        for stage in self.stages:
+            distinct.setdefault(model_stage(stage.stage_index), stage)
+        return list(distinct.values())
+
     def _refuse_common_names(self) -> None:
-        counts = Counter(name for stage in self.stages for name in stage.submod.state_dict())
+        stages = self._distinct_stages()
+        counts = Counter(name for stage in stages for name in stage.submod.state_dict())
         common = sorted(name for name, count in counts.items() if count > 1)
         if common:
             raise PartitionError(
@@ -297,33 +335,6 @@ class Pipeline:
             param.grad = None
 
 
-def _default_device() -> torch.device:
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
-
-
-def _process_group(
-    group: dist.ProcessGroup | None, device: torch.device, ranks: int | None
-) -> dist.ProcessGroup | None:
-    """The group to run over; None to play all ranks in this process."""
-    if not dist.is_available():
-        return None
-    if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None or group.size() == 1:
-        return None
-    if ranks not in (None, group.size()):
-        raise ScheduleError(
-            f"ranks={ranks}, but {group.size()} processes run: leave ranks out under torchrun"
-        )
-    return group
-
-
 def _is_stages(model: Model) -> bool:
     if isinstance(model, nn.Module):
         return False
@@ -332,63 +343,13 @@ def _is_stages(model: Model) -> bool:
     return all(isinstance(m, PipelineStage) for m in model)
 
 
-def _num_stages(model: Model, split: Split | None, copies: int) -> int | None:
+def _num_stages(model: Model, split: SplitWish | None, copies: int) -> int | None:
     """Into how many stages the user cuts the model; None where that follows from the ranks."""
     if split is not None:
-        return len(split)
+        return stages_asked_for(model, split)
     if isinstance(model, nn.Module):
         return None
     if _is_stages(model):
         first: Any = model[0]
         return int(first.num_stages) // copies
     return len(model)
-
-
-def _refuse_misfits(
-    program: Program, num_stages: int | None, ranks: int | None, virtual: int | None
-) -> None:
-    """What is asked for beside a program must be what the program says."""
-    has_stages = program.placement.num_model_stages
-    per_rank = has_stages / program.num_ranks
-    for what, asked, has in (
-        ("stages", num_stages, has_stages),
-        ("ranks", ranks, program.num_ranks),
-        ("stages per rank", virtual, int(per_rank) if per_rank.is_integer() else per_rank),
-    ):
-        if asked not in (None, has):
-            raise ScheduleError(
-                f"{asked} {what} are given, but the program given as schedule has {has}"
-            )
-
-
-def _infer_ranks(num_stages: int | None, virtual: int) -> int:
-    if num_stages is None:
-        raise ScheduleError("say on how many ranks to run: pass ranks=, or split= with the stages")
-    if num_stages % virtual:
-        raise ScheduleError(
-            f"{num_stages} stages can't be laid on ranks {virtual} by {virtual}; "
-            "pass a split whose length is a multiple of it"
-        )
-    return num_stages // virtual
-
-
-def _modules(model: Model, split: Split | None, num_stages: int) -> list[nn.Module]:
-    layers = layers_of(model)
-    if split is None:
-        split = even_split(len(layers), num_stages)
-    return list(cut(layers, split))
-
-
-def _refuse_ties(modules: Sequence[nn.Module], program: Program) -> None:
-    """Each process would train its own copy of a parameter that several ranks hold."""
-    holder: dict[int, tuple[int, str]] = {}
-    for stage, module in enumerate(modules):
-        rank = program.placement.rank_of(stage)
-        for name, param in module.named_parameters():
-            first_rank, first_name = holder.setdefault(id(param), (rank, name))
-            if first_rank != rank:
-                raise PartitionError(
-                    f"{first_name} (rank {first_rank}) and {name} (rank {rank}) are one shared "
-                    "parameter, and would be trained apart; put both on one rank (zbv holds the "
-                    "first and the last stage together), or untie them"
-                )

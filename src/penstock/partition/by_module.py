@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import PartitionError
 from penstock.partition.crossings import Crossings, DryRun, find_crossings
 from penstock.partition.dry_run import DryRunner
 from penstock.partition.homes import Cuts, Wish, find_homes
@@ -28,7 +29,11 @@ from penstock.partition.huggingface import install_hooks
 from penstock.partition.module_stage import ModuleStage
 from penstock.partition.units import find_units
 
-__all__ = ["Cuts", "ModuleSplit", "split_by_module"]
+__all__ = ["Cuts", "ModuleSplit", "NotByModule", "computes_loss", "split_by_module"]
+
+
+class NotByModule(PartitionError):
+    """The names are right, but the model does what can't run on several stages so cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +77,8 @@ def split_by_module(
         device: where the stages will live.
 
     Raises:
-        PartitionError: a name is unknown, a stage empty, a parameter left over; or the model does
-            what can't be cut there.
+        PartitionError: a name is unknown, a stage empty, or a parameter left over.
+        NotByModule: the model does what can't run on several stages so cut.
 
     Example:
         >>> class Net(nn.Module):
@@ -97,12 +102,14 @@ def split_by_module(
     parts = find_units(model, wish.places)
     install_hooks(model)
     dry = DryRunner(model, parts, device)
-    seen: DryRun | None = None
-    if example is not None:
-        args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
-        seen = dry.run(args, kwargs, training=model.training)
+    seen = None if example is None else _run_dry(dry, model, example)
     homes = find_homes(model, parts, wish, seen)
     num_stages = wish.num_stages
+
+    try:
+        crossings = None if seen is None else find_crossings(seen, homes, num_stages)
+    except PartitionError as error:
+        raise NotByModule(str(error)) from error
 
     def find(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Crossings:
         fresh = dry.run(args, kwargs, training=training)
@@ -117,5 +124,33 @@ def split_by_module(
     stages = tuple(
         ModuleStage(model, parts, own[i], i, num_stages, find, device) for i in range(num_stages)
     )
-    crossings = None if seen is None else find_crossings(seen, homes, num_stages)
     return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)
+
+
+def computes_loss(model: nn.Module, example: tuple[Any, ...] | Mapping[str, Any]) -> bool:
+    """Whether what a model returns for an example has a ``loss``, a scalar.
+
+    Args:
+        model: the model.
+        example: one microbatch.
+
+    Raises:
+        NotByModule: the model can't be run on shapes.
+    """
+    parts = find_units(model, ())
+    return _run_dry(DryRunner(model, parts, torch.device("cpu")), model, example).loss
+
+
+def _run_dry(
+    dry: DryRunner, model: nn.Module, example: tuple[Any, ...] | Mapping[str, Any]
+) -> DryRun:
+    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+    try:
+        return dry.run(args, kwargs, training=model.training)
+    except PartitionError as error:
+        raise NotByModule(str(error)) from error
+    except Exception as error:
+        raise NotByModule(
+            f"the forward of {type(model).__name__} failed on the example, in a run in which its "
+            f"modules compute shapes alone: {type(error).__name__}: {error}"
+        ) from error

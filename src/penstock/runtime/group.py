@@ -1,0 +1,92 @@
+"""The process group that a pipeline runs over, and what its ranks tell each other beforehand.
+
+It knows ranks and processes, and nothing of models or schedules.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import PenstockError, ScheduleError
+
+__all__ = ["default_device", "from_first_rank", "gather_state", "process_group"]
+
+
+def default_device() -> torch.device:
+    """The CPU, or under torchrun with GPUs this process's GPU."""
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def process_group(
+    group: dist.ProcessGroup | None, device: torch.device, ranks: int | None
+) -> dist.ProcessGroup | None:
+    """The group to run over; None to play all ranks in this process.
+
+    Args:
+        group: the group that the user gives, if any.
+        device: where stages will live.
+        ranks: how many ranks the user asks for, if so.
+
+    Raises:
+        ScheduleError: another number of processes run.
+    """
+    if not dist.is_available():
+        return None
+    if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or group.size() == 1:
+        return None
+    if ranks not in (None, group.size()):
+        raise ScheduleError(
+            f"ranks={ranks}, but {group.size()} processes run: leave ranks out under torchrun"
+        )
+    return group
+
+
+def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) -> str:
+    """What ``make`` returns on the first rank, on every rank; what it raises, likewise.
+
+    Args:
+        group: the ranks; None where all of them are in this process.
+        make: called on the first rank alone, since it may come out differently on each.
+    """
+    if group is None:
+        return make()
+    told: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            told[0] = make()
+        except PenstockError as error:
+            told[1] = error
+    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
+    text, failure = told
+    if failure is not None:
+        raise failure
+    return str(text)
+
+
+def gather_state(group: dist.ProcessGroup, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of all ranks in one, on every rank, tensors on the CPU.
+
+    Args:
+        group: the ranks; every one calls.
+        state: this rank's part.
+    """
+    mine = {
+        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, mine, group=group)
+    return {name: value for part in parts for name, value in part.items()}

@@ -1,0 +1,120 @@
+"""Which program a pipeline plays: from what a user says of stages, ranks and microbatches.
+
+What is said fixes the rest, or does not fit and is refused. Nothing here knows models.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalog import build, family
+from penstock.schedule.program import Program
+
+__all__ = ["choose_program", "copies_of"]
+
+DEFAULT_MICROBATCHES = 8
+
+
+def copies_of(schedule: str | Program) -> int:
+    """In how many copies a schedule has the model.
+
+    Args:
+        schedule: its name, or a program.
+    """
+    if isinstance(schedule, Program):
+        return schedule.placement.copies
+    return family(schedule).copies
+
+
+def choose_program(
+    schedule: str | Program,
+    *,
+    num_stages: int | None,
+    n_microbatches: int | None,
+    ranks: int | None,
+    virtual: int | None,
+    world: int | None,
+) -> Program:
+    """The program to play.
+
+    Args:
+        schedule: a schedule's name, or the program itself.
+        num_stages: into how many stages the model is cut, where that is said.
+        n_microbatches: microbatches per step, likewise.
+        ranks: on how many ranks, likewise.
+        virtual: stages per rank, likewise.
+        world: how many processes run; None where one plays all ranks.
+
+    Raises:
+        ScheduleError: these do not fit each other, or do not say enough.
+
+    Example:
+        >>> program = choose_program(
+        ...     "1f1b", num_stages=2, n_microbatches=4, ranks=None, virtual=None, world=None
+        ... )
+        >>> program.num_ranks
+        2
+    """
+    if isinstance(schedule, Program):
+        refuse_misfits(schedule, num_stages, n_microbatches, ranks, virtual, world)
+        return schedule
+    known = ranks if world is None else world
+    if virtual is None:
+        if num_stages is not None and known and num_stages % known == 0:
+            virtual = num_stages // known
+        else:
+            virtual = family(schedule).default_virtual
+    num_ranks = infer_ranks(num_stages, virtual) if known is None else known
+    if num_stages is not None and num_stages != num_ranks * virtual:
+        raise ScheduleError(
+            f"{num_stages} stages, but {schedule} on {num_ranks} ranks with {virtual} per rank "
+            f"needs {num_ranks * virtual}; change split, ranks or virtual"
+        )
+    return build(
+        schedule,
+        ranks=num_ranks,
+        microbatches=DEFAULT_MICROBATCHES if n_microbatches is None else n_microbatches,
+        virtual=virtual,
+    )
+
+
+def refuse_misfits(
+    program: Program,
+    num_stages: int | None,
+    n_microbatches: int | None,
+    ranks: int | None,
+    virtual: int | None,
+    world: int | None,
+) -> None:
+    """What is asked for beside a program must be what the program says."""
+    if n_microbatches not in (None, program.num_microbatches):
+        raise ScheduleError(
+            f"n_microbatches={n_microbatches}, but the program given as schedule has "
+            f"{program.num_microbatches}"
+        )
+    if world not in (None, program.num_ranks):
+        raise ScheduleError(
+            f"the program given as schedule is for {program.num_ranks} ranks, but there are {world}"
+        )
+    has_stages = program.placement.num_model_stages
+    per_rank = has_stages / program.num_ranks
+    for what, asked, has in (
+        ("stages", num_stages, has_stages),
+        ("ranks", ranks, program.num_ranks),
+        ("stages per rank", virtual, int(per_rank) if per_rank.is_integer() else per_rank),
+    ):
+        if asked not in (None, has):
+            raise ScheduleError(
+                f"{asked} {what} are given, but the program given as schedule has {has}"
+            )
+
+
+def infer_ranks(num_stages: int | None, virtual: int) -> int:
+    """The ranks that so many stages need."""
+    if num_stages is None:
+        raise ScheduleError("say on how many ranks to run: pass ranks=, or split= with the stages")
+    if num_stages % virtual:
+        raise ScheduleError(
+            f"{num_stages} stages can't be laid on ranks {virtual} by {virtual}; "
+            "pass a split whose length is a multiple of it"
+        )
+    return num_stages // virtual
