@@ -1,62 +1,122 @@
-"""One parameter in two stages: trained right where one rank holds both, refused where not."""
+"""One parameter in several stages: the whole gradient in each place, whichever ranks hold them."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
 
-from penstock import PartitionError, Pipeline
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
-
-mse = nn.functional.mse_loss
-
-
-def tied_model(num_layers: int) -> nn.Sequential:
-    """Layers of which the first and the last share their weight."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(num_layers)))
-    model[-1].weight = model[0].weight
-    return model
+from tests.agreement import BIDIRECTIONAL
+from tests.distributed import sharing
+from tests.distributed.sharing import bitwise_equal, train_shared
 
 
-def data() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(8, 6), torch.randn(8, 6)
+def train(num_ranks: int, *plan: Any) -> list[dict[str, Any]]:
+    return [outcome.result() for outcome in run_ranks(train_shared, num_ranks, *plan)]
 
 
-def refuse(rank: int, num_ranks: int) -> str:
-    try:
-        Pipeline(tied_model(2), loss_fn=mse, schedule="1f1b", n_microbatches=4)
-    except PartitionError as error:
-        return str(error)
-    return "not refused"
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb"])
+def test_a_tie_across_ranks_gets_the_gradients_of_both_uses(schedule: str) -> None:
+    first, second = train(2, "tied", schedule, 4, 3)
+    # The plain model has the weight once, under its first name; so have both ranks.
+    name = "0.tokens.weight"
+    assert bitwise_equal(first["grads"][name], second["grads"][name])
+    assert "3.weight" not in second["grads"]
+    assert first["log"] == [
+        f"{name} of stage 0 and 3.weight of stage {1 if 'inter' not in schedule else 3} are one "
+        "parameter: gradients summed across ranks 0 and 1"
+    ]
+    assert second["log"] == []
 
 
-def train_on_a_v(rank: int, num_ranks: int) -> dict[str, Any]:
-    pipe = Pipeline(tied_model(4), loss_fn=mse, schedule="zbv", n_microbatches=4)
-    inputs, target = data()
-    pipe.step(inputs, target=target)
-    return {name: param.grad for name, param in pipe.named_parameters()}
+def test_a_tie_over_four_ranks_leaves_those_between_alone() -> None:
+    every = train(4, "tied", "1f1b", 6, 4)
+    name = "0.tokens.weight"
+    assert bitwise_equal(every[0]["grads"][name], every[3]["grads"][name])
+    assert all(name not in rank["grads"] for rank in every[1:3])
 
 
-def test_a_tie_across_ranks_is_refused_on_every_rank() -> None:
-    for outcome in run_ranks(refuse, 2):
-        message = outcome.result()
-        assert "0.weight (rank 0) and 1.weight (rank 1) are one shared parameter" in message
-        assert "put both on one rank" in message
+def test_a_tie_on_one_rank_is_placed_together() -> None:
+    first, second = train(2, "tied", "zbv", 4, 4)
+    assert first["log"] == [
+        "0.tokens.weight of stage 0 and 3.weight of stage 3 are one parameter: placed together"
+    ]
+    assert "0.tokens.weight" not in second["grads"]
 
 
-def test_a_tie_on_one_rank_gets_the_gradients_of_both_uses() -> None:
-    model = copy.deepcopy(tied_model(4))
-    inputs, target = data()
-    plain_step(model, mse, inputs, target=target, n_microbatches=4)
-    expected = {name: param.grad for name, param in model.named_parameters()}
-    first, second = (o.result() for o in run_ranks(train_on_a_v, 2))
-    assert {**first, **second}.keys() == expected.keys()
+@pytest.mark.parametrize("case", ["gpt", "tied"])
+@pytest.mark.parametrize("schedule", BIDIRECTIONAL)
+def test_two_copies_on_two_ranks_stay_equal(schedule: str, case: str) -> None:
+    first, second = train(2, case, schedule, 4, 6)
+    # Either rank holds every stage, in one direction or the other.
+    assert first["grads"].keys() == second["grads"].keys()
+    for name, grad in first["grads"].items():
+        assert bitwise_equal(grad, second["grads"][name]), name
+    assert first["log"][-1] == "2 copies of the model: gradients summed across ranks 0 and 1"
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("dualpipe", 8), ("chimera", 7)])
+def test_two_copies_on_four_ranks(schedule: str, microbatches: int) -> None:
+    every = train(4, "tied", schedule, 8, microbatches)
+    for rank in (0, 1):
+        mirrored = every[3 - rank]["grads"]
+        assert every[rank]["grads"].keys() == mirrored.keys()
+        for name, grad in every[rank]["grads"].items():
+            assert bitwise_equal(grad, mirrored[name]), name
+    assert every[0]["log"][-1].endswith("summed across ranks 0 and 3, 1 and 2")
+
+
+def test_ties_by_name_between_stages_cut_by_hand() -> None:
+    """Of all schedules one that splits its backward; the embedding's whole module is named."""
+    whole = sharing.tied_gpt(4)
+    batch, target = sharing.TIED.batch(6, 0)
+    plain_step(whole, sharing.TIED.loss_fn, batch, target=target, n_microbatches=3)
+    expected = {name: param.grad for name, param in whole.named_parameters()}
+    first, second = (o.result() for o in run_ranks(sharing.by_hand, 2))
+    torch.testing.assert_close(first["0.tokens.weight"], expected["0.tokens.weight"])
+    assert bitwise_equal(first["0.tokens.weight"], second["3.weight"])
     for name, grad in {**first, **second}.items():
-        # The two uses of the tied weight are summed per use here, per microbatch there.
-        torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-7, msg=name)
+        if name != "3.weight":
+            torch.testing.assert_close(grad, expected[name], msg=name)
+
+
+def test_clipping_counts_a_shared_parameter_once() -> None:
+    for schedule, case in (("1f1b", "tied"), ("dualpipe", "tied"), ("chimera", "gpt")):
+        for outcome in run_ranks(sharing.clip, 2, case, schedule):
+            clipped, plain = outcome.result()
+            torch.testing.assert_close(clipped, plain)
+
+
+def test_a_checkpoint_of_shared_parameters_is_the_plain_models(tmp_path: Any) -> None:
+    for number, schedule in enumerate(("1f1b", "dualpipe")):
+        folder = tmp_path / str(number)
+        outcomes = run_ranks(sharing.save_and_load, 2, schedule, str(folder))
+        assert [outcome.result() for outcome in outcomes] == ["", ""]
+        assert sharing.load_plain(str(folder)) == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("shape", "can't be shared: shapes and dtypes differ"),
+        ("name", "has neither a parameter nor a module 'nothing'"),
+        ("stage", "names stage 7; there are stages 0 to 1"),
+        ("one rank", "the ranks do not agree on what stages share"),
+        ("hook", "has a post-accumulate-grad hook"),
+    ],
+)
+def test_what_can_not_be_shared_is_told_on_every_rank(fault: str, told: str) -> None:
+    for outcome in run_ranks(sharing.faulty, 2, fault):
+        assert told in outcome.result()
+
+
+def test_a_rank_that_fails_before_the_sum_is_told_to_the_others() -> None:
+    outcomes = [outcome.result() for outcome in run_ranks(sharing.fail_in_backward, 2)]
+    assert [error_type for error_type, _, _ in outcomes] == ["StageError", "PeerError"]
+    for _, message, grad_is_kept in outcomes:
+        assert "a fault in the backward" in message
+        # Gradients that had piled up before the broken step are those of a whole one.
+        assert grad_is_kept

@@ -10,17 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
+from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
 from penstock.runtime.batch import Batch
 from penstock.runtime.player import Call, LossFn, Role
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
+from penstock.runtime.sharing import Sharing
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Op
 from penstock.schedule.check import check
@@ -58,9 +60,12 @@ class Engine:
         stages: this process's stages, by index.
         transports: one per rank that this process plays, in rank order.
         options: how it runs.
+        ties: the parameters that stages share (see ``penstock.partition.tied``), beside those of
+            a model that is there in several copies.
 
     Raises:
         ScheduleError: the program has problems, or the stages are not those of these ranks.
+        PartitionError: a tie names something that does not exist.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Engine:
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
         options: Options,
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.options = options
         self.stages = dict(stages)
@@ -79,8 +85,11 @@ class Engine:
         # Of what was asked for: ranks may differ in whether their stages are sharded.
         self._digest = hashlib.sha256(format_csv(program).encode()).hexdigest()[:16]
         self._check_stages(program)
+        self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
         self._wrapped = {i: s.submod for i, s in self.stages.items()}
-        self._replicas = {i: replicas_of(submod) for i, submod in self._wrapped.items()}
+        # A module that is a stage several times (one copy per direction) is wrapped once.
+        wrappers = {id(submod): replicas_of(submod) for submod in self._wrapped.values()}
+        self._replicas = {i: wrappers[id(submod)] for i, submod in self._wrapped.items()}
         sharding = any(r is not None and r.sharded for r in self._replicas.values())
         self.program = _lowered(program, sharding=sharding)
         self.eval_program = check(lower(forward_only(program)))
@@ -153,6 +162,19 @@ class Engine:
             transport.begin()
         self._agree()
         act.open(batch, self._num_steps)
+        with self._sharing.summed() if train else nullcontext():
+            self._play(act)
+        losses = act.close(batch)
+        for player in act.players.values():
+            player.rest()
+        for transport in self.transports:
+            # Once more, for what closing sent: a send may not outlast a profiler of this step.
+            transport.drain()
+            transport.end()
+        self._num_steps += 1
+        return losses
+
+    def _play(self, act: Act) -> None:
         replicas = self._current_replicas(act)
         try:
             for each in replicas:
@@ -164,24 +186,17 @@ class Engine:
         finally:
             for each in replicas:
                 each.end()
-        losses = act.close(batch)
-        for player in act.players.values():
-            player.rest()
-        for transport in self.transports:
-            # Once more, for what closing sent: a send may not outlast a profiler of this step.
-            transport.drain()
-            transport.end()
-        self._num_steps += 1
-        return losses
 
     def _current_replicas(self, act: Act) -> list[Replicas]:
         # A stage's module may be wrapped, or wrapped differently, between steps.
         for i, stage in self.stages.items():
             if stage.submod is not self._wrapped[i]:
+                twins = [j for j in self._wrapped if self._wrapped[j] is stage.submod]
                 self._wrapped[i] = stage.submod
-                self._replicas[i] = replicas_of(stage.submod)
+                known = self._replicas[twins[0]] if twins else replicas_of(stage.submod)
+                self._replicas[i] = known
             act.players[i].replicas = self._replicas[i]
-        return [r for r in self._replicas.values() if r is not None]
+        return list({id(r): r for r in self._replicas.values() if r is not None}.values())
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -236,6 +251,7 @@ class Engine:
             "the program": hashlib.sha256(format_csv(self.program).encode()).hexdigest()[:16],
             "dynamic_shapes": self.options.dynamic_shapes,
             "having a loss_fn": self.options.loss_fn is not None,
+            "what stages share": self._sharing.facts,
         }
         for transport in self.transports:
             notes = [json.loads(n) for n in transport.gather_notes(json.dumps(facts).encode())]
@@ -244,6 +260,7 @@ class Engine:
                 if any(value != values[0] for value in values):
                     shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
                     raise ScheduleError(f"the ranks do not agree on {key} ({shown})")
+        self._sharing.agree()
         self._agreed = True
 
     def trace(self) -> Trace:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError, ScheduleError, StageError
+from penstock.partition.tied import Tie
 from penstock.runtime.batch import Batch
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.engine import Engine, Options
@@ -24,7 +25,7 @@ from penstock.runtime.microbatch import (
     split_tree,
 )
 from penstock.runtime.transport import Transport
-from penstock.schedule.catalog import build
+from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
 from penstock.stage.announcing import announced, default_group
 from penstock.stage.manual import PipelineStage
@@ -55,6 +56,11 @@ class PipelineSchedule:
             gradients are those of the mean loss over the batch.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
         timeout_s: how long a rank waits for another before it gives up.
+        shared: the parameters that several stages have in common, which ranks in processes of
+            their own can't see: for each a mapping from stage to name there, such as
+            ``{0: "embed.weight", 3: "head.weight"}``; the name of a module stands for all of its
+            parameters. The same on every rank. Each place then gets the whole gradient, and the
+            first stage's value before the first step.
         transports: the ranks that this process plays, if not just its own of the stages' group.
 
     Attributes:
@@ -63,6 +69,7 @@ class PipelineSchedule:
 
     Raises:
         ScheduleError: stages, ranks and microbatches do not fit the program.
+        PartitionError: ``shared`` names a stage, module or parameter that does not exist.
     """
 
     schedule_name: ClassVar[str | None] = None
@@ -80,6 +87,7 @@ class PipelineSchedule:
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        shared: Sequence[Tie] = (),
         transports: Sequence[Transport] | None = None,
     ) -> None:
         self.n_microbatches = n_microbatches
@@ -101,7 +109,8 @@ class PipelineSchedule:
                     f"loss_fn is {loss_fn!r}, expected something callable: loss_fn(output, target)"
                 )
             program = program or self._build(stages, transports[0].num_ranks)
-            self.engine = Engine(program, {s.stage_index: s for s in stages}, transports, options)
+            by_index = {s.stage_index: s for s in stages}
+            self.engine = Engine(program, by_index, transports, options, shared)
         except PenstockError as error:
             # The other ranks may be waiting for this one in their first step.
             for transport in transports:
@@ -114,17 +123,18 @@ class PipelineSchedule:
 
     def _build(self, stages: Sequence[PipelineStage], num_ranks: int) -> Program:
         assert self.schedule_name is not None
-        num_stages = stages[0].num_stages
-        if num_stages % num_ranks:
+        num_stages, copies = stages[0].num_stages, family(self.schedule_name).copies
+        if num_stages % (copies * num_ranks):
+            times = f"{copies} times " if copies > 1 else ""
             raise ScheduleError(
                 f"{num_stages} stages on {num_ranks} ranks: the number of stages must be a "
-                f"multiple of the number of ranks for {self.schedule_name}"
+                f"multiple of {times}the number of ranks for {self.schedule_name}"
             )
         return build(
             self.schedule_name,
             ranks=num_ranks,
             microbatches=self.n_microbatches,
-            virtual=num_stages // num_ranks,
+            virtual=num_stages // (copies * num_ranks),
         )
 
     @property

@@ -6,9 +6,11 @@ All of them are one class with another program: a schedule is data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError
+from penstock.partition.tied import Tie
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, LossFn, PipelineSchedule
 from penstock.schedule.catalog import family
 from penstock.schedule.program import Program
@@ -17,6 +19,8 @@ from penstock.stage.manual import PipelineStage
 __all__ = [
     "PipelineSchedule",
     "Schedule1F1B",
+    "ScheduleChimera",
+    "ScheduleDualPipe",
     "ScheduleDualPipeV",
     "ScheduleForwardOnly",
     "ScheduleGPipe",
@@ -44,6 +48,7 @@ class _Single(PipelineSchedule):
         *,
         dynamic_shapes: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        shared: Sequence[Tie] = (),
     ) -> None:
         super().__init__(
             [stage],
@@ -55,6 +60,7 @@ class _Single(PipelineSchedule):
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             timeout_s=timeout_s,
+            shared=shared,
         )
 
 
@@ -93,6 +99,7 @@ class _Multi(PipelineSchedule):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         dynamic_shapes: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        shared: Sequence[Tie] = (),
     ) -> None:
         # backward_requires_autograd and defer_pp_recv are torch's; neither changes a result.
         super().__init__(
@@ -105,6 +112,7 @@ class _Multi(PipelineSchedule):
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             timeout_s=timeout_s,
+            shared=shared,
         )
 
 
@@ -133,6 +141,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
         *,
         dynamic_shapes: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        shared: Sequence[Tie] = (),
     ) -> None:
         super().__init__(
             stages,
@@ -144,6 +153,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             timeout_s=timeout_s,
+            shared=shared,
         )
 
 
@@ -163,6 +173,29 @@ class ScheduleDualPipeV(ScheduleInterleaved1F1B):
     """DualPipe's two directions folded into a V, forwards and backwards in pairs."""
 
     schedule_name = "dualpipev"
+
+
+class ScheduleDualPipe(ScheduleInterleaved1F1B):
+    """Two directions, each with its own copy of the weights, in pairs of forward and backward.
+
+    Rank r holds two stages of 2P: stage r, and stage 2P - 1 - r, which is stage P - 1 - r of the
+    model again. Even microbatches enter on rank 0 and odd ones on the last rank, so that both
+    pass the whole batch and its target. Gradients of the two copies are summed within ``step``.
+
+    Example:
+        >>> stages = [                                                       # doctest: +SKIP
+        ...     PipelineStage(layers[i % P], i, 2 * P, device) for i in (r, 2 * P - 1 - r)
+        ... ]
+        >>> ScheduleDualPipe(stages, n_microbatches, loss_fn)                # doctest: +SKIP
+    """
+
+    schedule_name = "dualpipe"
+
+
+class ScheduleChimera(ScheduleInterleaved1F1B):
+    """1F1B in two directions, each with its own copy of the weights: stages as ScheduleDualPipe."""
+
+    schedule_name = "chimera"
 
 
 class ScheduleProgram(PipelineSchedule):
@@ -192,6 +225,8 @@ _CLASSES: tuple[type[PipelineSchedule], ...] = (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
     ScheduleDualPipeV,
+    ScheduleDualPipe,
+    ScheduleChimera,
 )
 
 

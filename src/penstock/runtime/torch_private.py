@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["profiler_is_on", "takes_cpu_tensors"]
+__all__ = ["has_grad_hooks", "profiler_is_on", "takes_cpu_tensors"]
+
+
+def has_grad_hooks(param: Tensor) -> bool:
+    """Whether hooks run whenever the gradient of ``param`` has been accumulated."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:

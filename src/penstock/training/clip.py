@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import StageError
+from penstock.stage.counted import counts_here
 
 __all__ = ["clip_grad_norm_"]
 
@@ -32,7 +33,8 @@ def clip_grad_norm_(
     """Scale all gradients so that their total norm is at most ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_`` would on the whole model in one process. Every rank of
-    the pipeline calls it with its own parameters, after ``step`` and before the optimizer.
+    the pipeline calls it with its own parameters, after ``step`` and before the optimizer. A
+    parameter that stages on several ranks share counts once.
 
     Args:
         parameters: this rank's parameters; those without a gradient do not count.
@@ -59,7 +61,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
     mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in mine if p.grad is not None]
+    grads = [p.grad for p in mine if p.grad is not None and counts_here(p)]
     total = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     # Of sharded gradients (DTensor, whose import takes a second) the norm is sharded too.
     full_tensor = getattr(total, "full_tensor", None)

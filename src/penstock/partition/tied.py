@@ -1,0 +1,44 @@
+"""Finds the parameters that several stages have in common.
+
+    stage 0   embed.weight ─┐
+    stage 3   head.weight ──┴─ one parameter      {0: "embed.weight", 3: "head.weight"}
+
+A tie is a mapping from each stage that holds the parameter to its name there. Where stages lie on
+several ranks each process has a parameter of its own, and a tie is what remains to say that they
+are one: ``penstock.runtime.sharing`` sums their gradients. This module knows no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+__all__ = ["Tie", "find_ties"]
+
+Tie: TypeAlias = Mapping[int, str]
+"""For each stage that holds it, the name of a parameter there; or of a module, for all of its."""
+
+
+def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
+    """The parameters that stand in several modules, seen from their being one object.
+
+    Args:
+        modules: the modules of all stages, in order.
+
+    Returns:
+        A tie for each such parameter, stages rising; where a stage has it under several names,
+        the first. In the order of the first stages' parameters.
+
+    Example:
+        >>> embed, head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
+        >>> head.weight = embed.weight
+        >>> find_ties([embed, nn.Linear(2, 2), head])
+        ({0: 'weight', 2: 'weight'},)
+    """
+    ties: dict[int, dict[int, str]] = {}
+    for stage, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            ties.setdefault(id(param), {})[stage] = name
+    return tuple(tie for tie in ties.values() if len(tie) > 1)

@@ -1,0 +1,100 @@
+"""What ties and copies come to, in stages and names; ``sharing.py`` says what is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.errors import PartitionError
+from penstock.partition.tied import Tie
+from penstock.schedule.placement import Placement
+
+__all__ = ["groups_of", "named_tensors"]
+
+
+def groups_of(ties: Sequence[Tie], placement: Placement) -> list[dict[int, str]]:
+    """The places that share something, as stages and the names there: ties first, then copies.
+
+    Args:
+        ties: as the user or the partitioner gives them.
+        placement: where it has copies, a tie holds in each of them, and each stage shares all of
+            its module with its copies (written as the empty name).
+
+    Raises:
+        PartitionError: a tie with a stage that does not exist, with two names in one stage, or
+            with fewer than two places.
+
+    Example:
+        >>> from penstock.schedule.placement import bidirectional
+        >>> groups_of([], bidirectional(2))
+        [{0: '', 2: ''}, {1: '', 3: ''}]
+        >>> groups_of([{0: "embed.weight", 1: "head.weight"}], bidirectional(2))[0]
+        {0: 'embed.weight', 2: 'embed.weight', 1: 'head.weight', 3: 'head.weight'}
+    """
+    size, copies = placement.num_model_stages, placement.copies
+    groups = [_spread(tie, placement) for tie in ties]
+    if copies > 1:
+        groups += [{stage + copy * size: "" for copy in range(copies)} for stage in range(size)]
+    return groups
+
+
+def _spread(tie: Tie, placement: Placement) -> dict[int, str]:
+    group: dict[int, str] = {}
+    for stage, name in tie.items():
+        if stage not in range(placement.num_stages):
+            raise PartitionError(
+                f"the tie {dict(tie)} names stage {stage}; there are stages 0 to "
+                f"{placement.num_stages - 1}"
+            )
+        for copy in range(placement.copies):
+            place = placement.model_stage(stage) + copy * placement.num_model_stages
+            if group.setdefault(place, name) != name:
+                raise PartitionError(f"the tie {dict(tie)} has two names for one of the stages")
+    if len(tie) < 2:
+        raise PartitionError(f"the tie {dict(tie)} has one place; name all stages that share")
+    return group
+
+
+def named_tensors(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str, Tensor]:
+    """What ``name`` stands for in a stage's module.
+
+    Args:
+        module: the stage's module, wrapped or not.
+        stage: its index, for messages.
+        name: of a parameter, or of a module for all within; empty for the stage's own.
+        buffers: whether buffers are asked for, or parameters.
+
+    Returns:
+        By name within ``name``; the empty name for the parameter itself.
+
+    Raises:
+        PartitionError: there is nothing of that name.
+    """
+    plain = _unwrapped(module)
+    if dict(plain.named_parameters(remove_duplicate=False)).keys() & {name}:
+        return {} if buffers else {"": plain.get_parameter(name)}
+    try:
+        within = plain.get_submodule(name)
+    except AttributeError:
+        known = [known for known, _ in plain.named_parameters()]
+        shown = ", ".join(known[:6]) + (", …" if len(known) > 6 else "")
+        raise PartitionError(
+            f"stage {stage} has neither a parameter nor a module {name!r}; its parameters are: "
+            f"{shown or 'none'}"
+        ) from None
+    listed = within.named_buffers if buffers else within.named_parameters
+    return dict(listed())
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module that a wrapper around the whole stage holds: names are its."""
+    inner = module
+    while True:
+        if isinstance(inner, DistributedDataParallel):
+            inner = inner.module
+        elif isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):
+            inner = compiled
+        else:
+            return inner
