@@ -26,6 +26,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from penstock.stage.deferred_aten import OVERLOADS
 from penstock.stage.deferred_generic import intercept_any, may_hold_weight
 from penstock.stage.deferred_ledger import CannotDeferError, Ledger
 from penstock.stage.deferred_ops import HANDLERS, PASS
@@ -33,6 +34,8 @@ from penstock.stage.delivery import deliver
 from penstock.stage.torch_private import pop_mode, push_mode
 
 __all__ = ["CannotDeferError", "DeferredWeights", "find_leaks"]
+
+ALL_HANDLERS = HANDLERS | OVERLOADS
 
 
 class DeferredWeights(TorchFunctionMode):
@@ -79,7 +82,7 @@ class DeferredWeights(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func``, its weights' gradients put off where it takes any."""
-        handler = HANDLERS.get(func)
+        handler = ALL_HANDLERS.get(func)
         if handler is PASS:
             return func(*args, **kwargs) if kwargs else func(*args)
         if handler is not None:

@@ -29,6 +29,16 @@ CONVS: dict[Func, tuple[int, bool]] = {
     torch.conv_transpose1d: (1, True),
     torch.conv_transpose2d: (2, True),
     torch.conv_transpose3d: (3, True),
+    # As captured graphs call them; strings as padding have overloads of their own.
+    torch.ops.aten.conv1d.default: (1, False),
+    torch.ops.aten.conv1d.padding: (1, False),
+    torch.ops.aten.conv2d.default: (2, False),
+    torch.ops.aten.conv2d.padding: (2, False),
+    torch.ops.aten.conv3d.default: (3, False),
+    torch.ops.aten.conv3d.padding: (3, False),
+    torch.ops.aten.conv_transpose1d.default: (1, True),
+    torch.ops.aten.conv_transpose2d.input: (2, True),
+    torch.ops.aten.conv_transpose3d.input: (3, True),
 }
 FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 TRANSPOSED = (

@@ -33,6 +33,9 @@ Func = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+# What captured graphs call in place of torch's functions.
+aten: Any = torch.ops.aten
+
 
 class Interception(AbstractContextManager[Any], Protocol):
     """The active mode, as far as the handlers of operations need to know it."""
@@ -68,6 +71,10 @@ VIEWS = frozenset(
         torch.split,
         torch.chunk,
         torch.unbind,
+        *(aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default),
+        *(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.expand.default),
+        *(aten.squeeze.dim, aten.unsqueeze.default, aten.split.Tensor, aten.chunk.default),
+        *(aten.unbind.int, aten.narrow.default, aten.slice.Tensor, aten.select.int),
     }
 )
 
@@ -81,6 +88,8 @@ LOOKUPS = frozenset(
         torch.gather,
         Tensor.masked_fill,
         torch.masked_fill,
+        *(aten.index.Tensor, aten.index_select.default, aten.gather.default),
+        *(aten.masked_fill.Scalar, aten.masked_fill.Tensor),
     }
 )
 
@@ -90,6 +99,7 @@ ELEMENTWISE = frozenset(
         *(torch.add, torch.sub, torch.mul, torch.div),
         *(Tensor.add, Tensor.sub, Tensor.mul, Tensor.div),
         *(Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__mul__, Tensor.__rmul__),
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
     }
 )
 
@@ -101,7 +111,10 @@ def may_hold_weight(ledger: Ledger, args: Args) -> bool:
     known = ledger.expressions
     for arg in args:
         kind = type(arg)
-        if kind is Parameter or kind is tuple or kind is list or (known and id(arg) in known):
+        if kind is Parameter or (known and id(arg) in known):
+            return True
+        # Sizes and dimensions come in lists as well.
+        if (kind is tuple or kind is list) and not (arg and type(arg[0]) is int):
             return True
     return False
 
@@ -180,7 +193,7 @@ def weights_only(func: Func, args: Args, weight: Weight, others: list[Tensor]) -
 
 def changes_in_place(func: Func, kwargs: Kwargs) -> bool:
     """Whether ``func`` writes into its first argument or into ``out=``, going by its name."""
-    name: str = getattr(func, "__name__", "")
+    name: str = getattr(func, "__name__", "").partition(".")[0]  # overloads: add_.Tensor
     if name.startswith("__"):
         return name == "__setitem__" or name.startswith("__i")
     return name.endswith("_") or kwargs.get("out") is not None
