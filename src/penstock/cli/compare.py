@@ -10,8 +10,10 @@ import typer
 
 from penstock.cli.figures import ranges
 from penstock.cli.setting import Setting, takes_setting
-from penstock.cli.sources import load_program
+from penstock.cli.sources import is_file, load_program
 from penstock.cli.terminal import number, percent, stdout, table
+from penstock.errors import ScheduleError
+from penstock.schedule.catalog import family
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
@@ -59,6 +61,7 @@ def compare(
     --virtual and --option go to the schedules that take them.
     """
     costs = setting.costs()
+    _refuse_options_of_none(schedules, setting)
     rows = [_row(each, setting, costs, per) for each in schedules]
     numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
     shown = table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
@@ -78,6 +81,14 @@ def compare(
             str(row.result.messages),
         )
     stdout().print(shown)
+
+
+def _refuse_options_of_none(sources: list[str], setting: Setting) -> None:
+    chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
+    for option in setting.options():
+        if not any(option in each.options for each in chosen):
+            names = ", ".join(each.name for each in chosen)
+            raise ScheduleError(f"none of {names} has an option {option!r}")
 
 
 def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row:

@@ -7,20 +7,30 @@ import json
 from penstock.cli.terminal import number, percent
 from penstock.simulate.result import Simulation
 
-__all__ = ["figures_json", "figures_text", "ranges"]
+__all__ = ["figures_json", "figures_text", "peaks_text", "ranges"]
 
 
 def figures_json(result: Simulation) -> str:
-    """One JSON object: makespan, span, their bubble ratios, and the peak of each rank."""
-    return json.dumps(
-        {
-            "makespan": result.makespan,
-            "span": result.span,
-            "bubble_ratio": result.bubble_ratio,
-            "span_bubble_ratio": result.span_bubble_ratio,
-            "peak_in_flight": list(result.peak_in_flight),
-        }
-    )
+    """One JSON object: makespan, span, their bubble ratios, and the peak of each rank; in bytes,
+    too, where the costs say how large an activation is."""
+    figures: dict[str, object] = {
+        "makespan": result.makespan,
+        "span": result.span,
+        "bubble_ratio": result.bubble_ratio,
+        "span_bubble_ratio": result.span_bubble_ratio,
+        "peak_in_flight": list(result.peak_in_flight),
+    }
+    if result.costs.activation_bytes is not None:
+        figures["peak_bytes"] = list(result.peak_bytes)
+    return json.dumps(figures)
+
+
+def peaks_text(result: Simulation) -> str:
+    """What ranks hold at most, in a line."""
+    text = f"peak activations per rank: {ranges(result.peak_in_flight)}"
+    if result.costs.activation_bytes is not None:
+        text += f"; bytes: {ranges(result.peak_bytes)}"
+    return text
 
 
 def figures_text(result: Simulation) -> str:

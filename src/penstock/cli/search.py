@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.figures import figures_text, ranges
+from penstock.cli.figures import figures_text, peaks_text
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.terminal import number, percent, stderr, stdout, table
 from penstock.errors import PenstockError
@@ -84,13 +84,15 @@ def search(
 def _bar() -> Bar:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = stderr()
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[best]}"),
         TimeElapsedColumn(),
-        console=stderr(),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 
@@ -106,9 +108,7 @@ def _tell(found: SearchResult) -> None:
         soft_wrap=True,
     )
     console.print(figures_text(found.simulation), soft_wrap=True)
-    console.print(
-        f"peak activations per rank: {ranges(found.simulation.peak_in_flight)}", soft_wrap=True
-    )
+    console.print(peaks_text(found.simulation), soft_wrap=True)
     if found.pareto:
         shown = table("peak", found.objective, "found by", numbers=("peak", found.objective))
         for point in found.pareto:

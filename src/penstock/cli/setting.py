@@ -22,6 +22,8 @@ __all__ = ["Setting", "read_options", "takes_setting"]
 
 _COST_HELP = "one number, or one per stage as 1,2,1"
 _PANEL = "Costs"
+_FLAGS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
+_OTHERS = ", ".join(field.name for field in fields(Costs) if field.name not in _FLAGS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,8 @@ class Setting:
         weight_grad: cost of W; B takes both.
         latency: time of a message between ranks.
         overlap: time of an overlapped block; None for its parts' together.
-        memory: the most activations that a rank may hold; None for any number.
+        cost: other costs, each as ``name=value``.
+        memory: the most that a rank may hold; None for any amount.
     """
 
     ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks.")] = 4
@@ -59,9 +62,12 @@ class Setting:
         ),
     ] = None
     memory: Annotated[
-        int | None,
+        float | None,
         typer.Option(
-            "--memory", help="The most activations that a rank may hold.", show_default="any"
+            "--memory",
+            help="The most that a rank may hold: activations, or bytes where --cost "
+            "activation_bytes=... is given.",
+            show_default="any",
         ),
     ] = None
     forward: Annotated[
@@ -85,6 +91,15 @@ class Setting:
             rich_help_panel=_PANEL,
         ),
     ] = None
+    cost: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cost",
+            metavar="NAME=VALUE",
+            help=f"Another cost, such as bandwidth=2; may be repeated. Names: {_OTHERS}.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
 
     def costs(self) -> Costs:
         """The costs, as numbers.
@@ -98,7 +113,19 @@ class Setting:
             weight_grad=_cost("weight-grad", self.weight_grad),
             latency=_cost("latency", self.latency),
             overlap=None if self.overlap is None else _cost("overlap", self.overlap),
+            **self._other_costs(),
         )
+
+    def _other_costs(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for text in self.cost or ():
+            name, _, value = text.partition("=")
+            name = name.replace("-", "_")
+            if name not in _OTHERS.split(", "):
+                raise ScheduleError(f"--cost {text!r}: expected NAME=VALUE; names are: {_OTHERS}")
+            switch = {"true": True, "false": False}.get(value.lower())
+            found[name] = _cost(f"cost {name}", value) if switch is None else switch
+        return found
 
     def options(self) -> dict[str, object]:
         """The family's options, read by ``read_options``."""

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.figures import figures_json, figures_text, ranges
+from penstock.cli.figures import figures_json, figures_text, peaks_text
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import load_program
-from penstock.cli.terminal import stdout, warn
+from penstock.cli.terminal import number, stdout, warn
 from penstock.simulate.engine import simulate as play
 from penstock.simulate.result import Simulation
 
@@ -44,16 +44,17 @@ def simulate(
     if coloured:
         console.print(legend(result.trace))
     console.print(f"\n{figures_text(result)}", soft_wrap=True)
-    console.print(f"peak activations per rank: {ranges(result.peak_in_flight)}", soft_wrap=True)
+    console.print(peaks_text(result), soft_wrap=True)
     _compare_with_limit(result, setting.memory)
 
 
-def _compare_with_limit(result: Simulation, limit: int | None) -> None:
+def _compare_with_limit(result: Simulation, limit: float | None) -> None:
     if limit is None:
         return
-    over = [rank for rank, peak in enumerate(result.peak_in_flight) if peak > limit]
+    # In activations, unless the costs say how large one is: as `bytes` then.
+    over = [rank for rank, peak in enumerate(result.peak_bytes) if peak > limit]
     if over:
         warn(
-            f"over the limit of {limit} activations on "
+            f"over the memory limit of {number(limit)} on "
             f"{'rank' if len(over) == 1 else 'ranks'} {', '.join(map(str, over))}"
         )

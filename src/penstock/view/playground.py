@@ -6,7 +6,6 @@ Bokeh's server holds one ``Playground`` per browser tab, and sends it what chang
 
 from __future__ import annotations
 
-import errno
 import socket
 import webbrowser
 from collections.abc import Callable
@@ -224,21 +223,13 @@ def serve(
     Raises:
         PenstockError: the port is taken.
     """
-    port = port or _free_port()
-    try:
-        server = Server(
-            {"/": _open},
-            address=ADDRESS,
-            port=port,
-            allow_websocket_origin=[f"{ADDRESS}:{port}", f"localhost:{port}"],
-        )
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
-        raise PenstockError(
-            f"port {port} of {ADDRESS} can't be had ({error.strerror}); take another with --port, "
-            "or any that is free with --port 0"
-        ) from error
+    port = _reserved(port)
+    server = Server(
+        {"/": _open},
+        address=ADDRESS,
+        port=port,
+        allow_websocket_origin=[f"{ADDRESS}:{port}", f"localhost:{port}"],
+    )
     url = f"http://{ADDRESS}:{port}/"
     server.start()
     ready(url)
@@ -250,7 +241,15 @@ def serve(
         server.stop()
 
 
-def _free_port() -> int:
+def _reserved(port: int) -> int:
+    """The port, or for 0 any that is free; Bokeh leaves its socket open where it is taken."""
     with socket.socket() as probe:
-        probe.bind((ADDRESS, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ADDRESS, port))
+        except (OSError, OverflowError) as error:
+            raise PenstockError(
+                f"port {port} of {ADDRESS} can't be had ({error}); take another with --port, or "
+                "any that is free with --port 0"
+            ) from error
         return int(probe.getsockname()[1])

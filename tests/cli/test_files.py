@@ -1,0 +1,149 @@
+"""check, render, search: what they read and write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock import build, check, load_csv, simulate
+from penstock.schedule.passes import lower
+from penstock.schedule.text import save_csv, to_json
+from penstock.trace import Span, Trace
+from penstock.view.perfetto import from_perfetto, load_perfetto, save_perfetto
+
+from .conftest import Command
+
+
+def test_check_says_what_a_right_program_is(penstock: Command, tmp_path: Path) -> None:
+    program = build("zbv", ranks=2, microbatches=4)
+    save_csv(program, tmp_path / "mine.csv")
+    said = penstock("check", str(tmp_path / "mine.csv"))
+    assert said.code == 0
+    assert said.out == (
+        "ok mine: 2 ranks, 4 stages, 4 microbatches, 48 actions (48 computations), transfers not "
+        "spelled out, to be inserted\n"
+    )
+    (tmp_path / "full.json").write_text(to_json(lower(check(program))))
+    assert "with transfers" in penstock("check", str(tmp_path / "full.json")).out
+
+
+def test_check_lists_all_problems_with_exit_code_1(penstock: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1,1B1\n")
+    said = penstock("check", str(tmp_path / "mine.csv"))
+    assert said.code == 1
+    assert said.out.startswith("2 problems mine: 2 ranks")
+    assert "0I1 is missing" in said.out or "0B1" in said.out
+    assert "rank 1, step 4 (1B1): 1B1 again, first done at step 3; once is enough" in said.out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n", "mine.csv: row 1, column 2: '0X0'"),
+        ("", "mine.csv: no steps; the placement can't be seen from the text"),
+        ('0F0,"0B0\n', "mine.csv: not a CSV text"),
+    ],
+)
+def test_a_malformed_file_is_told_by_row_and_column(
+    penstock: Command, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "mine.csv").write_text(text)
+    said = penstock("check", str(tmp_path / "mine.csv"))
+    assert said.code == 2
+    assert message in said.err
+    assert penstock("check", "1f1b").code == 2
+
+
+def test_render_writes_what_the_ending_says(penstock: Command, tmp_path: Path) -> None:
+    starts = {
+        "page.html": b"<!DOCTYPE html>",
+        "picture.png": b"\x89PNG",
+        "picture.svg": b"<?xml",
+        "trace.json": b'{"displayTimeUnit"',
+    }
+    for name, start in starts.items():
+        path = tmp_path / "new" / name
+        said = penstock("render", "zbv", "--ranks", "2", "-m", "4", "-o", str(path))
+        assert (said.code, said.out) == (0, f"wrote {path}\n")
+        assert path.read_bytes().lstrip().startswith(start)
+    page = (tmp_path / "new" / "page.html").read_text()
+    assert "zbv" in page
+    assert "cdn.bokeh.org" not in page
+    wrong = penstock("render", "zbv", "-o", str(tmp_path / "page.gif"))
+    assert (wrong.code, "don't know how to write '.gif'; take .html" in wrong.err) == (2, True)
+
+
+def measured() -> Trace:
+    """A step of 1F1B as if it had run: rank 1 is half as fast as rank 0."""
+    spans = tuple(
+        Span(rank=s.rank, action=s.action, start=s.start * 1e-3, end=s.end * 1e-3)
+        for s in simulate(build("1f1b", ranks=2, microbatches=4)).trace.spans
+    )
+    return Trace(name="1f1b", num_ranks=2, unit="s", spans=spans)
+
+
+def test_a_saved_trace_is_read_back(tmp_path: Path) -> None:
+    save_perfetto(measured(), tmp_path / "trace.json")
+    found = load_perfetto(tmp_path / "trace.json")
+    assert (found.name, found.num_ranks, found.unit) == ("1f1b", 2, "s")
+    for read, saved in zip(found.spans, measured().spans, strict=True):
+        assert (read.rank, read.action) == (saved.rank, saved.action)
+        assert (read.start, read.end) == pytest.approx((saved.start, saved.end))
+
+
+def test_a_trace_is_laid_beside_its_own_program_simulated(
+    penstock: Command, tmp_path: Path
+) -> None:
+    save_perfetto(measured(), tmp_path / "trace.json")
+    page = tmp_path / "page.html"
+    assert penstock("render", str(tmp_path / "trace.json"), "-o", str(page)).code == 0
+    text = page.read_text()
+    assert "measured: makespan" in text
+    assert "simulated: makespan" in text
+    assert "simulated: starts" in text
+    penstock("render", str(tmp_path / "trace.json"), "--alone", "-o", str(page))
+    assert "simulated: makespan" not in page.read_text()
+    penstock("render", str(tmp_path / "trace.json"), "-o", str(tmp_path / "again.json"))
+    assert from_perfetto((tmp_path / "again.json").read_text()).spans
+
+
+def test_another_json_is_no_trace_and_no_program(penstock: Command, tmp_path: Path) -> None:
+    for text in ('{"traceEvents": []}', '{"traceEvents": 1}', "[1]", "{"):
+        (tmp_path / "other.json").write_text(text)
+        said = penstock("render", str(tmp_path / "other.json"), "-o", str(tmp_path / "x.png"))
+        assert said.code == 2
+        assert "other.json: not" in said.err
+    save_perfetto(measured(), tmp_path / "trace.json")
+    said = penstock("simulate", str(tmp_path / "trace.json"))
+    assert (said.code, "a trace, expected a schedule" in said.err) == (2, True)
+
+
+def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> None:
+    path = tmp_path / "found.csv"
+    said = penstock(
+        "search", "--ranks", "2", "--microbatches", "4", "--memory", "2",
+        "--time-limit", "5", "-o", str(path),
+    )  # fmt: skip
+    assert said.code == 0
+    result = simulate(check(load_csv(path)))
+    assert f"makespan {result.makespan:.0f}" in said.out
+    assert max(result.peak_in_flight) <= 2
+    assert f"wrote {path}" in said.out
+    impossible = penstock("search", "--memory", "0", "--time-limit", "1")
+    assert impossible.code == 2
+    assert impossible.err.startswith("error: ")
+    assert "no program meets memory_limit=0" in impossible.err
+    assert penstock("search", "-o", "x.gif").code == 2
+
+
+def test_a_port_that_is_taken_is_told(penstock: Command) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = penstock("playground", "--port", str(port), "--no-browser")
+    assert said.code == 2
+    assert f"port {port} of 127.0.0.1 can't be had" in said.err

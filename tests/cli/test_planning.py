@@ -1,0 +1,192 @@
+"""schedules, simulate, compare: what they say is what the library says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import Costs, build, schedules, simulate
+from penstock.schedule.text import save_csv, to_json
+
+from .conftest import Command
+
+
+def test_every_schedule_is_listed_with_its_rules(penstock: Command) -> None:
+    said = penstock("schedules")
+    assert (said.code, said.err) == (0, "")
+    for each in schedules():
+        (line,) = (ln for ln in said.out.splitlines() if ln.split()[:1] == [each.name])
+        assert each.arrangement.value in line
+        for option in each.options:
+            assert option in said.out
+    assert penstock("schedules", "--names").out.split() == [each.name for each in schedules()]
+
+
+def test_simulate_draws_the_timeline_and_tells_the_figures(penstock: Command) -> None:
+    said = penstock("simulate", "1f1b", "--ranks", "2", "--microbatches", "2")
+    assert said.out == (
+        "1f1b, 2 ranks, 1 stages each, 2 microbatches\n"
+        "\n"
+        "rank 0  F0 F1 .. .. B0 -- .. B1 --\n"
+        "rank 1  .. F0 B0 -- F1 B1 -- .. ..\n"
+        "\n"
+        "makespan 9, bubble 33.33%; span 9, bubble 33.33%; 4 messages\n"
+        "peak activations per rank: 2,1\n"
+    )
+
+
+def test_json_is_one_object_with_the_figures(penstock: Command) -> None:
+    said = penstock(
+        "simulate", "interleaved-1f1b", "--ranks", "4", "--microbatches", "8", "--virtual", "2",
+        "--forward", "1", "--input-grad", "1.5", "--weight-grad", "0.5", "--latency", "0.1",
+        "--option", "group=8", "--json",
+    )  # fmt: skip
+    program = build("interleaved-1f1b", ranks=4, microbatches=8, virtual=2, group=8)
+    costs = Costs(forward=1, input_grad=1.5, weight_grad=0.5, latency=0.1)
+    result = simulate(program, costs)
+    assert json.loads(said.out) == {
+        "makespan": result.makespan,
+        "span": result.span,
+        "bubble_ratio": result.bubble_ratio,
+        "span_bubble_ratio": result.span_bubble_ratio,
+        "peak_in_flight": list(result.peak_in_flight),
+    }
+
+
+def test_costs_may_differ_from_stage_to_stage(penstock: Command) -> None:
+    said = penstock("simulate", "1f1b", "--ranks", "2", "--forward", "1,3", "--json")
+    program = build("1f1b", ranks=2, microbatches=8)
+    assert json.loads(said.out)["makespan"] == simulate(program, Costs(forward=[1, 3])).makespan
+
+
+def test_other_costs_are_given_by_name(penstock: Command) -> None:
+    said = penstock(
+        "simulate", "1f1b", "--cost", "message-bytes=4", "--cost", "bandwidth=2",
+        "--cost", "activation_bytes=10", "--cost", "transfers_overlap=false", "--json",
+    )  # fmt: skip
+    costs = Costs(message_bytes=4, bandwidth=2, activation_bytes=10, transfers_overlap=False)
+    result = simulate(build("1f1b", ranks=4, microbatches=8), costs)
+    assert json.loads(said.out)["makespan"] == result.makespan
+    assert json.loads(said.out)["peak_bytes"] == [40, 30, 20, 10] == list(result.peak_bytes)
+    wrong = penstock("simulate", "1f1b", "--cost", "bandwith=2")
+    assert wrong.code == 2
+    assert "--cost 'bandwith=2': expected NAME=VALUE; names are: " in wrong.err
+
+
+def test_a_memory_limit_is_compared_with_the_peak(penstock: Command) -> None:
+    said = penstock("simulate", "1f1b", "--memory", "2")
+    assert (said.code, said.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
+    assert penstock("simulate", "1f1b", "--memory", "4").err == ""
+
+
+def test_a_file_with_a_program_stands_for_a_schedule(penstock: Command, tmp_path: Path) -> None:
+    program = build("zbv", ranks=2, microbatches=4)
+    save_csv(program, tmp_path / "mine.csv")
+    (tmp_path / "mine.json").write_text(to_json(program))
+    for name in ("mine.csv", "mine.json"):
+        said = penstock("simulate", str(tmp_path / name), "--json")
+        assert json.loads(said.out)["makespan"] == simulate(program).makespan
+
+
+def cells(out: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+
+
+def test_compare_sets_schedules_side_by_side(penstock: Command) -> None:
+    said = penstock("compare", "gpipe", "1f1b", "interleaved-1f1b:virtual=4", "zbv")
+    rows = cells(said.out)
+    assert rows["gpipe"] == ["1", "33", "27.27%", "33", "27.27%", "8,8,8,8", "48"]
+    assert rows["1f1b"][-2] == "4,3,2,1"
+    assert rows["interleaved-1f1b:virtual=4"][:3] == ["4", "105", "8.57%"]
+    assert rows["zbv"] == ["2", "51", "5.88%", "48", "0.00%", "8,8,8,8", "96"]
+
+
+def test_options_go_to_the_schedules_that_take_them(penstock: Command) -> None:
+    said = penstock("compare", "1f1b", "interleaved-1f1b", "--virtual", "4", "-O", "group=8")
+    rows = cells(said.out)
+    program = build("interleaved-1f1b", ranks=4, microbatches=8, virtual=4, group=8)
+    assert rows["1f1b"][0] == "1"
+    assert rows["interleaved-1f1b"][:2] == ["4", f"{simulate(program).makespan:.0f}"]
+    assert penstock("compare", "1f1b", "gpipe", "-O", "gruop=8").code == 2
+
+
+def test_one_model_is_compared_over_more_or_fewer_stages(penstock: Command) -> None:
+    said = penstock(
+        "compare", "1f1b", "interleaved-1f1b", "--per", "rank", "--forward", "2",
+        "--input-grad", "2", "--weight-grad", "2",
+    )  # fmt: skip
+    rows = cells(said.out)
+    assert rows["1f1b"][1] == "66"
+    assert rows["interleaved-1f1b"][1] == "57"
+    assert rows["interleaved-1f1b"][-2] == "5.5,4.5,3.5,2.5"
+    wrong = penstock("compare", "zbv", "--per", "rank", "--forward", "1,2,3,4,5,6,7,8")
+    assert (wrong.code, "forward is given per stage" in wrong.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "zvb"], "there is no schedule 'zvb'; did you mean 'zbv'?"),
+        (["simulate", "1f1b", "--virtual", "2"], "virtual=2 stages per rank do not work; 1 does"),
+        (["simulate", "1f1b", "--ranks", "0"], "ranks=0 must be a whole number from 1 on"),
+        (["simulate", "1f1b", "--forward", "-1"], "-1.0 is not a finite number ≥ 0"),
+        (["simulate", "1f1b", "--forward", "nan"], "nan is not a finite number ≥ 0"),
+        (["simulate", "1f1b", "--forward", "one"], "--forward 'one': expected a number, or one"),
+        (["simulate", "1f1b", "--forward", "1,2,3"], "has 3 numbers, but the program has 4"),
+        (["simulate", "1f1b", "-O", "group=4"], "1f1b has no option 'group'"),
+        (["simulate", "interleaved-1f1b", "-O", "group"], "option 'group': expected NAME=VALUE"),
+        (["simulate", "no-such-file.csv"], "no-such-file.csv: No such file or directory"),
+        (["compare", "1f1b", "zvb"], "did you mean 'zbv'?"),
+    ],
+)
+def test_what_can_not_be_is_one_message_and_exit_code_2(
+    penstock: Command, arguments: list[str], message: str
+) -> None:
+    said = penstock(*arguments)
+    assert said.code == 2
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert message in said.err
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("arguments", [["simulat"], ["simulate"], ["simulate", "1f1b", "--rank"]])
+def test_a_wrong_command_line_is_exit_code_2(penstock: Command, arguments: list[str]) -> None:
+    assert penstock(*arguments).code == 2
+
+
+def test_help_names_all_subcommands(penstock: Command) -> None:
+    out = penstock("--help").out
+    for name in ("schedules", "simulate", "compare", "check", "render", "search", "playground"):
+        assert re.search(rf"\b{name}\b", out)
+        assert penstock(name, "--help").code == 0
+
+
+def test_planning_loads_no_torch_and_no_bokeh() -> None:
+    code = (
+        "import sys\n"
+        "from penstock.cli.app import main\n"
+        "try:\n"
+        "    main(['simulate', 'zbv', '--json'])\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code\n"
+        "heavy = {'torch', 'bokeh', 'matplotlib', 'ortools', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "simulate", "gpipe", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["makespan"] == 33
