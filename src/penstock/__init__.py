@@ -6,7 +6,10 @@ loads none. This module knows where names live, and nothing else.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 # Not lazy: subpackages have the same names. Importing any part of one binds the subpackage here, so
@@ -27,8 +30,11 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.partition.balance import balance
+    from penstock.partition.markers import SplitPoint, annotate_split_points, pipe_split
+    from penstock.partition.pipe import Pipe, PipeInfo
     from penstock.partition.plan import Plan
     from penstock.partition.profile import profile
+    from penstock.partition.split_model import pipeline
     from penstock.pipeline import Pipeline
     from penstock.runtime.microbatch import (
         TensorChunkSpec,
@@ -38,6 +44,8 @@ if TYPE_CHECKING:
     from penstock.runtime.pipeline_schedule import PipelineSchedule
     from penstock.runtime.schedules import (
         Schedule1F1B,
+        ScheduleChimera,
+        ScheduleDualPipe,
         ScheduleDualPipeV,
         ScheduleForwardOnly,
         ScheduleGPipe,
@@ -57,6 +65,7 @@ if TYPE_CHECKING:
     from penstock.simulate.costs import Costs
     from penstock.simulate.result import Simulation
     from penstock.stage.manual import PipelineStage
+    from penstock.stage.traced import TracedStage, build_stage
     from penstock.trace import Span, Trace
 
 __all__ = [
@@ -72,11 +81,22 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
+    "ScheduleDualPipe",
+    "ScheduleChimera",
     "ScheduleProgram",
     "get_schedule_class",
     "TensorChunkSpec",
     "split_args_kwargs_into_chunks",
     "merge_chunks",
+    # cutting by capture
+    "pipeline",
+    "Pipe",
+    "PipeInfo",
+    "SplitPoint",
+    "annotate_split_points",
+    "pipe_split",
+    "build_stage",
+    "TracedStage",
     # cutting
     "profile",
     "balance",
@@ -123,6 +143,8 @@ _HOLDS = {
         "InternalError",
     ),
     "penstock.partition.balance": ("balance",),
+    "penstock.partition.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
+    "penstock.partition.pipe": ("Pipe", "PipeInfo"),
     "penstock.partition.plan": ("Plan",),
     "penstock.partition.profile": ("profile",),
     "penstock.pipeline": ("Pipeline",),
@@ -134,6 +156,8 @@ _HOLDS = {
     "penstock.runtime.pipeline_schedule": ("PipelineSchedule",),
     "penstock.runtime.schedules": (
         "Schedule1F1B",
+        "ScheduleChimera",
+        "ScheduleDualPipe",
         "ScheduleDualPipeV",
         "ScheduleForwardOnly",
         "ScheduleGPipe",
@@ -153,6 +177,7 @@ _HOLDS = {
     "penstock.simulate.costs": ("Costs",),
     "penstock.simulate.result": ("Simulation",),
     "penstock.stage.manual": ("PipelineStage",),
+    "penstock.stage.traced": ("TracedStage", "build_stage"),
     "penstock.trace": ("Trace", "Span"),
 }
 _HOME = {name: module for module, names in _HOLDS.items() for name in names}
@@ -166,6 +191,27 @@ def __getattr__(name: str) -> object:
     value: object = getattr(import_module(module), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """This package, whose ``pipeline`` is the function, although a module in it has that name.
+
+    Importing the module, as ``Pipeline`` needs, would bind it over the function.
+    """
+
+    @property
+    def pipeline(self) -> Callable[..., Pipe]:
+        """See ``penstock.partition.split_model.pipeline``."""
+        from penstock.partition import split_model
+
+        return split_model.pipeline
+
+    @pipeline.setter
+    def pipeline(self, module: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
