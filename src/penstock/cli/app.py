@@ -18,6 +18,7 @@ from penstock.cli.render import render
 from penstock.cli.schedules import schedules
 from penstock.cli.search import search
 from penstock.cli.simulate import simulate
+from penstock.cli.split import split
 from penstock.cli.terminal import stderr
 from penstock.errors import PenstockError
 
@@ -40,6 +41,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     render,
     search,
     playground,
+    split,
 )
 for each in COMMANDS:
     app.command(each.__name__.replace("_", "-"))(each)

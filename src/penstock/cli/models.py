@@ -1,0 +1,89 @@
+"""The model that a subcommand is asked about: a factory of the user's, or a configuration.
+
+    package.module:factory      factory() returns (model, example)
+    llama, LlamaConfig,         of Hugging Face's transformers: random weights, nothing is fetched,
+    LlamaForCausalLM            and nothing is made before its size is known
+
+Torch and transformers are imported when a model is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from penstock.cli.asked import Asked, Loaded
+from penstock.cli.huggingface import from_transformers
+from penstock.errors import PartitionError
+
+__all__ = ["load_model"]
+
+
+def load_model(asked: Asked) -> Loaded:
+    """The model that is asked for, and an example.
+
+    Args:
+        asked: which, and how.
+
+    Raises:
+        PartitionError: there is no such model, it takes no such settings, or it is larger than
+            ``max_bytes``.
+    """
+    import torch
+
+    dtype = getattr(torch, asked.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PartitionError(f"--dtype {asked.dtype} is no dtype of torch's, such as float32")
+    loaded = from_factory(asked) if ":" in asked.name else from_transformers(asked)
+    model = loaded.model.to(device=asked.device, dtype=dtype)
+    return Loaded(model=model, example=moved(loaded.example, asked, dtype), trunks=loaded.trunks)
+
+
+def moved(example: Any, asked: Asked, dtype: Any) -> Any:
+    """The example on the model's device, in its dtype."""
+    import optree
+    import torch
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(asked.device, dtype if leaf.is_floating_point() else None)
+
+    return optree.tree_map(move, example, none_is_leaf=True)
+
+
+# --- a factory of the user's -------------------------------------------------------------------
+
+
+def from_factory(asked: Asked) -> Loaded:
+    """What ``module:factory`` returns."""
+    import torch
+
+    module_name, _, name = asked.name.partition(":")
+    if asked.settings or asked.sample is not None:
+        raise PartitionError(
+            f"--set and --sample are for configurations of transformers; let {asked.name} make "
+            "the model that you want"
+        )
+    if os.getcwd() not in sys.path:  # as python -m does
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise PartitionError(
+            f"{asked.name}: {error}; name a module that python can import from here"
+        ) from error
+    for part in name.split("."):
+        factory = getattr(factory, part, None)
+    if not callable(factory):
+        raise PartitionError(f"{asked.name}: {module_name} has no function {name!r}")
+    made = factory()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+        kinds = [type(each).__name__ for each in made] if isinstance(made, tuple) else made
+        raise PartitionError(
+            f"{asked.name}() returned {kinds}, expected (model, example): a module, and one "
+            "microbatch as a tuple of positional or a dict of keyword arguments"
+        )
+    return Loaded(model=made[0], example=made[1], trunks={})

@@ -1,0 +1,366 @@
+"""``penstock split``: from a model's name to a table and a plan that a Pipeline takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock import PartitionError, Plan
+from penstock.cli.app import main
+from penstock.cli.sizes import bytes_text, parse_bytes
+from penstock.partition.costs import BlockCosts, BlockKind, Profile
+from penstock.partition.sample import repeat_layers
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tiny():
+    return Tiny(), (torch.zeros(2, 5, dtype=torch.int64),)
+
+
+def model_alone():
+    return Tiny()
+
+
+number = 3
+"""
+
+# Costs in a file, so that what is shown does not depend on the machine.
+COSTS = Profile(
+    model="Tiny",
+    machine="a machine",
+    example="int64 (2, 5)",
+    blocks=(
+        BlockCosts(
+            modules=("embed",),
+            kind=BlockKind.EMBEDDING,
+            classes=("Embedding",),
+            forward_s=0.001,
+            parameters=128,
+            parameter_bytes=512,
+            sent_bytes=320,
+            sends=("float32 (2, 5, 8)",),
+        ),
+        *(
+            BlockCosts(
+                modules=(f"layers.{i}",),
+                classes=("Layer",),
+                forward_s=0.001,
+                input_grad_s=0.001,
+                weight_grad_s=0.001,
+                activation_bytes=1000,
+                parameters=88,
+                parameter_bytes=352,
+                sent_bytes=320,
+                sends=("float32 (2, 5, 8)",),
+            )
+            for i in range(6)
+        ),
+        BlockCosts(
+            modules=("head",),
+            kind=BlockKind.HEAD,
+            classes=("Linear",),
+            forward_s=0.006,
+            activation_bytes=320,
+            parameters=144,
+            parameter_bytes=576,
+        ),
+    ),
+)
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    """A file with the costs of Tiny."""
+    COSTS.save(tmp_path / "costs.json")
+    return str(tmp_path / "costs.json")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of one's own, with a model in it, and a wide terminal."""
+    (tmp_path / "mine.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+def run(*arguments: str) -> None:
+    """The command, which ends well."""
+    with pytest.raises(SystemExit) as ended:
+        main(["split", *arguments])
+    assert ended.value.code == 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says when it does not."""
+    with pytest.raises(SystemExit) as ended:
+        main(["split", *arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+def test_the_table(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("mine:tiny", "--stages", "3", "--costs", costs)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "Tiny: 8 blocks, 3 stages"
+    assert lines[2].split() == (
+        ["stage", "modules", "parameters", "time", "share", "activations", "sends", "across"]
+    )
+    rows = [line.split() for line in lines[4:7]]
+    assert " ".join(rows[0]) == (
+        "0 embed, layers.0 … layers.1 304 7 ms 28.00% 2.00 kB 320 B float32 (2, 5, 8)"
+    )
+    assert (
+        " ".join(rows[1]) == "1 layers.2 … layers.4 264 9 ms 36.00% 3.00 kB 320 B float32 (2, 5, 8)"
+    )
+    assert " ".join(rows[2]) == "2 layers.5, head 232 9 ms 36.00% 1.32 kB"
+    assert lines[8:] == [
+        "slowest stage 9 ms per microbatch, forward and backward; 8.00% above the mean of all "
+        "stages",
+        "layout Ett|t*3|tL",
+        "balanced for the slowest stage; measured on a machine, with int64 (2, 5)",
+    ]
+
+
+def test_memory_is_shown_where_it_is_limited(
+    costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("mine:tiny", "-s", "2", "--costs", costs, "--memory-limit", "14kB", "--state-factor", "2")
+    out = capsys.readouterr().out
+    assert "holds" in out
+    # Two microbatches in flight: 2 × (512 + 4 × 352) + 2 × 4000.
+    assert "11.8 kB" in out
+    told = refused(capsys, "mine:tiny", "-s", "2", "--costs", costs, "--memory-limit", "5kB")
+    assert "the least that works is" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (["--layout", "Et|t*5|L"], [2, 5, 1]),
+        (["--layout", "Et|t*5|L", "--stages", "3"], [2, 5, 1]),
+        (["--rule", "uniform", "--stages", "3"], [3, 3, 2]),
+        (["--rule", "type:layer", "--stages", "2"], [4, 4]),
+        (["--rule", "parameters", "--stages", "2"], [4, 4]),
+        (["--stages", "2", "--objective", "step", "-m", "4", "--bandwidth", "1MB"], [5, 3]),
+    ],
+)
+def test_other_ways_to_cut(
+    options: list[str], counts: list[int], costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("mine:tiny", "--costs", costs, "--json", *options)
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert [len(names) for names in plan.stages] == counts
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["toml", "json"])
+def test_a_model_of_ones_own_is_measured_and_trained_by_the_plan(
+    suffix: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("mine:tiny", "--stages", "2", "--runs", "1", "-o", f"plan.{suffix}", "--costs", "new.json")
+    assert f"wrote plan.{suffix}" in capsys.readouterr().out
+    measured = Profile.load(here / "new.json")
+    plan = Plan.load(here / f"plan.{suffix}")
+    assert [name for names in plan.stages for name in names] == [
+        name for block in measured.blocks for name in block.modules
+    ]
+
+    sys.path.insert(0, str(here))
+    import mine  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    model, (tokens,) = mine.tiny()
+
+    def loss_fn(out: Any, target: Any) -> torch.Tensor:
+        return out.square().mean()
+
+    expected = loss_fn(model(tokens), None)
+    pipe = penstock.Pipeline(
+        model, split=f"plan.{suffix}", loss_fn=loss_fn, n_microbatches=1, example=(tokens,)
+    )
+    assert len(pipe.stages) == 2
+    torch.testing.assert_close(pipe.step(tokens, target=tokens).detach(), expected.detach())
+
+
+SMALL = ["--set", "hidden_size=16", "--set", "intermediate_size=16", "--set", "vocab_size=64"]
+SMALL += ["--set", "num_attention_heads=2", "--set", "num_key_value_heads=2", "--length", "8"]
+
+
+@pytest.mark.parametrize("name", ["llama", "LlamaConfig", "LlamaForCausalLM"])
+def test_models_of_transformers_by_any_of_their_names(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--set", "num_hidden_layers=2", "--runs", "1", "--json", "--stages", "2"]
+    run(name, *SMALL, *options)
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert plan.model == "LlamaForCausalLM"
+    assert {"model.layers.0", "model.layers.1", "lm_head"} <= {n for s in plan.stages for n in s}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("t5", ["d_model=16", "d_ff=16", "d_kv=8", "num_layers=2", "num_heads=2", "vocab_size=64"]),
+        (
+            "vit",
+            ["hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2", "image_size=32"],
+        ),
+    ],
+)
+def test_models_of_other_kinds(
+    name: str, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [part for each in settings for part in ("--set", each)]
+    run(name, *chosen, "--length", "8", "--runs", "1", "--json", "--stages", "2")
+    assert Plan.from_json(capsys.readouterr().out).num_stages == 2
+
+
+def test_a_large_model_is_not_made_by_surprise(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "llama", "--stages", "4")
+    assert "llama has 6,738,415,616 parameters, 27.0 GB, more than --max-size 4.00 GB" in told
+    assert "--set num_hidden_layers=4" in told
+    assert "--sample 3" in told
+
+
+def test_a_few_layers_stand_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """32 layers of which 3 are made: the whole would not be, at this size."""
+    run("llama", *SMALL, "--sample", "3", "--max-size", "100kB", "--runs", "1", "--json", "-s", "4")
+    plan = Plan.from_json(capsys.readouterr().out)
+    names = [name for stage in plan.stages for name in stage]
+    assert [n for n in names if "layers" in n] == [f"model.layers.{i}" for i in range(32)]
+    assert names[-1] == "lm_head"
+    told = refused(capsys, "llama", *SMALL, "--max-size", "100kB", "-s", "4")
+    assert "--sample 3" in told
+
+
+def test_sampled_layers_are_repeated_in_turn() -> None:
+    blocks = [BlockCosts(modules=(f"enc.{i}",), forward_s=i) for i in range(4)]
+    blocks[-1] = BlockCosts(modules=("enc.3", "norm"), forward_s=3)
+    blocks += [BlockCosts(modules=(f"dec.{i}",), forward_s=10 + i) for i in range(3)]
+    trunks = {"dec": [f"dec.{i}" for i in range(4)], "enc": [f"enc.{i}" for i in range(7)]}
+    found = repeat_layers(Profile(blocks=tuple(blocks)), trunks)
+    assert [block.modules[0] for block in found.blocks] == [*trunks["enc"], *trunks["dec"]]
+    assert [block.forward_s for block in found.blocks] == [0, 1, 2, 1, 2, 1, 3, 10, 11, 11, 12]
+    assert found.blocks[6].modules == ("enc.6", "norm")
+    with pytest.raises(PartitionError, match=r"2 layers of enc\.0 to enc\.6 were measured"):
+        repeat_layers(Profile(blocks=tuple(blocks[:2])), {"enc": trunks["enc"]})
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["mine:tiny"], "say how many stages"),
+        (["mine:tiny", "-s", "9"], "8 blocks can't make 9 stages"),
+        (["mine:tiny", "-s", "2", "--layout", "Et*6|t|L"], "but the layout has 3"),
+        (["mine:tiny", "--layout", "Et*7|L"], "7 t for the model's 6"),
+        (["mine:tiny", "--layout", "Et||L"], "column 4"),
+        (["mine:tiny", "-s", "2", "--rule", "even"], "no rule begins with 'even'"),
+        (["mine:tiny", "-s", "2", "--rule", "uniform", "--layout", "EtL"], "give one of them"),
+        (["mine:tiny", "--layout", "EtL", "--memory-limit", "1GB"], "are for balancing"),
+        (["mine:tiny", "-s", "2", "--memory-limit", "much"], "'much' is no number of bytes"),
+        (["mine:tiny", "-s", "2", "--objective", "step"], "say how many"),
+        (["mine:tiny", "-s", "2", "-o", "plan.txt"], ".toml or .json"),
+        (["mine:tiny", "-s", "2", "--dtype", "float"], None),
+        (["mine:tiny", "-s", "2", "--dtype", "real"], "no dtype of torch's"),
+        (["mine:tiny", "-s", "2", "--set", "a=1"], "--set and --sample are for configurations"),
+        (["mine:none", "-s", "2"], "mine has no function 'none'"),
+        (["mine:number", "-s", "2"], "mine has no function 'number'"),
+        (["mine:model_alone", "-s", "2"], "expected (model, example)"),
+        (["not_there:tiny", "-s", "2"], "No module named 'not_there'"),
+        (["llamma", "-s", "2"], "did you mean llama"),
+        (["nothing-like-it", "-s", "2"], "is no configuration of transformers"),
+        (["llama", "-s", "2", "--set", "num_layer=2"], "LlamaConfig has no num_layer"),
+        (["llama", "-s", "2", "--set", "num_layers"], "expected key=value"),
+        (["llama", "-s", "2", "--sample", "2"], "expected at least 3"),
+        (["llama", "-s", "2", "--set", "num_attention_heads=3"], "can't make llama"),
+        (["wav2vec2", "-s", "2"], "of which no example is made"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(
+    arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if told is None:
+        run(*arguments, "--runs", "1")
+        return
+    said = refused(capsys, *arguments, "--runs", "1")
+    assert told in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("16GB", 16e9), ("1.5 GiB", 1.5 * 2**30), ("300", 300), ("2k", 2000), ("1e3MB", 1e9)],
+)
+def test_bytes_are_read(text: str, number: float) -> None:
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1.2.3GB", "0", "16XB", "1e999GB"])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(PartitionError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (27e9, "27.0 GB"), (3e15, "3000 TB")],
+)
+def test_bytes_are_written(number: float, text: str) -> None:
+    assert bytes_text(number) == text
+
+
+def test_the_command_loads_no_torch_before_a_model_is_asked_for() -> None:
+    code = (
+        "import sys, penstock.cli.app\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_json_is_alone_on_standard_output(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("mine:tiny", "-s", "2", "--costs", costs, "--json", "-o", "plan.json")
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("plan.json").read_text())
