@@ -1,0 +1,46 @@
+"""Ties are seen from parameters being one object, whatever their names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.partition.tied import find_ties
+
+
+def test_no_ties() -> None:
+    assert find_ties([nn.Linear(2, 2), nn.Linear(2, 2)]) == ()
+    assert find_ties([]) == ()
+
+
+def test_a_parameter_in_three_stages_is_one_tie() -> None:
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
+    second.weight = third.weight = first.weight
+    third.bias = second.bias
+    assert find_ties([first, second, third]) == (
+        {0: "weight", 1: "weight", 2: "weight"},
+        {1: "bias", 2: "bias"},
+    )
+
+
+def test_a_shared_module_ties_all_of_its_parameters() -> None:
+    norm = nn.LayerNorm(2)
+    stages = [nn.Sequential(nn.Linear(2, 2), norm), nn.Sequential(norm)]
+    assert find_ties(stages) == ({0: "1.weight", 1: "0.weight"}, {0: "1.bias", 1: "0.bias"})
+
+
+def test_a_tie_within_a_stage_is_none_between_stages() -> None:
+    embed, head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+    head.weight = embed.weight
+    assert find_ties([nn.Sequential(embed, head), nn.Linear(4, 4)]) == ()
+    # Under several names in a stage, it goes by the first.
+    other = nn.Linear(4, 4, bias=False)
+    other.weight = embed.weight
+    assert find_ties([nn.Sequential(embed, head), other]) == ({0: "0.weight", 1: "weight"},)
+
+
+def test_ties_are_found_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        embed, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+    head.weight = embed.weight
+    assert find_ties([embed, head]) == ({0: "weight", 1: "weight"},)
