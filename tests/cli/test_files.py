@@ -21,20 +21,39 @@ def test_check_says_what_a_right_program_is(penstock: Command, tmp_path: Path) -
     said = penstock("check", str(tmp_path / "mine.csv"))
     assert said.code == 0
     assert said.out == (
-        "ok mine: 2 ranks, 4 stages, 4 microbatches, 48 actions (48 computations), transfers not "
-        "spelled out, to be inserted\n"
+        "ok mine: 2 ranks, 4 stages, 4 microbatches, 48 actions (48 computations), "
+        "transfers to be inserted\n"
     )
     (tmp_path / "full.json").write_text(to_json(lower(check(program))))
-    assert "with transfers" in penstock("check", str(tmp_path / "full.json")).out
+    assert "with its transfers" in penstock("check", str(tmp_path / "full.json")).out
 
 
 def test_check_lists_all_problems_with_exit_code_1(penstock: Command, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1,1B1\n")
     said = penstock("check", str(tmp_path / "mine.csv"))
     assert said.code == 1
-    assert said.out.startswith("2 problems mine: 2 ranks")
-    assert "0I1 is missing" in said.out or "0B1" in said.out
+    assert said.out.startswith("wrong mine: 2 ranks")
+    assert "program 'mine' has 2 problems:" in said.out
     assert "rank 1, step 4 (1B1): 1B1 again, first done at step 3; once is enough" in said.out
+
+
+def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    blocked = penstock("check", str(path))
+    assert blocked.code == 1
+    assert "the shortest circle of waiting" in blocked.out
+    for model in ("1", "2", "unbounded"):
+        assert penstock("check", str(path), "--channels", model).code == 0
+    # A receive posted early blocks a pair of ranks that keeps one order.
+    path.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert penstock("check", str(path)).code == 0
+    assert penstock("check", str(path), "--per-pair").code == 1
+    wrong = penstock("check", str(path), "--channels", "many")
+    assert (wrong.code, "expected rendezvous, unbounded" in wrong.err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -10,41 +10,65 @@ from penstock.cli.setting import Setting
 from penstock.cli.sources import is_file, load
 from penstock.cli.terminal import stdout
 from penstock.errors import ScheduleError
-from penstock.schedule.check import problems
+from penstock.schedule.channels import Channels
+from penstock.schedule.check import check as prove
+from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 from penstock.trace import Trace
 
 __all__ = ["check"]
 
+_CAPACITIES: dict[str, int | None] = {"rendezvous": 0, "unbounded": None}
+
 
 def check(
     file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form, or as JSON.")],
+    *,
+    channels: Annotated[
+        str,
+        typer.Option(
+            help="How many messages may be sent before they are received: rendezvous (none), a "
+            "number, or unbounded."
+        ),
+    ] = "rendezvous",
+    per_pair: Annotated[
+        bool,
+        typer.Option("--per-pair", help="One channel per pair of ranks, as NCCL's, not two."),
+    ] = False,
 ) -> None:
     """Prove that a program is right; else list its problems, with exit code 1."""
     if not is_file(file):
         raise ScheduleError(f"{file!r} is no file; check takes a program as *.csv or *.json")
+    model = Channels(capacity=_capacity(channels), per_pair=per_pair)
     program = load(file, Setting())
     if isinstance(program, Trace):
         raise ScheduleError(f"{file}: a trace of what ran; check takes a program")
-    found = problems(program)
     console = stdout()
-    if not found:
-        console.print(f"[bold green]ok[/] {_summary(program)}", soft_wrap=True)
-        return
-    number = "a problem" if len(found) == 1 else f"{len(found)} problems"
-    console.print(f"[bold red]{number}[/] {_summary(program)}", soft_wrap=True)
-    for each in found:
-        console.print(f"  {each}", markup=False, soft_wrap=True)
-    raise typer.Exit(1)
+    try:
+        checked = prove(program, model)
+        if not program.has_transfers:
+            # Where they are inserted is proven, too: that is what runs.
+            prove(lower(checked), model)
+    except ScheduleError as error:
+        console.print(f"[bold red]wrong[/] {_summary(program)}", soft_wrap=True)
+        console.print(str(error), markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    console.print(f"[bold green]ok[/] {_summary(program)}", soft_wrap=True)
+
+
+def _capacity(text: str) -> int | None:
+    if text in _CAPACITIES:
+        return _CAPACITIES[text]
+    if text.isdecimal():
+        return int(text)
+    raise ScheduleError(f"--channels {text!r}: expected rendezvous, unbounded or a whole number")
 
 
 def _summary(program: Program) -> str:
     actions = list(program.actions())
     computes = sum(act.op in COMPUTE for act in actions)
-    transfers = (
-        "with transfers" if program.has_transfers else "transfers not spelled out, to be inserted"
-    )
+    transfers = "with its transfers" if program.has_transfers else "transfers to be inserted"
     return (
         f"{program.name}: {program.num_ranks} ranks, {program.num_stages} stages, "
         f"{program.num_microbatches} microbatches, {len(actions)} actions "

@@ -138,7 +138,7 @@ def _text(cell: Cell, labelled: bool) -> str:
     if cell.span is None:
         return "." * len(cell.text)
     if not labelled:
-        return cell.span.action.op.value
+        return _letter(cell.span.action)
     return cell.text if cell.begins else "-" * len(cell.text)
 
 
@@ -148,7 +148,12 @@ def _num_cells(makespan: float, cell: float) -> int:
 
 def _label(act: Action, stages: bool) -> str:
     """``F3``; with its stage ``2F3``."""
-    return f"{act.stage if stages else ''}{act.op.value}{act.microbatch}"
+    return f"{act.stage if stages else ''}{_letter(act)}{act.microbatch}"
+
+
+def _letter(act: Action) -> str:
+    """The op in one letter: F, B, I, W, or R for a recomputation."""
+    return act.op.value[0]
 
 
 def _at(lane: tuple[Span, ...], time: float) -> Span | None:
