@@ -55,7 +55,8 @@ class Pipeline:
         model: any module, cut by ``split``; a list of layers, likewise; a list of modules without
             a split, each of which is a stage; or a list of ``PipelineStage``.
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of a microbatch: a scalar
-            tensor, or ``(scalar, metrics)``. If None, the model's own, where the output for
+            tensor, or ``(scalar, metrics)``; ``loss_fn(output)``, of one argument, needs no
+            target. If None, the model's own, where the output for
             ``example`` has a ``loss``.
         schedule: a schedule's name (see ``penstock.schedules()``), or a ``Program``.
         n_microbatches: microbatches per step.

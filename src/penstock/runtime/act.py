@@ -50,6 +50,7 @@ class Act:
         transports: Sequence[Transport],
     ) -> None:
         self.role = role
+        self._needs_target = role.train and role.needs_target
         self._program = program
         self._stages = stages
         self._transports = transports
@@ -137,15 +138,17 @@ class Act:
         joins = len(self._exit_ranks) > 1
         header = [num_steps, int(self.role.train), int(joins and batch.keep_outputs)]
         ids = self._check_batch(batch)
+        # Where inputs enter on several ranks, numbers alone do not tell whether shapes are alike.
+        digest = self._shapes.digest(ids) if joins and self._enters_here else 0
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
-            shared = transport.share_numbers([*header, *ids], self._first_rank)
+            shared = transport.share_numbers([*header, digest, *ids], self._first_rank)
             if shared[:3] != header:
                 raise ScheduleError(
                     f"rank {self._first_rank} is at {_moment(shared)}, rank {transport.rank} at "
                     f"{_moment(header)}: call step() and eval() in the same order on every rank"
                 )
-            batch.shape_ids = shared[3:]
-        if self._enters_here and batch.shape_ids != ids:
+            batch.shape_ids = shared[4:]
+        if self._enters_here and (shared[3], batch.shape_ids) != (digest, ids):
             raise StageError(
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
                 "rank where the model's inputs enter passes the whole batch"
@@ -159,8 +162,7 @@ class Act:
     def _check_batch(self, batch: Batch) -> list[int]:
         """The shape ids, where the inputs are here; zeros elsewhere."""
         rank_of = self._program.placement.rank_of
-        needs_target = self.role.train and self.role.loss_fn is not None
-        if needs_target and batch.targets is None:
+        if self._needs_target and batch.targets is None:
             for stage in (s for s in self._program.placement.exits if s in self._stages):
                 raise StageError(
                     "no target, where the loss is computed: the rank of the last stage passes "

@@ -49,7 +49,8 @@ class PipelineSchedule:
         stages: this rank's stages.
         n_microbatches: microbatches per step.
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of a microbatch: a scalar
-            tensor, or ``(scalar, metrics)``. Without one, steps run forward only.
+            tensor, or ``(scalar, metrics)``; ``loss_fn(output)``, of one argument, needs no
+            target. Without one, steps run forward only.
         args_chunk_spec, kwargs_chunk_spec: how arguments are split; dimension 0 if None.
         output_merge_spec: how outputs are merged; dimension 0 if None.
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``, so that

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import BoundaryError, StageError
 from penstock.runtime.batch import Batch
 from penstock.runtime.inbox import Inbox
+from penstock.runtime.loss import needs_target, scalar_loss
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Action, Op
 from penstock.stage.boundary import BoundarySpec, describe
@@ -63,6 +64,11 @@ class Role:
     loss_divisor: int
     dynamic_shapes: bool
 
+    @property
+    def needs_target(self) -> bool:
+        """Whether there is a loss that can't do without a target."""
+        return self.loss_fn is not None and needs_target(self.loss_fn)
+
 
 class Player:
     """One stage, its microbatches' slots, and its neighbours.
@@ -98,6 +104,7 @@ class Player:
         # Between steps a batch that holds nothing: the step's tensors are the caller's again.
         self._no_batch = self.batch = Batch(num_microbatches)
         self._role = role
+        self._needs_target = role.needs_target
         self._transport = transport
         self._inboxes = inboxes
         self._deferred = deferred
@@ -281,13 +288,17 @@ class Player:
         mb = slot.microbatch
         if batch.keep_outputs:
             batch.outputs[mb] = _detached(output)
-        if self._role.loss_fn is None or (batch.targets is None and not self._role.train):
+        if self._role.loss_fn is None:
             return
-        assert batch.targets is not None  # the act has seen to it
-        result = self._role.loss_fn(output, batch.targets[mb], **batch.loss_kwargs)
+        if batch.targets is None and self._needs_target:
+            return  # an evaluation of outputs alone
+        against = () if batch.targets is None else (batch.targets[mb],)
+        result = self._role.loss_fn(output, *against, **batch.loss_kwargs)
+        if result is None and not self._role.train:
+            return
         if isinstance(result, tuple) and len(result) == 2:
             result, batch.metrics[mb] = result
-        loss = _scalar(result)
+        loss = scalar_loss(result)
         batch.losses[mb] = loss.detach()
         if not self._role.train:
             return
@@ -392,13 +403,3 @@ def _detached(output: Any) -> Any:
         output,
         namespace="penstock",
     )
-
-
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise StageError(
-            f"the loss function returned {shown}, expected a scalar tensor, "
-            "or (scalar tensor, metrics)"
-        )
-    return loss.reshape(()) if loss.dim() else loss

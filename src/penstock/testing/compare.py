@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.loss import needs_target
 from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
 
 __all__ = ["PlainResult", "Snapshot", "Tolerance", "assert_same", "plain_step", "snapshot"]
@@ -68,7 +69,8 @@ def plain_step(
 
     Args:
         model: the model, uncut.
-        loss_fn: ``loss_fn(output, target)`` gives a scalar tensor, or ``(scalar, metrics)``.
+        loss_fn: ``loss_fn(output, target)`` gives a scalar tensor, or ``(scalar, metrics)``;
+            ``loss_fn(output)`` likewise, of the output alone.
         args: the model's inputs, a whole batch, split as the pipeline splits it.
         target: what the loss is computed against, a whole batch.
         n_microbatches: into how many to split; not needed with ready microbatches.
@@ -103,7 +105,8 @@ def plain_step(
         arg_mbs or split_args, kwarg_mbs or split_kwargs, targets, strict=True
     ):
         output = model(*positional, **named)
-        result = loss_fn(output, wanted, **(loss_kwargs or {}))
+        against = () if wanted is None and not needs_target(loss_fn) else (wanted,)
+        result = loss_fn(output, *against, **(loss_kwargs or {}))
         loss, metric = result if isinstance(result, tuple) else (result, None)
         (loss / num if scale_grads else loss).backward()
         losses.append(loss.detach())
