@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import stdout, table
-from penstock.schedule.catalog import Family
 from penstock.schedule.catalog import schedules as families
 
 __all__ = ["schedules"]
@@ -22,20 +21,23 @@ def schedules(
         for each in families():
             console.print(each.name, markup=False)
         return
-    shown = table("schedule", "stages lie", "per rank", "options", "what it is", "source")
+    shown = table(
+        "schedule",
+        "stages lie",
+        "per rank",
+        "ranks P, microbatches M",
+        "options",
+        "what it is",
+        "source",
+    )
     for each in families():
         shown.add_row(
             f"[bold]{each.name}[/]",
             each.arrangement.value,
-            _virtuals(each),
+            each.virtuals_text,
+            each.rule or "any",
             ", ".join(each.options),
             each.summary,
             each.source,
         )
     console.print(shown)
-
-
-def _virtuals(each: Family) -> str:
-    if each.virtuals is None:
-        return f"any ({each.default_virtual})"
-    return " or ".join(map(str, each.virtuals))

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from penstock.cli.setting import Setting, read_options
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import Family, build, family
+from penstock.schedule.catalog import family
 from penstock.schedule.check import check
+from penstock.schedule.family import Family
 from penstock.schedule.program import Program
 from penstock.schedule.text import from_json, load_csv
+from penstock.simulate.fitting import build_for
 from penstock.trace import Trace
 
 __all__ = ["is_file", "load", "load_program"]
@@ -86,7 +88,8 @@ def _build(source: str, setting: Setting, each_its_own: bool) -> Program:
         virtual = virtual if _takes(chosen, virtual) else None
     options |= read_options(own.split(",")) if own else {}
     virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
-    return build(
+    return build_for(
+        setting.costs(),
         name,
         ranks=setting.ranks,
         microbatches=setting.microbatches,

@@ -16,6 +16,7 @@ COLOURS: dict[Op, str] = {
     Op.FULL_BACKWARD: "#2a9d97",
     Op.INPUT_GRAD: "#7fd1c9",
     Op.WEIGHT_GRAD: "#6bb35a",
+    Op.RECOMPUTE: "#a9c7ee",
 }
 
 NAMES: dict[Op, str] = {
@@ -30,6 +31,9 @@ NAMES: dict[Op, str] = {
     Op.UNSHARD: "gather parameters",
     Op.RESHARD: "release parameters",
     Op.REDUCE_GRAD: "reduce gradients",
+    Op.RECOMPUTE: "recompute",
+    Op.OFFLOAD: "offload to the host",
+    Op.RELOAD: "reload from the host",
 }
 
 

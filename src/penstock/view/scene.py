@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.schedule.catalog import build
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
+from penstock.simulate.fitting import build_for
 from penstock.simulate.result import Simulation
 from penstock.simulate.shares import share_out
 
@@ -75,7 +75,9 @@ def _play(
     costs: Costs,
     per_rank: bool,
 ) -> Simulation:
-    program = build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
+    program = build_for(
+        costs, name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options)
+    )
     if per_rank:
         costs = share_out(costs, program.placement.num_model_stages // program.num_ranks)
     return simulate(program, costs)
