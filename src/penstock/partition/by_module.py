@@ -27,7 +27,7 @@ from penstock.partition.dry_run import DryRunner
 from penstock.partition.homes import Cuts, Wish, find_homes
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.module_stage import ModuleStage
-from penstock.partition.units import find_units
+from penstock.partition.units import Units, find_units
 
 __all__ = ["Cuts", "ModuleSplit", "NotByModule", "computes_loss", "split_by_module"]
 
@@ -100,9 +100,7 @@ def split_by_module(
     device = torch.device(device)
     wish = Wish.of(model, cuts)
     parts = find_units(model, wish.places)
-    install_hooks(model)
-    dry = DryRunner(model, parts, device)
-    seen = None if example is None else _run_dry(dry, model, example)
+    dry, seen = _first_run(model, parts, device, example)
     homes = find_homes(model, parts, wish, seen)
     num_stages = wish.num_stages
 
@@ -139,6 +137,27 @@ def computes_loss(model: nn.Module, example: tuple[Any, ...] | Mapping[str, Any]
     """
     parts = find_units(model, ())
     return _run_dry(DryRunner(model, parts, torch.device("cpu")), model, example).loss
+
+
+def _first_run(
+    model: nn.Module,
+    parts: Units,
+    device: torch.device,
+    example: tuple[Any, ...] | Mapping[str, Any] | None,
+) -> tuple[DryRunner, DryRun | None]:
+    """A runner, and what it saw of the example; hooks that collect are installed if need be."""
+    if example is not None:
+        dry = DryRunner(model, parts, device)
+        try:
+            seen = _run_dry(dry, model, example)
+        except NotByModule:
+            if not dry.captures:
+                raise
+        if not dry.captures:
+            return dry, seen
+    install_hooks(model)
+    dry = DryRunner(model, parts, device)
+    return dry, None if example is None else _run_dry(dry, model, example)
 
 
 def _run_dry(

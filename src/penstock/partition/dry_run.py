@@ -43,6 +43,9 @@ class DryRunner:
         model: the plain model, on any device.
         parts: its units.
         device: where the stages will live.
+
+    Attributes:
+        captures: whether a model collected what its parts compute (see ``huggingface``).
     """
 
     def __init__(self, model: nn.Module, parts: Units, device: torch.device) -> None:
@@ -52,6 +55,7 @@ class DryRunner:
         # Held until it is known that no dry run needs values: a rank may drop the rest.
         self._units: Mapping[str, nn.Module] | None = parts.units
         self._on_values = False
+        self.captures = False
         self._calls: list[Recorded] = []
         # Tensors that were handed out: by which call (None: inputs), which leaf, version then.
         self._given: list[tuple[int | None, int, Tensor, int]] = []
@@ -144,6 +148,7 @@ class DryRunner:
         absent = [(leaf, leaf.body._version) for leaf in leaves if type(leaf) is Absent]
         positional, named = optree.tree_unflatten(tree, [self._lower(leaf) for leaf in leaves])
         marked = mark()
+        self.captures |= bool(marked)
         result = self._run(unit, positional, named)
         for state, was_full in zip(states, full, strict=True):
             if not was_full and _holds_tensors(state):

@@ -83,7 +83,8 @@ class ModuleStage(nn.Module):
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
-        self._plans: dict[Any, tuple[bytes, Crossings]] = {}
+        self._entries: dict[Any, tuple[bytes, Crossings, list[tuple[Source, int]]]] = {}
+        self._plans: dict[bytes, Crossings] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage.
@@ -99,13 +100,7 @@ class ModuleStage(nn.Module):
             PartitionError: the model does something else than in its dry run.
         """
         if self._index == 0:
-            data, plan = self._plan_for(args, kwargs)
-            values = {}
-            leaves, _ = flatten((args, kwargs))
-            names = input_names(args, kwargs)
-            for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    values[Source(Kind.INPUT, 0, i, names[i])] = leaf
+            data, plan, values = self._enter(args, kwargs)
         else:
             data, tensors = args
             plan = self._decoded(data)
@@ -124,24 +119,33 @@ class ModuleStage(nn.Module):
 
     # --- what is known of the inputs ---------------------------------------------------------
 
-    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Crossings]:
+    def _enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bytes, Crossings, dict[Source, Tensor]]:
+        """What is known of inputs like these, and their tensors by name."""
         leaves, tree = flatten((args, kwargs))
         marks = [
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
             for leaf in leaves
         ]
         key = (tree, self.training, *marks)
-        found = self._plans.get(key)
-        if found is None:
+        if key not in self._entries:
             plan = self._find(args, kwargs, self.training)
-            found = self._plans[key] = (plan.encode(), plan)
-        return found
+            names = input_names(args, kwargs)
+            sources = [
+                (Source(Kind.INPUT, 0, i, names[i]), i)
+                for i, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor)
+            ]
+            self._entries[key] = (plan.encode(), plan, sources)
+        data, plan, sources = self._entries[key]
+        return data, plan, {source: leaves[i] for source, i in sources}
 
     def _decoded(self, data: bytes) -> Crossings:
         found = self._plans.get(data)
         if found is None:
-            found = self._plans[data] = (data, Crossings.decode(data))
-        return found[1]
+            found = self._plans[data] = Crossings.decode(data)
+        return found
 
     def _inputs(self, plan: Crossings, values: dict[Source, Tensor]) -> Any:
         here = {s.leaf: value for s, value in values.items() if s.kind is Kind.INPUT}
