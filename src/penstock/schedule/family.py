@@ -5,8 +5,8 @@ This module knows no family; ``penstock.schedule.catalog`` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.schedule.program import Program
@@ -20,6 +20,7 @@ class Arrangement(Enum):
     LINEAR = "linear"
     LOOPED = "looped"
     V_SHAPE = "v-shape"
+    WAVE = "wave"
     BIDIRECTIONAL = "bidirectional"
 
 
@@ -38,12 +39,12 @@ class Family:
             where the family takes more than one number of stages per rank.
         arrangement: how stages lie on ranks.
         default_virtual: stages per rank where none is asked for.
-        virtuals: the numbers of stages per rank that work; None for any.
+        virtuals: the numbers of stages per rank that work, rising; None for any.
         summary: one line for people.
         source: where the method was published.
         aliases: other names, beside those that differ in case, separators or a leading
             "Schedule" alone.
-        options: names of the builder's further arguments.
+        options: the builder's further arguments: each one's name, and in a line what it is.
         rule: which ranks P and microbatches M work, in words; empty where all do.
         nearest: for ranks and microbatches the nearest numbers that work, which are these
             themselves where they do.
@@ -53,11 +54,11 @@ class Family:
     builder: Callable[..., Program]
     arrangement: Arrangement
     default_virtual: int
-    virtuals: tuple[int, ...] | None
+    virtuals: Sequence[int] | None
     summary: str
     source: str
     aliases: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
     rule: str = ""
     nearest: Callable[[int, int], tuple[int, int]] = _the_same
 
@@ -65,6 +66,17 @@ class Family:
     def copies(self) -> int:
         """How often its ranks hold the model (see ``Placement``)."""
         return 2 if self.arrangement is Arrangement.BIDIRECTIONAL else 1
+
+    @property
+    def virtuals_text(self) -> str:
+        """The numbers of stages per rank that work, in words."""
+        match self.virtuals:
+            case None:
+                return "any"
+            case range(step=2):
+                return "any even number"
+            case several:
+                return " or ".join(map(str, several))
 
     def works(self, *, ranks: int, microbatches: int) -> bool:
         """Whether it can be built for so many."""

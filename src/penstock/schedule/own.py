@@ -100,7 +100,7 @@ microbatches, asked for 2 and 2
                 summary=text if summary is None else summary,
                 source=source,
                 aliases=aliases,
-                options=tuple(each for each in parameters if each not in _GIVEN),
+                options={each: "" for each in parameters if each not in _GIVEN},
             )
         )
         return builder

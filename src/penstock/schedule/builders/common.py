@@ -24,6 +24,7 @@ __all__ = [
     "first_microbatches",
     "looped_order",
     "phased",
+    "trailing",
 ]
 
 Chunk: TypeAlias = tuple[int, int]
@@ -135,6 +136,25 @@ def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -
     for pair in zip(forwards[warmup:], backwards[:steady], strict=True):
         steps += pair
     return steps + backwards[steady:]
+
+
+def trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list[Action]:
+    """``steps`` with a weight gradient after each input gradient but the first ``behind``.
+
+    Example:
+        >>> ops = (Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+        >>> i, w = (chunks(op, [(0, 0), (0, 1)], stages=(0,)) for op in ops)
+        >>> " ".join(map(str, trailing(i, w, behind=1)))
+        '0I0 0I1 0W0 0W1'
+    """
+    merged, inputs = [], 0
+    for step in steps:
+        merged.append(step)
+        if step.op is Op.INPUT_GRAD:
+            inputs += 1
+            if inputs > behind:
+                merged.append(weights[inputs - 1 - behind])
+    return merged + weights[max(0, inputs - behind) :]
 
 
 def first_microbatches(

@@ -10,10 +10,13 @@ being a chunk (one stage of one microbatch), the bubble is (P - 1)(tF + tB + tW)
 a share of (P - 1) / (V·M) of the work. Rank r holds (V - 1)·G + 2 (P - 1 - r) + 1 activations at
 its peak (at most V·M), G being the largest group.
 
-A group of P is the least that keeps every rank busy at the turn of the loop. Where P does not
-divide M, microbatches are spread over ⌊M / P⌋ groups as evenly as can be: no bubble is lost, for
-some memory. A larger group asks for fewer, longer loops: more memory, and a longer time from a
-result to its use on the next rank, in which messages can travel.
+A group of P is the least that keeps every rank busy at the turn of the loop. A larger group asks
+for fewer, longer loops: more memory, and a longer time from a result to its use on the next rank,
+in which messages can travel. The last group takes what is left over; if that is less than P, the
+microbatches are spread over the same number of groups as evenly as can be, or, where that would
+leave groups below P, over one group less: no bubble is lost, for some memory.
+
+    P = 4, group 6    M = 12: 6 6     M = 16: 6 6 4     M = 14: 5 5 4     M = 7: 7
 
 Any P ≥ 1, V ≥ 1, M ≥ 1. Below P microbatches the loop can't be filled, and costs another
 (V - 1)(P - M)(tF + tB + tW).
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.builders.common import alternate, chunks, even_groups, looped_order
+from penstock.schedule.builders.common import alternate, chunks, looped_order
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -41,7 +44,7 @@ def interleaved_1f1b(
         ranks: number of ranks.
         microbatches: number of microbatches.
         virtual: stages per rank.
-        group: the least number of microbatches that go round together; None for ``ranks``.
+        group: how many microbatches go round together; None for ``ranks``.
 
     Raises:
         ScheduleError: ``group`` is below ``ranks`` or above ``microbatches``.
@@ -60,7 +63,7 @@ def interleaved_1f1b(
         raise ScheduleError(
             f"interleaved-1f1b on {ranks} ranks: group={group} would leave ranks waiting; {works}"
         )
-    groups = even_groups(microbatches=microbatches, group=group or ranks)
+    groups = _groups(ranks, microbatches, group or ranks)
     order = looped_order(virtual=virtual, groups=groups)
     backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
     placement = looped(ranks, virtual)
@@ -80,3 +83,13 @@ def interleaved_1f1b(
         num_microbatches=microbatches,
         ranks=tuple(map(tuple, programs)),
     )
+
+
+def _groups(ranks: int, microbatches: int, group: int) -> tuple[int, ...]:
+    """Groups of ``group`` and an uneven last one, none below ``ranks``."""
+    full, rest = divmod(microbatches, group)
+    if rest == 0 or (full and rest >= ranks):
+        return (group,) * full + (rest,) * (rest > 0)
+    number = full + 1 if microbatches >= (full + 1) * ranks else max(1, full)
+    size, larger = divmod(microbatches, number)
+    return (size + 1,) * larger + (size,) * (number - larger)

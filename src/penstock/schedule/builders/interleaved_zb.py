@@ -28,8 +28,14 @@ Source: arXiv:2401.10241, sec. 2.2 (ZB-H1), over the loops of arXiv:2104.04473, 
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Op
-from penstock.schedule.builders.common import alternate, chunks, even_groups, looped_order
+from penstock.schedule.action import Op
+from penstock.schedule.builders.common import (
+    alternate,
+    chunks,
+    even_groups,
+    looped_order,
+    trailing,
+)
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -62,22 +68,10 @@ def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
             warmup=(virtual - 1) * max(groups) + ranks - 1 - rank,
         )
         weights = chunks(Op.WEIGHT_GRAD, backward, stages=stages)
-        programs.append(_trailing(steps, weights, behind=rank))
+        programs.append(trailing(steps, weights, behind=rank))
     return Program(
         name="interleaved-zb",
         placement=placement,
         num_microbatches=microbatches,
         ranks=tuple(map(tuple, programs)),
     )
-
-
-def _trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list[Action]:
-    """``steps`` with a weight gradient after each input gradient but the first ``behind``."""
-    merged, inputs = [], 0
-    for step in steps:
-        merged.append(step)
-        if step.op is Op.INPUT_GRAD:
-            inputs += 1
-            if inputs > behind:
-                merged.append(weights[inputs - 1 - behind])
-    return merged + weights[max(0, inputs - behind) :]

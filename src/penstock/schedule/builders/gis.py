@@ -1,0 +1,107 @@
+"""GIS and GIS-H: interleaved zero bubble in the least memory, for a somewhat larger bubble.
+
+GIS, P = 2, V = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage:
+
+    rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 .. i3 w3 I2 W2 I3 W3
+    rank 1  .. F0 F1 f0 i0 w0 f1 i1 w1 F2 I0 W0 F3 I1 W1 f2 i2 w2 f3 i3 w3 I2 W2 I3 W3 ..
+
+Forwards and input gradients alternate as in interleaved zero bubble, but each weight gradient
+follows its input gradient at once, so that its activation is gone. With a chunk as the unit and
+groups of g that divide M, from P / 2 to P, the bubble is
+(P - 1)(tF + tB) + (V - 1)(P - g)(tF + tB - tW)
+for g = P, and for smaller ones where tB = tW and tF ≤ 2 tB. Rank r holds g(V - 1) + P - r
+activations at its peak.
+
+    gis     g = P         bubble (P - 1)(tF + tB)     PV - r activations
+    gis-h   g = ⌈P / 2⌉   larger                      about half of what interleaved 1F1B holds
+
+A group goes through all V loops before the next one starts. Where the groups don't come out even,
+they are made as even as can be, none larger than g and none smaller than ⌈P / 2⌉ but the last,
+and the last is not full: bubbles appear, and the memory stays below.
+
+Any P ≥ 1, V ≥ 1, M ≥ 1 and groups from ⌊P / 2⌋ on: smaller ones would come round before their
+turn has come, and ranks would wait for one another for ever.
+
+Source: arXiv:2503.01328, sec. 3 (generalized interleaved schedule).
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
+from penstock.schedule.builders.common import (
+    alternate,
+    chunks,
+    first_microbatches,
+    looped_order,
+    trailing,
+)
+from penstock.schedule.placement import looped
+from penstock.schedule.program import Program
+
+__all__ = ["gis", "gis_h"]
+
+
+def gis(*, ranks: int, microbatches: int, virtual: int, group: int | None = None) -> Program:
+    """Groups of P microbatches, each weight gradient at once.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank.
+        group: the most microbatches that go round together; None for ``ranks``.
+
+    Raises:
+        ScheduleError: ``group`` is below half of ``ranks``.
+
+    Example:
+        >>> " ".join(map(str, gis(ranks=2, microbatches=2, virtual=2).ranks[1]))
+        '1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1'
+    """
+    return _grouped("gis", ranks, microbatches, virtual, ranks if group is None else group)
+
+
+def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = None) -> Program:
+    """Groups of ⌈P / 2⌉ microbatches, each weight gradient at once.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank.
+        group: the most microbatches that go round together; None for half of ``ranks``, rounded
+            up.
+
+    Raises:
+        ScheduleError: ``group`` is below half of ``ranks``.
+
+    Example:
+        >>> " ".join(map(str, gis_h(ranks=2, microbatches=2, virtual=2).ranks[1]))
+        '1F0 3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1'
+    """
+    half = -(-ranks // 2)
+    return _grouped("gis-h", ranks, microbatches, virtual, half if group is None else group)
+
+
+def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int) -> Program:
+    least = max(1, ranks // 2)
+    if not isinstance(group, int) or isinstance(group, bool) or group < least:
+        raise ScheduleError(
+            f"{name} on {ranks} ranks: group={group!r} does not work; whole numbers from {least} "
+            "on do"
+        )
+    number = -(-microbatches // group)
+    # As even as can be, but not so small that ranks wait at the turn of the loop.
+    group = min(group, max(-(-microbatches // number), -(-ranks // 2)))
+    order = looped_order(virtual=virtual, groups=(group,) * number)
+    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
+    placement = looped(ranks, virtual)
+    programs = []
+    for rank in range(ranks):
+        stages = placement.stages_of(rank)
+        steps = alternate(
+            chunks(Op.FORWARD, order, stages=stages),
+            chunks(Op.INPUT_GRAD, backward, stages=stages),
+            warmup=(virtual - 1) * group + ranks - 1 - rank,
+        )
+        programs.append(trailing(steps, chunks(Op.WEIGHT_GRAD, backward, stages=stages), behind=0))
+    return first_microbatches(programs, name=name, placement=placement, microbatches=microbatches)

@@ -1,0 +1,159 @@
+"""ZB-1p and ZB-2p: zero bubble for given costs, in the memory of P or of 2P activations.
+
+ZB-2p, P = 3, M = 6 (tF = tB = tW = 1):
+
+    rank 0  F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5 .. ..
+    rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
+
+No closed form is best for all costs. So several are tried, with more and more forwards before the
+first input gradient, from 1F1B's warm-up to the longest that the memory allows; weight gradients
+fill what is idle (``penstock.schedule.builders.squeezing``), and the best of them is taken: by its
+makespan, then by its span, under the costs that were given. What is built depends on the costs
+alone and is the same on every machine; ``penstock.search`` takes more time, and finds more.
+
+Where costs are equal, ZB-1p comes to ZB-H1's makespan and ZB-2p to ZB-H2's span. Any P ≥ 1, M ≥ 1.
+
+Source: arXiv:2401.10241, sec. 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
+from penstock.schedule.builders.common import alternate, chunks
+from penstock.schedule.builders.squeezing import PerStage, Squeezed, squeeze
+from penstock.schedule.placement import linear
+from penstock.schedule.program import Program
+
+__all__ = ["zb_1p", "zb_2p"]
+
+# Warm-ups to try: forwards before the first input gradient, per rank that comes after, and
+# whether ranks that would be idle run more of them.
+_WARMUPS = ((1.0, False), (1.0, True), (1.5, False), (2.0, False), (2.0, True), (3.0, True))
+
+
+def zb_1p(
+    *,
+    ranks: int,
+    microbatches: int,
+    forward: float | Sequence[float] = 1,
+    input_grad: float | Sequence[float] = 1,
+    weight_grad: float | Sequence[float] = 1,
+) -> Program:
+    """The best of several warm-ups that hold P activations at most on each rank.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        forward: what a forward costs: one number, or one per stage.
+        input_grad: what an input gradient costs, likewise.
+        weight_grad: what a weight gradient costs, likewise.
+
+    Raises:
+        ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
+
+    Example:
+        >>> " ".join(map(str, zb_1p(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
+    """
+    costs = _costs("zb-1p", ranks, forward, input_grad, weight_grad)
+    return _best("zb-1p", ranks, microbatches, ranks, costs)
+
+
+def zb_2p(
+    *,
+    ranks: int,
+    microbatches: int,
+    forward: float | Sequence[float] = 1,
+    input_grad: float | Sequence[float] = 1,
+    weight_grad: float | Sequence[float] = 1,
+) -> Program:
+    """The best of several warm-ups that hold 2P activations at most on each rank.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        forward: what a forward costs: one number, or one per stage.
+        input_grad: what an input gradient costs, likewise.
+        weight_grad: what a weight gradient costs, likewise.
+
+    Raises:
+        ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
+
+    Example:
+        >>> " ".join(map(str, zb_2p(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
+    """
+    costs = _costs("zb-2p", ranks, forward, input_grad, weight_grad)
+    return _best("zb-2p", ranks, microbatches, 2 * ranks, costs)
+
+
+def _best(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    costs: tuple[PerStage, PerStage, PerStage],
+) -> Program:
+    found = [
+        _with_warmup(ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
+        for ahead, fill in _WARMUPS
+    ]
+    # The first of equals is taken: the shortest warm-up.
+    best = min(found, key=lambda each: (each.makespan, each.span))
+    return Program(
+        name=name,
+        placement=linear(ranks),
+        num_microbatches=microbatches,
+        ranks=best.ranks,
+    )
+
+
+def _with_warmup(
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    costs: tuple[PerStage, PerStage, PerStage],
+    *,
+    ahead: float,
+    fill: bool,
+) -> Squeezed:
+    chunk = [(0, microbatch) for microbatch in range(microbatches)]
+    orders = [
+        alternate(
+            chunks(Op.FORWARD, chunk, stages=(rank,)),
+            chunks(Op.INPUT_GRAD, chunk, stages=(rank,)),
+            warmup=min(limit - 1, math.ceil(ahead * (ranks - 1 - rank))),
+        )
+        for rank in range(ranks)
+    ]
+    return squeeze(linear(ranks), orders, limit=limit, spare=0 if fill else None, costs=costs)
+
+
+def _costs(
+    name: str, ranks: int, *given: float | Sequence[float]
+) -> tuple[PerStage, PerStage, PerStage]:
+    """The costs of all stages."""
+    kinds = ("forward", "input_grad", "weight_grad")
+    forward, input_grad, weight_grad = (
+        _per_stage(name, kind, each, ranks) for kind, each in zip(kinds, given, strict=True)
+    )
+    return forward, input_grad, weight_grad
+
+
+def _per_stage(name: str, kind: str, given: float | Sequence[float], ranks: int) -> PerStage:
+    numbers = tuple(given) if isinstance(given, Sequence) else (given,) * ranks
+    if len(numbers) != ranks:
+        raise ScheduleError(
+            f"{name}: {kind} has {len(numbers)} numbers for {ranks} stages; give one number for "
+            "all, or one per stage"
+        )
+    for each in numbers:
+        real = isinstance(each, (int, float)) and not isinstance(each, bool)
+        if not real or not math.isfinite(each) or each < 0:
+            raise ScheduleError(f"{name}: {kind}={each!r} must be a finite number from 0 on")
+    return tuple(float(each) for each in numbers)
