@@ -61,7 +61,7 @@ number = 3
 COSTS = Profile(
     model="Tiny",
     machine="a machine",
-    example="int64 (2, 5)",
+    example="int64[2,5]",
     blocks=(
         BlockCosts(
             modules=("embed",),
@@ -71,7 +71,7 @@ COSTS = Profile(
             parameters=128,
             parameter_bytes=512,
             sent_bytes=320,
-            sends=("float32 (2, 5, 8)",),
+            sends=("float32[2,5,8]",),
         ),
         *(
             BlockCosts(
@@ -84,7 +84,7 @@ COSTS = Profile(
                 parameters=88,
                 parameter_bytes=352,
                 sent_bytes=320,
-                sends=("float32 (2, 5, 8)",),
+                sends=("float32[2,5,8]",),
             )
             for i in range(6)
         ),
@@ -144,19 +144,18 @@ def test_the_table(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].split() == (
         ["stage", "modules", "parameters", "time", "share", "activations", "sends", "across"]
     )
-    rows = [line.split() for line in lines[4:7]]
-    assert " ".join(rows[0]) == (
-        "0 embed, layers.0 … layers.1 304 7 ms 28.00% 2.00 kB 320 B float32 (2, 5, 8)"
-    )
-    assert (
-        " ".join(rows[1]) == "1 layers.2 … layers.4 264 9 ms 36.00% 3.00 kB 320 B float32 (2, 5, 8)"
-    )
-    assert " ".join(rows[2]) == "2 layers.5, head 232 9 ms 36.00% 1.32 kB"
-    assert lines[8:] == [
+    assert [" ".join(line.split()) for line in lines[4:9]] == [
+        "0 embed 304 7 ms 28.00% 2.00 kB 320 B float32[2,5,8]",
+        "layers.0-1",
+        "1 layers.2-4 264 9 ms 36.00% 3.00 kB 320 B float32[2,5,8]",
+        "2 layers.5 232 9 ms 36.00% 1.32 kB",
+        "head",
+    ]
+    assert lines[10:] == [
         "slowest stage 9 ms per microbatch, forward and backward; 8.00% above the mean of all "
         "stages",
         "layout Ett|t*3|tL",
-        "balanced for the slowest stage; measured on a machine, with int64 (2, 5)",
+        "balanced for the slowest stage; measured on a machine, with int64[2,5]",
     ]
 
 

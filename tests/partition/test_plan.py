@@ -21,7 +21,7 @@ COSTS = (
         parameter_bytes=48,
         activation_bytes=64,
         sent_bytes=8,
-        sends=("float32 (1, 2)",),
+        sends=("float32[1,2]",),
     ),
     StageCosts(time_s=0.5, parameters=6, parameter_bytes=24, activation_bytes=32),
 )

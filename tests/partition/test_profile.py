@@ -315,7 +315,7 @@ class Skipping(nn.Module):
 
 def test_what_crosses_is_all_that_later_blocks_take() -> None:
     measured = profile(Skipping(), torch.ones(5, DIM), runs=1)
-    tensor = "float32 (5, 8)"
+    tensor = "float32[5,8]"
     # The table; the table and the first result; the first and the second result.
     assert [block.sends for block in measured.blocks] == [
         (tensor,),
@@ -417,7 +417,7 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     assert {"forward_s", "input_grad_s", "weight_grad_s", "activation_bytes"} <= set(
         data["blocks"][0]
     )
-    assert data["example"] == "int64 (2, 5)"
+    assert data["example"] == "int64[2,5]"
 
 
 @pytest.mark.parametrize(

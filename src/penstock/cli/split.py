@@ -232,7 +232,7 @@ def show(plan: Plan, measured: Profile, layout: str, terms: Terms) -> None:
     for stage, (names, costs) in enumerate(zip(plan.stages, plan.costs, strict=True)):
         row = [
             f"[bold]{stage}[/]",
-            ", ".join(ranged(names)),
+            "\n".join(ranged(names)),
             f"{costs.parameters:,}",
             seconds_text(costs.time_s),
             percent(costs.time_s / total_s),
@@ -267,7 +267,7 @@ def ranged(names: Sequence[str]) -> list[str]:
 
     Example:
         >>> ranged(["wte", "h.0", "h.1", "h.2", "ln"])
-        ['wte', 'h.0 … h.2', 'ln']
+        ['wte', 'h.0-2', 'ln']
     """
     runs: list[list[str]] = []
     for name in names:
@@ -275,7 +275,7 @@ def ranged(names: Sequence[str]) -> list[str]:
             runs[-1].append(name)
         else:
             runs.append([name])
-    return [run[0] if len(run) == 1 else f"{run[0]} … {run[-1]}" for run in runs]
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}" for run in runs]
 
 
 def follows(before: str, name: str) -> bool:
@@ -288,8 +288,8 @@ def counted(lines: Sequence[str]) -> list[str]:
     """Lines, equal ones counted.
 
     Example:
-        >>> counted(["float32 (2, 8)", "float32 (4,)", "float32 (2, 8)"])
-        ['2 × float32 (2, 8)', 'float32 (4,)']
+        >>> counted(["float32[2,8]", "float32[4]", "float32[2,8]"])
+        ['2 × float32[2,8]', 'float32[4]']
     """
     times = {line: lines.count(line) for line in lines}
     return [f"{number} × {line}" if number > 1 else line for line, number in times.items()]

@@ -50,7 +50,7 @@ class BlockCosts:
         parameters: how many numbers its parameters hold; shared ones count in every block.
         parameter_bytes: their bytes.
         sent_bytes: what crosses the cut behind the block, one way.
-        sends: the tensors that cross it, as ``"float32 (2, 128, 64)"``.
+        sends: the tensors that cross it, as ``"float32[2,128,64]"``.
 
     Raises:
         PartitionError: a cost is negative, infinite or not a number.

@@ -39,7 +39,7 @@ class StageCosts:
         parameter_bytes: the bytes of its parameters.
         activation_bytes: what is kept of one microbatch from forward to backward.
         sent_bytes: what crosses to later stages; 0 for the last.
-        sends: the tensors that cross, as ``"float32 (2, 128, 64)"``.
+        sends: the tensors that cross, as ``"float32[2,128,64]"``.
     """
 
     time_s: float

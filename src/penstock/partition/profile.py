@@ -65,7 +65,7 @@ def profile(
         >>> [block.modules for block in costs.blocks]
         [('0',), ('1',), ('2',)]
         >>> costs.blocks[0].parameter_bytes, costs.blocks[0].sends
-        (160, ('float32 (3, 8)',))
+        (160, ('float32[3,8]',))
     """
     if runs < 1:
         raise PartitionError(f"runs is {runs}, expected at least 1")
@@ -152,7 +152,8 @@ def loose_parameters(model: nn.Module, units: Sequence[Unit]) -> list[str]:
 def described(value: Any) -> str:
     """Tensors by dtype and shape, other values by their class, for people to read."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        sizes = ",".join(map(str, value.shape))
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {described(each)}" for name, each in value.items())
     if isinstance(value, (tuple, list)):
