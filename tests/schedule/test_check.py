@@ -6,19 +6,31 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.channels import Channels
 from penstock.schedule.check import check, problems
 from penstock.schedule.order import global_order
-from penstock.schedule.passes import forward_only, lower, merge_backward
+from penstock.schedule.passes import forward_only, lower, merge_backward, remove_transfers
 from penstock.schedule.placement import linear
 from penstock.schedule.program import CheckedProgram, Program
+from penstock.schedule.rules import COMPUTE, COVERS, prerequisites
 from penstock.schedule.text import parse_csv
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
 from penstock.testing.programs import computed_programs
+from tests.schedule.plain_channels import plays_over
 from tests.schedule.plain_check import is_right
+from tests.simulate.plain_engine import slowly
+
+# What the plain rules know.
+OPS = [op for op in Op if op.value not in ("RECOMPUTE", "OFFLOAD", "RELOAD")]
+
+# Mutations are many and each is small: thousands of them, or what the profile asks for beyond.
+MANY = max(1500, settings().max_examples)
 
 # Cases parted by an empty line: what is wrong, a row per rank, then the problems found.
 WRONG = re.split(r"(?<=\n)\n(?=\w)", (Path(__file__).parent / "wrong_programs.txt").read_text())
@@ -106,9 +118,10 @@ def mutate(draw: st.DrawFn, ranks: list[list[Step]]) -> None:
             )
         case "op":
             first = steps[at].parts[0]
-            steps[at] = action(first.stage, draw(st.sampled_from(Op)), first.microbatch)
+            steps[at] = action(first.stage, draw(st.sampled_from(OPS)), first.microbatch)
 
 
+@settings(max_examples=MANY)
 @given(mutated())
 def test_the_checker_and_the_plain_rules_agree_on_changed_programs(program: Program) -> None:
     found = problems(program)
@@ -120,10 +133,112 @@ def test_the_checker_and_the_plain_rules_agree_on_changed_programs(program: Prog
     with pytest.raises(ScheduleError) as caught:
         check(program)
     assert str(found[0]) in str(caught.value)
+    stuck = any(re.search("deadlock|comes only|same block", str(each)) for each in found)
+    assert ("shortest circle" in str(caught.value)) == stuck
     for problem in found:
         if problem.step is not None:
             assert problem.rank is not None
             assert problem.action == str(program.ranks[problem.rank][problem.step])
+
+
+@settings(max_examples=MANY)
+@given(mutated())
+def test_changed_programs_are_rejected_or_still_simulated_right(program: Program) -> None:
+    """One action swapped, dropped, doubled, moved: what the checker lets pass does its work."""
+    if problems(program):
+        return
+    result, ends = simulate(program), slowly(remove_transfers(program), Costs())
+    spans = [span for span in result.trace.spans if span.action.op in COMPUTE]
+    assert {span.action for span in spans} == {a for a in program.actions() if a.op in COMPUTE}
+    for span in spans:
+        # A send that was moved to later may hold up others, and nothing comes earlier for it.
+        assert span.end >= ends[span.action] or in_a_block(program, span.action)
+        for before in prerequisites(span.action, program.placement):
+            assert any(other.end <= span.start for other in spans if does(other.action, before))
+
+
+def does(act: Action, wanted: Action) -> bool:
+    same = (act.stage, act.microbatch) == (wanted.stage, wanted.microbatch)
+    return same and wanted.op in (act.op, *COVERS.get(act.op, ()))
+
+
+def in_a_block(program: Program, act: Action) -> bool:
+    return any(len(s.parts) > 1 and act in s.parts for steps in program.ranks for s in steps)
+
+
+CHANNELS = [
+    Channels(capacity=capacity, per_pair=per_pair)
+    for capacity in (0, 1, 2, None)
+    for per_pair in (False, True)
+]
+
+
+@settings(max_examples=MANY // 2)
+@given(mutated(), st.sampled_from(CHANNELS))
+def test_the_checker_and_plain_counting_agree_over_channels_of_any_kind(
+    program: Program, channels: Channels
+) -> None:
+    found = problems(program, channels)
+    assert (found == ()) == is_right(program, lambda p: plays_over(p, channels))
+
+
+@given(mutated())
+def test_more_room_and_more_channels_make_no_program_wrong(program: Program) -> None:
+    right = {channels: problems(program, channels) == () for channels in CHANNELS}
+    for per_pair in (False, True):
+        rising = [right[Channels(capacity=c, per_pair=per_pair)] for c in (0, 1, 2, None)]
+        assert rising == sorted(rising)
+    for capacity in (0, 1, 2, None):
+        shared = right[Channels(capacity=capacity, per_pair=True)]
+        assert right[Channels(capacity=capacity)] or not shared
+
+
+BLOCKED = (
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+)
+
+
+def test_two_blocking_sends_against_each_other_need_room_for_one_message() -> None:
+    program = parse_csv(BLOCKED)
+    assert problems(program)
+    for channels in (Channels(capacity=1), Channels(capacity=1, per_pair=True)):
+        assert problems(program, channels) == ()
+    assert problems(program, Channels(capacity=None)) == ()
+
+
+def test_a_receive_posted_early_blocks_a_pair_that_keeps_one_order() -> None:
+    program = parse_csv("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert problems(program) == ()
+    # However much room there is: the message that rank 0 waits for comes only after its own.
+    with pytest.raises(ScheduleError) as caught:
+        check(program, Channels(capacity=None, per_pair=True))
+    assert str(caught.value).splitlines()[-3:] == [
+        "  the shortest circle of waiting, the step that each rank is at in brackets:",
+        "    rank 0   0RECV_B0 0F0 [0SEND_F0]       waits for 1SEND_B0 of rank 1",
+        "    rank 1   1RECV_F0 [1F0] 1B0 1SEND_B0   waits for 0SEND_F0 of rank 0",
+    ]
+
+
+def test_a_deadlock_is_drawn_as_the_shortest_circle() -> None:
+    # Rank 2 computes before it receives; ranks 0 and 3 wait as well, and are left out.
+    program = parse_csv(
+        "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n"
+        "2F0,2RECV_F0,2SEND_F0,2RECV_F1,2F1,2SEND_F1\n3RECV_F0,3F0,3RECV_F1,3F1\n"
+    )
+    with pytest.raises(ScheduleError) as caught:
+        check(program)
+    assert str(caught.value).splitlines()[-3:] == [
+        "  the shortest circle of waiting, the step that each rank is at in brackets:",
+        "    rank 1   1RECV_F0 1F0 [1SEND_F0]   waits for 2RECV_F0 of rank 2",
+        "    rank 2   [2F0] 2RECV_F0            waits for 1SEND_F0 of rank 1",
+    ]
+
+
+@pytest.mark.parametrize("capacity", [-1, 1.5, "many"])
+def test_a_capacity_is_a_number_of_messages(capacity: object) -> None:
+    with pytest.raises(ScheduleError, match="expected a whole number from 0 on, or None"):
+        Channels(capacity=capacity)  # type: ignore[arg-type]
 
 
 def test_a_checked_program_is_the_program() -> None:

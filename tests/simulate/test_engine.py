@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.action import Op, Overlap, Step, action
 from penstock.schedule.catalog import build, family, schedules
 from penstock.schedule.passes import lower
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COVERS, prerequisites
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
+from tests.simulate.plain_engine import slowly
 
 COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
 
@@ -37,41 +37,6 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
         latency=draw(per_stage),
         overlap=draw(st.none() | per_stage),
     )
-
-
-def slowly(program: Program, costs: Costs) -> dict[Action, float]:
-    """The end of each action of a compute-only program: again and again, until nothing moves."""
-    stages = program.num_stages
-    lengths = {op: costs.of(op, num_stages=stages) for op in COMPUTE}
-    latency = costs.per_stage("latency", num_stages=stages)
-    ends: dict[Action, float] = {}
-    moved = True
-    while moved:
-        moved = False
-        for steps in program.ranks:
-            free = 0.0
-            for step in steps:
-                needs = [
-                    (part, need)
-                    for part in step.parts
-                    for need in prerequisites(part, program.placement)
-                ]
-                if not all(need in ends for _, need in needs):
-                    break
-                start = free
-                for part, need in needs:
-                    local = program.placement.same_rank(need.stage, part.stage)
-                    start = max(start, ends[need] + (0.0 if local else latency[need.stage]))
-                length = sum(lengths[part.op][part.stage] for part in step.parts)
-                if len(step.parts) > 1 and costs.overlap is not None:
-                    length = costs.per_stage("overlap", num_stages=stages)[step.parts[0].stage]
-                free = start + length
-                for part in step.parts:
-                    for op in (part.op, *COVERS.get(part.op, ())):
-                        done = action(part.stage, op, part.microbatch)
-                        moved = moved or ends.get(done) != free
-                        ends[done] = free
-    return ends
 
 
 @settings(deadline=None, max_examples=120)

@@ -211,6 +211,9 @@ def _backwards(program: Program, providers: dict[Action, Place]) -> Iterator[Pro
     transfers = any(act.op in TRANSFERS for act in providers)
     for act, (rank, step) in _taken(program):
         for needed in prerequisites(act, program.placement, transfers=transfers):
+            if needed not in providers:
+                yield _at(program, rank, step, f"{act} needs {needed}, which is not in the program")
+                continue
             other, there = providers[needed]
             if other == rank and there >= step:
                 late = "is in the same block" if there == step else f"comes only at step {there}"
