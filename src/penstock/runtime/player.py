@@ -292,7 +292,8 @@ class Player:
             return
         if batch.targets is None and self._needs_target:
             return  # an evaluation of outputs alone
-        against = () if batch.targets is None else (batch.targets[mb],)
+        target = None if batch.targets is None else batch.targets[mb]
+        against = () if target is None and not self._needs_target else (target,)
         result = self._role.loss_fn(output, *against, **batch.loss_kwargs)
         if result is None and not self._role.train:
             return
