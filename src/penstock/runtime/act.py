@@ -59,9 +59,12 @@ class Act:
         self._first_rank = placement.rank_of(placement.entries[0])
         self._last_rank = placement.rank_of(placement.exits[0])
         self._exit_ranks = {placement.rank_of(stage) for stage in placement.exits}
-        self._enters_here = any(stage in stages for stage in placement.entries)
+        entry_ranks = {placement.rank_of(stage) for stage in placement.entries}
         self._device = next(iter(stages.values())).device
         self._is_alone = len(transports) == program.num_ranks
+        self._compares_inputs = (
+            len(entry_ranks) > 1 and not self._is_alone and transports[0].rank in entry_ranks
+        )
         self._shapes = ShapeBook()
         self._loss_dtype: torch.dtype | None = None
         self.players = self._make_players()
@@ -139,7 +142,7 @@ class Act:
         header = [num_steps, int(self.role.train), int(joins and batch.keep_outputs)]
         ids = self._check_batch(batch)
         # Where inputs enter on several ranks, numbers alone do not tell whether shapes are alike.
-        digest = self._shapes.digest(ids) if joins and self._enters_here else 0
+        digest = self._shapes.digest(ids) if self._compares_inputs else 0
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
             shared = transport.share_numbers([*header, digest, *ids], self._first_rank)
             if shared[:3] != header:
@@ -148,7 +151,7 @@ class Act:
                     f"{_moment(header)}: call step() and eval() in the same order on every rank"
                 )
             batch.shape_ids = shared[4:]
-        if self._enters_here and (shared[3], batch.shape_ids) != (digest, ids):
+        if self._compares_inputs and shared[3] != digest:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
                 "rank where the model's inputs enter passes the whole batch"

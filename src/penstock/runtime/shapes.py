@@ -6,6 +6,7 @@ the start of each step. What a number means at a boundary, the players on both s
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,9 +48,16 @@ class ShapeBook:
         return True
 
 
+    def digest(self, ids: Sequence[int]) -> int:
+        """A number that tells the shapes behind ``ids`` apart, on whichever rank they were met."""
+        keys = {number: key for key, number in self._numbers.items()}
+        shapes = [[part for part in keys[i] if isinstance(part, tuple)] for i in ids]
+        return zlib.crc32(repr(shapes).encode())
+
+
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-        return (args[0].shape, args[0].dtype)
+        return ((args[0].shape, args[0].dtype),)
     leaves, tree = flatten((args, dict(kwargs)))
     marks = [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
     return (tree, *marks)
