@@ -42,7 +42,7 @@ class Tiny(nn.Module):
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
-        self.body = nn.Module()
+        self.body = nn.Identity()  # never called
         self.norm = nn.LayerNorm(DIM)
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
         self.embed = nn.Embedding(16, DIM)
@@ -192,7 +192,7 @@ def test_real_models_have_their_blocks(name: str, expected: str) -> None:
                     "heads": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
                 }
             ),
-            ["layers.0", "layers.1", "heads"],
+            ["layers.0", "layers.1", "heads.0", "heads.1"],
         ),
     ],
 )
@@ -323,6 +323,24 @@ def test_what_crosses_is_all_that_later_blocks_take() -> None:
         (tensor, tensor),
         (),
     ]
+
+
+class Joining(nn.Module):
+    """A skip connection that is joined between modules: the last layer takes a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        hidden = self.layers[2](self.layers[1](first.relu()))
+        return self.layers[3](torch.cat([first, hidden])[:5] * 2)
+
+
+def test_what_is_joined_between_modules_crosses_too() -> None:
+    measured = profile(Joining(), torch.ones(5, DIM), runs=1)
+    assert [len(block.sends) for block in measured.blocks] == [1, 2, 2, 0]
 
 
 def test_where_the_backward_cannot_be_split_it_counts_with_i() -> None:

@@ -25,6 +25,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.costs import BlockKind
+from penstock.partition.torch_private import has_no_forward
 
 __all__ = ["Block", "Unit", "gather", "units_of"]
 
@@ -181,7 +182,7 @@ def walk(module: nn.Module, prefix: str, trunks: set[str], met: set[int]) -> Ite
                 if id(layer) not in met:
                     met.add(id(layer))
                     yield Unit(name=f"{full}.{key}", module=layer, trunk=full)
-        elif any(trunk.startswith(f"{full}.") for trunk in trunks):
+        elif has_no_forward(child) or any(trunk.startswith(f"{full}.") for trunk in trunks):
             yield from walk(child, f"{full}.", trunks, met)
         elif id(child) not in met:
             met.add(id(child))

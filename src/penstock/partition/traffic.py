@@ -4,15 +4,17 @@
       └──tables──────┴───────────────┘
 
 It is told what goes into units and what comes out, and follows data by where it lies in memory, so
-that views are known again. What the model computes between units is seen where a unit takes it.
+that views are known again. Where the model computes between units, as when it joins a skip
+connection, the autograd graph tells whose outputs went into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from penstock.stage.trees import flatten
 
@@ -33,50 +35,53 @@ class Traffic:
         self._kept: dict[Data, Tensor] = {}  # alive, so that nothing else comes to lie there
         self._first: dict[Data, int] = {}
         self._last: dict[Data, int] = {}
-        self._outputs: dict[int, list[Data]] = {}
+        self._made: dict[Node, Data] = {}  # by what autograd knows a unit's output
 
     def enter(self, segment: int, given: Any) -> None:
         """A unit is called with ``given``."""
         for data in self._note(segment, given):
             self._last[data] = segment
+        for data in self._sources([tensor.grad_fn for tensor in tensors_of(given)]):
+            self._last[data] = segment
 
     def leave(self, segment: int, output: Any) -> None:
         """A unit has returned ``output``."""
-        self._outputs[segment] = list(self._note(segment, output))
+        for data in self._note(segment, output):
+            node = self._kept[data].grad_fn
+            if node is not None:
+                self._made[node] = data
 
-    def _note(self, segment: int, value: Any) -> Iterable[Data]:
+    def _sources(self, nodes: Iterable[Node | None]) -> Iterator[Data]:
+        """The outputs of units that these nodes of the graph compute from."""
+        stack = [node for node in nodes if node is not None]
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            if node in self._made:
+                yield self._made[node]
+                continue
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+
+    def _note(self, segment: int, value: Any) -> Iterator[Data]:
+        """What ``value`` holds, noted."""
         for tensor in tensors_of(value):
             if memory_of(tensor) in self._known or not tensor.numel():
                 continue
             data = (memory_of(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape)
-            if data not in self._kept or tensor.requires_grad:
-                self._kept[data] = tensor
+            self._kept[data] = tensor
             self._first.setdefault(data, segment)
             yield data
 
     def behind(self, segment: int) -> list[Tensor]:
         """What crosses a cut behind this segment, in the order in which it came to be."""
-        crossing = [
-            data
+        return [
+            self._kept[data]
             for data, first in self._first.items()
             if first <= segment < self._last.get(data, -1)
         ]
-        if not any(self._kept[data].requires_grad for data in crossing):
-            # What goes on is computed anew from it before any unit takes it.
-            crossing += self._latest(segment, besides=crossing)
-        return [self._kept[data] for data in crossing]
-
-    def _latest(self, segment: int, besides: list[Data]) -> list[Data]:
-        """What the last unit up to here returned whose output takes a gradient."""
-        for each in range(segment, -1, -1):
-            differentiable = [
-                data
-                for data in dict.fromkeys(self._outputs.get(each, []))
-                if self._kept[data].requires_grad
-            ]
-            if differentiable:
-                return [data for data in differentiable if data not in besides]
-        return []
 
 
 def tensors_of(value: Any) -> list[Tensor]:
