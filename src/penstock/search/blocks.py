@@ -17,15 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from math import ceil
 
 from penstock.schedule.action import Op
 from penstock.search.problem import Problem
 
-__all__ = ["Block", "Knobs", "lay_block", "legs"]
+__all__ = ["Block", "Guise", "Knobs", "lay_block", "legs"]
 
 _NEAR = 1e-9
+
+
+class Guise(Enum):
+    """The costs for which an order is made; what it comes to is told by the true ones.
+
+    Ranks that wait for nothing but what their order says go on more evenly than ranks that take
+    whatever is ready, where memory is tight and stages differ.
+    """
+
+    OWN = "own"
+    MEAN = "mean"
+    UNIT = "unit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +54,8 @@ class Knobs:
         longer: the period, as a multiple of the busiest rank's work on a microbatch.
         width: what stages may hold, as a multiple of what the block holds; None where the memory
             limit alone counts.
+        extra: what they may hold beyond that.
+        guise: the costs for which the order is made.
         patience: how long a rank waits for a more urgent action, in mean actions.
     """
 
@@ -49,7 +64,9 @@ class Knobs:
     weight_slope: float = 0.0
     packed: bool = False
     longer: float = 1.0
+    guise: Guise = Guise.OWN
     width: float | None = None
+    extra: int = 0
     patience: float = 0.0
 
 
@@ -83,9 +100,9 @@ class Block:
             found.append(max(1, ceil(life / self.period - _NEAR)) if self.period else 1)
         return tuple(found)
 
-    def windows(self, width: float) -> tuple[int, ...]:
-        """``held`` times ``width``, rounded."""
-        return tuple(max(1, int(number * width + 0.5)) for number in self.held)
+    def windows(self, width: float, extra: int) -> tuple[int, ...]:
+        """``held`` times ``width``, rounded, and ``extra``."""
+        return tuple(max(1, int(number * width + 0.5)) + extra for number in self.held)
 
 
 def legs(problem: Problem) -> tuple[int, ...]:
@@ -98,7 +115,7 @@ def legs(problem: Problem) -> tuple[int, ...]:
     return tuple(found)
 
 
-def lay_block(problem: Problem, knobs: Knobs) -> Block | None:
+def lay_block(problem: Problem, knobs: Knobs) -> Block:
     """The block that these knobs give.
 
     Args:
@@ -107,10 +124,12 @@ def lay_block(problem: Problem, knobs: Knobs) -> Block | None:
             backward leg.
 
     Returns:
-        The block; None where actions of uneven length do not fit into the period.
+        The block. Actions of uneven length may overlap in it where none of the gaps between the
+        others is long enough.
     """
-    placement, durations = problem.placement, problem.durations
+    placement = problem.placement
     stages, ranks = placement.num_stages, range(placement.num_ranks)
+    durations = problem.durations
     work = [sum(d for d, r in zip(durations, problem.ranks, strict=True) if r == k) for k in ranks]
     period = max(work) * knobs.longer
     leg_of = legs(problem)
@@ -130,10 +149,10 @@ def lay_block(problem: Problem, knobs: Knobs) -> Block | None:
             start += period * (knobs.weight_delay + knobs.weight_slope * share)
         if knobs.packed:
             fitted = _fit(busy[problem.ranks[kind]], start, durations[kind], period)
-            if fitted is None:
-                return None
-            start = fitted
-            _occupy(busy[problem.ranks[kind]], start % period, durations[kind], period)
+            # What finds no room in one piece stays a wish.
+            if fitted is not None:
+                start = fitted
+                _occupy(busy[problem.ranks[kind]], start % period, durations[kind], period)
         offsets[kind] = start
     return Block(problem=problem, period=period, offsets=tuple(offsets))
 

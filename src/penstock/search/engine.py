@@ -4,6 +4,7 @@
     retimed          their orders as urgencies, so that uneven costs take no more gaps than needed
     blocks           list scheduling by building blocks, their knobs tuned on few microbatches and
                      the best stretched to all
+    exchanges        neighbours on the critical path, where the step is not large
     exact            CP-SAT, warm-started from the best: the whole step where it is small, else
                      windows of it, the cool-down first
 
@@ -14,6 +15,7 @@ module knows what follows what; how each method works is the affair of its own m
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,6 +33,7 @@ from penstock.search.exact import Exact, improve
 from penstock.search.greedy import Placed, place, played
 from penstock.search.problem import Objective, Order, Problem, order_of, program_of, slack
 from penstock.search.result import Point, Progress, SearchResult
+from penstock.search.swaps import Swapper
 from penstock.search.tune import Tuner, run_block
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
@@ -42,10 +45,9 @@ _UNIT = Costs()
 # Numbers of actions: up to which a program over the limit is simulated, too; up to which exact
 # search takes all of a step, or windows of it; in one window.
 _SMALL, _WHOLE, _WINDOWED, _WINDOW = 10_000, 400, 4_000, 150
-# Shares of the work: of tuning blocks, the rest being for exact search, where that takes all of a
-# step and where not; of the first search where time is traded against memory.
-_TUNING_WHOLE, _TUNING, _FIRST = 0.15, 0.6, 0.3
-# What the proof and the simulation of a program take per action.
+# Of the work, the part of the first search where time is traded against memory.
+_FIRST = 0.3
+# Seconds per action that the proof and the simulation of a program take at least.
 _CLOSING_S = 4e-6
 
 
@@ -152,6 +154,7 @@ class _Search:
         self.bounds: dict[tuple[Placement, float], float] = {}
         self.has_closed_forms: set[Placement] = set()
         self.done_share = 0.0
+        self.closing_s = _CLOSING_S * self.problems[0].size
 
     # --- what is known ----------------------------------------------------------------------
 
@@ -161,11 +164,14 @@ class _Search:
         return self.problems[0].limit
 
     @property
-    def tuning_share(self) -> float:
-        """Of the work that blocks and exact search share, what goes into blocks."""
+    def shares(self) -> tuple[float, float, float]:
+        """Of the work, what goes into blocks, exchanges and exact search."""
+        size = self.problems[0].size
+        if size > _WINDOWED:
+            return 1.0, 0.0, 0.0
         if not self.exact:
-            return 1.0
-        return _TUNING_WHOLE if self.problems[0].size <= _WHOLE else _TUNING
+            return 0.7, 0.3, 0.0
+        return (0.1, 0.05, 0.85) if size <= _WHOLE else (0.6, 0.2, 0.2)
 
     def best(self, placement: Placement | None = None) -> _Found | None:
         """The best within the limit; of equals, what holds less, then what was found first."""
@@ -208,7 +214,7 @@ class _Search:
         """
         if self.best() is None:
             return False
-        return self.budget.out_of_time(keep_s=_CLOSING_S * times * self.problems[0].size)
+        return self.budget.out_of_time(keep_s=times * self.closing_s)
 
     def note(self, problem: Problem, program: Program, method: str) -> None:
         """Simulate a program and keep it, with what it comes to.
@@ -218,7 +224,10 @@ class _Search:
         peak = max(problem.peaks(program))
         if peak > problem.limit + slack(problem.limit) and problem.size > _SMALL:
             return
+        began = time.monotonic()
         result = simulate(program, problem.costs)
+        # The proof takes about as long, and the machine may have got slower by then.
+        self.closing_s = max(self.closing_s, 3 * (time.monotonic() - began))
         value = result.makespan if problem.objective == "makespan" else result.span
         self.found.append(
             _Found(
@@ -260,6 +269,8 @@ class _Search:
             self.retime()
         if not self.is_over():
             self.tune(share)
+        if not self.is_over():
+            self.exchange(share)
         if self.exact and not self.is_over():
             self.polish(share)
         self.done_share += share
@@ -297,43 +308,63 @@ class _Search:
 
     def tune(self, share: float) -> None:
         """Blocks, on few microbatches; then the best ones on all."""
-        work = self.budget.actions * share * self.tuning_share / len(self.problems)
+        mine = share * self.shares[0]
+        work = self.budget.actions * mine / len(self.problems)
         for number, problem in enumerate(self.problems):
             tuner, bound = Tuner(problem, seed=self.seed), self.bound(problem)
             told = 0.0
-            while tuner.placed < work - 4 * problem.size or tuner.tried < 4:
+            while tuner.placed < work - 3 * problem.size or tuner.tried < 4:
                 tuner.step()
                 done = min(1.0, tuner.placed / work)
                 if done > told + 0.05:
                     told = done
-                    part = share * self.tuning_share * (number + done) / len(self.problems)
+                    part = mine * (number + done) / len(self.problems)
                     self.tell(self.done_share + part, "building blocks")
                 if tuner.best and (_meets(tuner.best[0].estimate, bound) or self.is_late(times=4)):
                     break
-            for tuned in tuner.best[:3]:
+            for tuned in tuner.best[:2]:
                 if self.is_late(times=2):
                     break
-                placed = run_block(problem, tuned.knobs)
-                if placed is not None:
-                    self.note_order(problem, placed.order, "building blocks")
+                order = run_block(problem, tuned.knobs).order
+                self.note_order(problem, order, "building blocks")
 
-    def polish(self, share: float) -> None:
-        """Exact search around the best of each placement that may still win."""
+    def rivals(self) -> list[tuple[Problem, Placed]]:
+        """Where something better may be found yet, and the best order there to begin with."""
         best = self.best()
         assert best is not None
-        rivals = [
-            problem
-            for problem in self.problems
-            if problem.size <= _WINDOWED and not _meets(best.value, self.bound(problem))
-        ]
-        for number, problem in enumerate(rivals):
+        found = []
+        for problem in self.problems:
             start = self.best(problem.placement)
-            if start is None or self.is_over():
+            if start is None or problem.size > _WINDOWED:
                 continue
-            part = (1 - self.tuning_share) * share / len(rivals)
-            self.tell(self.done_share + share * self.tuning_share + number * part, "exact")
+            if not _meets(best.value, self.bound(problem)):
+                found.append((problem, played(problem, start.program)))
+        return found
+
+    def exchange(self, share: float) -> None:
+        """Neighbours on the critical path of the best order of each placement."""
+        mine, rivals = share * self.shares[1], self.rivals()
+        for number, (problem, start) in enumerate(rivals):
+            part = mine / len(rivals)
+            self.tell(self.done_share + share * self.shares[0] + number * part, "exchanges")
+            steps = int(self.budget.actions * part / problem.size)
+            swapper = Swapper(problem, start, seed=self.seed, steps=steps)
+            for _ in range(steps):
+                if not swapper.step() or self.is_late(times=2):
+                    break
+            if swapper.best.value < start.value:
+                self.note_order(problem, swapper.best.order, "exchanges")
+
+    def polish(self, share: float) -> None:
+        """Exact search around the best order of each placement."""
+        mine, rivals = share * self.shares[2], self.rivals()
+        for number, (problem, start) in enumerate(rivals):
+            if self.is_over():
+                return
+            part = mine / len(rivals)
+            self.tell(self.done_share + share - mine + number * part, "exact")
             polish = self.polish_whole if problem.size <= _WHOLE else self.polish_windows
-            polish(problem, played(problem, start.program), part * self.budget.solver_s)
+            polish(problem, start, part * self.budget.solver_s)
 
     def polish_whole(self, problem: Problem, start: Placed, effort_s: float) -> None:
         """All of a small step at once: it may be proven best."""
@@ -378,7 +409,7 @@ class _Search:
             start,
             window=window,
             effort_s=effort_s,
-            clock_s=max(0.1, self.budget.left_s - _CLOSING_S * problem.size),
+            clock_s=max(0.1, self.budget.left_s - self.closing_s),
             seed=self.seed,
             at_least=self.bound(problem),
         )

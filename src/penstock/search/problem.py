@@ -124,6 +124,13 @@ class Problem:
         return tuple(map(tuple, feeds))
 
     @cached_property
+    def changes(self) -> tuple[float, ...]:
+        """For each kind, by how much its rank holds more when it is done (F: when it starts)."""
+        pairs = zip(self.held_for_weights, self.held, strict=True)
+        less = tuple(behind - before for behind, before in pairs)
+        return (*self.held, *less, *(-behind for behind in self.held_for_weights))
+
+    @cached_property
     def first_starts(self) -> tuple[float, ...]:
         """For each rank, when its first action starts, whatever the program.
 
@@ -163,6 +170,10 @@ class Problem:
     def resized(self, microbatches: int) -> Problem:
         """The same with another number of microbatches."""
         return replace(self, num_microbatches=microbatches)
+
+    def costing(self, costs: Costs) -> Problem:
+        """The same with other costs; what activations take stays."""
+        return replace(self, costs=costs)
 
     def limited(self, limit: float) -> Problem:
         """The same with another limit."""

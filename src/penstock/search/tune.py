@@ -11,10 +11,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import assert_never
 
-from penstock.search.blocks import Block, Knobs, lay_block, legs
-from penstock.search.greedy import Placed, place
+from penstock.search.blocks import Guise, Knobs, lay_block, legs
+from penstock.search.greedy import Placed, place, replay
 from penstock.search.problem import Problem
+from penstock.simulate.costs import Costs
 
 __all__ = ["Tuned", "Tuner", "few_microbatches", "run_block"]
 
@@ -23,7 +25,8 @@ _STRETCHES = (-1.0, -0.5, 0.0, 0.0, 0.0, 0.5, 1.0, 2.0)
 _DELAYS = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
 _SLOPES = (0.0, 0.0, 1.0, 2.0, 4.0, 16.0)
 _LONGER = (1.0, 1.0, 1.0, 1.05, 1.1, 1.2)
-_WIDTHS = (None, 1.0, 1.2, 1.5, 2.0)
+_WIDTHS = (None, 1.0, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
+_EXTRAS = (0, 0, 0, 1, 2)
 _PATIENCE = (0.0, 0.0, 0.0, 0.5, 1.0)
 
 
@@ -46,23 +49,40 @@ def few_microbatches(problem: Problem) -> int:
     return few if 2 * problem.num_microbatches > 3 * few else problem.num_microbatches
 
 
-def run_block(problem: Problem, knobs: Knobs) -> Placed | None:
-    """The order that the block of these knobs gives; None where there is no such block."""
+def run_block(problem: Problem, knobs: Knobs) -> Placed:
+    """The order that the block of these knobs gives."""
+    match knobs.guise:
+        case Guise.OWN:
+            return _run(problem, knobs)
+        case Guise.MEAN:
+            shown = problem.costing(_mean(problem))
+        case Guise.UNIT:
+            shown = problem.costing(Costs())
+        case _:
+            assert_never(knobs.guise)
+    replayed = replay(problem, _run(shown, knobs).order)
+    assert replayed is not None, "what can be played at some costs can be played at all"
+    return replayed
+
+
+def _run(problem: Problem, knobs: Knobs) -> Placed:
     block = lay_block(problem, knobs)
-    if block is None:
-        return None
     return place(
         problem,
         block.priorities(problem.num_microbatches),
-        windows=_windows(problem, knobs, block),
+        windows=None if knobs.width is None else block.windows(knobs.width, knobs.extra),
         patience=knobs.patience * sum(problem.durations) / problem.num_kinds,
     )
 
 
-def _windows(problem: Problem, knobs: Knobs, block: Block) -> tuple[int, ...] | None:
-    if knobs.width is None:
-        return None
-    return block.windows(knobs.width)
+def _mean(problem: Problem) -> Costs:
+    """Each cost's mean over the stages; of delays, over the messages between ranks."""
+    stages = problem.placement.num_stages
+    means = [sum(problem.durations[n : n + stages]) / stages for n in (0, stages, 2 * stages)]
+    delays = [delay for feeds in problem.feeds for _, delay in feeds]
+    latency = sum(delays) / len(delays) if delays else 0.0
+    forward, input_grad, weight_grad = means
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency)
 
 
 class Tuner:
@@ -83,6 +103,7 @@ class Tuner:
         self._problem = problem.resized(few_microbatches(problem))
         self._random = random.Random(seed)
         self._legs = max(legs(problem)) + 1
+        self._guises = tuple(Guise) if len(set(problem.durations)) > 1 else (Guise.OWN,)
         self._seen: set[Knobs] = set()
         self._firsts = self._known()
         self.tried = 0
@@ -91,7 +112,8 @@ class Tuner:
 
     def step(self) -> None:
         """Try one more block."""
-        knobs = next(self._firsts, None)
+        # What is known is half of what is tried, as long as it lasts, so that few steps see both.
+        knobs = next(self._firsts, None) if self.tried % 2 == 0 or self.tried < 12 else None
         self.tried += 1
         if knobs is None:
             knobs = self._random_knobs() if self.tried % 3 == 0 else self._changed()
@@ -101,10 +123,9 @@ class Tuner:
         self._seen.add(knobs)
         self.placed += self._problem.size
         placed = run_block(self._problem, knobs)
-        if placed is not None:
-            self.best.append(Tuned(knobs=knobs, estimate=self._estimate(placed)))
-            self.best.sort(key=lambda tuned: tuned.estimate)
-            del self.best[_POOL:]
+        self.best.append(Tuned(knobs=knobs, estimate=self._estimate(placed)))
+        self.best.sort(key=lambda tuned: tuned.estimate)
+        del self.best[_POOL:]
 
     def _estimate(self, placed: Placed) -> float:
         few, all_of_them = self._problem.num_microbatches, self._whole.num_microbatches
@@ -117,11 +138,12 @@ class Tuner:
 
     def _known(self) -> Iterator[Knobs]:
         """What is good somewhere: blocks that are tight or loose, weight gradients soon or late."""
-        for packed, width, back, (delay, slope) in product(
-            (False, True),
-            (None, 1.0, 1.5),
-            (0.0, 1.0),
+        for width, packed, (delay, slope), back, guise in product(
+            (1.0, None, 1.5),
+            (True, False),
             ((0.0, 0.0), (0.0, 4.0), (1.0, 16.0), (2.0, 2.0)),
+            (0.0, 1.0),
+            reversed(self._guises),
         ):
             yield Knobs(
                 stretch=(0.0,) * self._legs + (back,) * self._legs,
@@ -129,6 +151,7 @@ class Tuner:
                 weight_slope=slope,
                 packed=packed,
                 width=width,
+                guise=guise,
             )
 
     def _random_knobs(self) -> Knobs:
@@ -139,7 +162,9 @@ class Tuner:
             weight_slope=choice(_SLOPES),
             packed=choice((True, False)),
             longer=choice(_LONGER),
+            guise=choice(self._guises),
             width=choice(_WIDTHS),
+            extra=choice(_EXTRAS),
             patience=choice(_PATIENCE),
         )
 
@@ -148,7 +173,7 @@ class Tuner:
         if not self.best:
             return self._random_knobs()
         knobs, other = self._random.choice(self.best).knobs, self._random_knobs()
-        turned = self._random.randrange(7)
+        turned = self._random.randrange(8)
         match turned:
             case 0:
                 return replace(knobs, weight_delay=other.weight_delay)
@@ -157,9 +182,11 @@ class Tuner:
             case 2:
                 return replace(knobs, packed=other.packed, longer=other.longer)
             case 3:
-                return replace(knobs, width=other.width)
+                return replace(knobs, width=other.width, extra=other.extra)
             case 4:
                 return replace(knobs, patience=other.patience)
+            case 5:
+                return replace(knobs, guise=other.guise)
             case _:
                 leg = self._random.randrange(2 * self._legs)
                 stretch = list(knobs.stretch)
