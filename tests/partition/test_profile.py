@@ -266,12 +266,12 @@ class Napping(nn.Module):
 
 
 def test_time_counts_where_it_is_spent() -> None:
-    naps = [(0.0, 0.0), (0.04, 0.0), (0.0, 0.08), (0.02, 0.03)]
+    naps = [(0.0, 0.0), (0.08, 0.0), (0.0, 0.16), (0.04, 0.06)]
     measured = profile(nn.Sequential(*(Napping(*nap) for nap in naps)), torch.ones(1, DIM), runs=3)
     for block, (forward_s, backward_s) in zip(measured.blocks, naps, strict=True):
-        assert forward_s <= block.forward_s < forward_s + 0.015
-        assert backward_s <= block.input_grad_s < backward_s + 0.015
-        assert 0 < block.weight_grad_s < 0.015
+        assert forward_s <= block.forward_s < forward_s + 0.035
+        assert backward_s <= block.input_grad_s < backward_s + 0.035
+        assert 0 < block.weight_grad_s < 0.035
 
 
 def test_the_loss_counts_with_the_last_block() -> None:
