@@ -34,7 +34,7 @@ from penstock.partition.torch_private import (
     wrapper_subclass,
 )
 
-__all__ = ["Absent", "Kind", "Source", "named", "on_meta", "sources_of"]
+__all__ = ["Absent", "Kind", "Origin", "Source", "named", "on_meta", "sources_of"]
 
 
 # Numbers random draws apart.
@@ -75,6 +75,23 @@ class Source:
         return f"{self.kind.value} {self.name}"
 
 
+class Origin:
+    """Where an absent tensor, and all that share its memory, comes from.
+
+    Args:
+        sources: the values that it would have been computed from.
+
+    Attributes:
+        written: whether somebody wrote into it after it was made.
+    """
+
+    __slots__ = ("sources", "written")
+
+    def __init__(self, sources: set[Source]) -> None:
+        self.sources = sources
+        self.written = False
+
+
 class Absent(Tensor):
     """A tensor without a value.
 
@@ -82,25 +99,25 @@ class Absent(Tensor):
         body: what stands in for it when operations run: a tensor on the meta device, or, while
             a model is run dry on values, the value itself.
         device: where it claims to be.
-        sources: what it would have been computed from. Views share one set, so that what is
-            written into one is known of all.
+        origin: what it would have been computed from. Views share one, so that what is written
+            into one is known of all.
     """
 
     body: Tensor
-    sources: set[Source]
+    origin: Origin
 
-    def __new__(cls, body: Tensor, device: torch.device, sources: set[Source]) -> Absent:
+    def __new__(cls, body: Tensor, device: torch.device, origin: Origin) -> Absent:
         """Make the tensor that claims ``body``'s shape, dtype and strides."""
         made: Absent = wrapper_subclass(cls, body, device)
         return made
 
-    def __init__(self, body: Tensor, device: torch.device, sources: set[Source]) -> None:
+    def __init__(self, body: Tensor, device: torch.device, origin: Origin) -> None:
         self.body = body
-        self.sources = sources
+        self.origin = origin
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and what it comes from."""
-        return f"Absent({tuple(self.shape)}, {self.dtype}, from {named(self.sources)})"
+        return f"Absent({tuple(self.shape)}, {self.dtype}, from {named(self.origin.sources)})"
 
     @classmethod
     def __torch_function__(
@@ -148,7 +165,7 @@ def _turn_absent(tensor: Tensor, error: Overwritten) -> None:
     Raises:
         Overwritten: others share its memory, and would not notice.
     """
-    absent = Absent(on_meta(tensor), tensor.device, set())
+    absent = Absent(on_meta(tensor), tensor.device, Origin(set()))
     error.targets = []  # nobody but the caller shall refer to it
     error.__traceback__ = None
     if tensor._is_view() or is_shared(tensor):
@@ -169,7 +186,7 @@ def sources_of(leaves: Iterable[Any]) -> set[Source]:
     found: set[Source] = set()
     for leaf in leaves:
         if type(leaf) is Absent:
-            found |= leaf.sources
+            found |= leaf.origin.sources
     return found
 
 
@@ -203,7 +220,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if here:
         raise Overwritten(here, sources, valueless)
     for target in written:
-        target.sources |= sources
+        target.origin.sources |= sources
+        target.origin.written = True
     lowered: Any = optree.tree_unflatten(tree, [_inner(leaf, valueless) for leaf in leaves])
     inner_args, inner_kwargs = lowered
     if valueless and inner_kwargs.get("device") is not None:
@@ -217,7 +235,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if id(leaf) in by_body:  # an operation in place gives back what it was given
             return by_body[id(leaf)]
         base = next((each for each in absent if same_storage(each.body, leaf)), None)
-        return Absent(leaf, torch.device(device), base.sources if base is not None else sources)
+        origin = Origin(sources) if base is None else base.origin
+        return Absent(leaf, torch.device(device), origin)
 
     return optree.tree_map(wrap, result, none_is_leaf=True)
 

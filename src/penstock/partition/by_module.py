@@ -29,7 +29,7 @@ from penstock.partition.huggingface import install_hooks
 from penstock.partition.module_stage import ModuleStage
 from penstock.partition.units import Units, find_units
 
-__all__ = ["Cuts", "ModuleSplit", "NotByModule", "computes_loss", "split_by_module"]
+__all__ = ["Cuts", "ModuleSplit", "NotByModule", "as_call", "computes_loss", "split_by_module"]
 
 
 class NotByModule(PartitionError):
@@ -122,7 +122,14 @@ def split_by_module(
     stages = tuple(
         ModuleStage(model, parts, own[i], i, num_stages, find, device) for i in range(num_stages)
     )
+    if example is not None and crossings is not None:
+        stages[0].prepare(*as_call(example), crossings)
     return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)
+
+
+def as_call(example: tuple[Any, ...] | Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments."""
+    return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
 
 
 def computes_loss(model: nn.Module, example: tuple[Any, ...] | Mapping[str, Any]) -> bool:
@@ -163,7 +170,7 @@ def _first_run(
 def _run_dry(
     dry: DryRunner, model: nn.Module, example: tuple[Any, ...] | Mapping[str, Any]
 ) -> DryRun:
-    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+    args, kwargs = as_call(example)
     try:
         return dry.run(args, kwargs, training=model.training)
     except PartitionError as error:

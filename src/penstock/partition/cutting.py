@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import balance
-from penstock.partition.by_module import NotByModule, computes_loss, split_by_module
+from penstock.partition.by_module import NotByModule, as_call, computes_loss, split_by_module
 from penstock.partition.homes import Cuts
 from penstock.partition.markers import SplitPoint
 from penstock.partition.plan import Plan
@@ -183,7 +183,7 @@ def _starts(split: Cuts, blocks: Sequence[str]) -> list[str]:
 def _captured(
     model: nn.Module, starts: Sequence[str] | None, num_stages: int, example: Example, why: str
 ) -> ModelCut:
-    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    args, kwargs = as_call(example)
     spec = dict.fromkeys(starts, SplitPoint.BEGINNING) if starts else None
     pipe = pipeline(model, args, kwargs, split_spec=spec)
     if pipe.num_stages != num_stages:

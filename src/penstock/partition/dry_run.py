@@ -9,7 +9,8 @@ changes, and no random number is drawn. This module does not know where the mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.errors import BoundaryError, PartitionError
-from penstock.partition.absent import Absent, Kind, Source, on_meta, sources_of
+from penstock.partition.absent import Absent, Kind, Origin, Source, on_meta, sources_of
 from penstock.partition.crossings import DryRun, Recorded
 from penstock.partition.huggingface import capture_since, collector, mark
 from penstock.partition.shell import build_shell, skeleton
@@ -59,6 +60,8 @@ class DryRunner:
         self._calls: list[Recorded] = []
         # Tensors that were handed out: by which call (None: inputs), which leaf, version then.
         self._given: list[tuple[int | None, int, Tensor, int]] = []
+        # Likewise those that went out as absent ones.
+        self._absent: list[tuple[int | None, int, Origin]] = []
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> DryRun:
         """Run the model once.
@@ -92,19 +95,23 @@ class DryRunner:
             ) from error
 
     def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> DryRun:
-        self._calls, self._given = [], []
+        self._calls, self._given, self._absent = [], [], []
         inputs = describe(((args, dict(kwargs)),))
         leaves, tree = flatten((args, dict(kwargs)))
         names = input_names(args, kwargs)
         given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
         for module in (self._shell, *self._bare.values()):
             module.train(training)
-        with torch.no_grad(), _same_random_state(self._on_values):
+        with torch.no_grad(), _same_random_state(self._on_values), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
             positional, named = optree.tree_unflatten(tree, given)
             output = self._shell(*positional, **named)
         written: dict[int | None, list[int]] = {}
         for at, leaf, tensor, version in self._given:
             if tensor._version != version:
+                written.setdefault(at, []).append(leaf)
+        for at, leaf, origin in self._absent:
+            if origin.written and leaf not in written.get(at, ()):
                 written.setdefault(at, []).append(leaf)
         return DryRun(
             inputs=inputs,
@@ -134,12 +141,13 @@ class DryRunner:
         floating = leaf.is_floating_point()
         inner = on_meta(leaf) if floating and not self._on_values else leaf.detach().clone()
         self._given.append((None, index, inner, inner._version))
-        source = Source(Kind.INPUT, 0, index, name)
-        return Absent(inner, self._device, {source}) if floating else inner
+        if not floating:
+            return inner
+        origin = Origin({Source(Kind.INPUT, 0, index, name)})
+        self._absent.append((None, index, origin))
+        return Absent(inner, self._device, origin)
 
-    def call(
-        self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, unit: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit on shapes, or on values, and note what it was given (see ``Play``)."""
         leaves, tree = flatten((args, kwargs))
         needs = frozenset(sources_of(leaves))
@@ -164,8 +172,7 @@ class DryRunner:
         for leaf, version in absent:
             if leaf.body._version != version:
                 # The unit wrote into what it was given: from now on that is of its making.
-                leaf.sources.clear()
-                leaf.sources.update(sources_of(flatten(raised)[0]))
+                leaf.origin.sources = sources_of(flatten(raised)[0])
         result, captured = raised[0]
         for key, values in captured.items():
             lists = collector()
@@ -197,7 +204,9 @@ class DryRunner:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._given.append((index, i, leaf, leaf._version))
-                leaves[i] = Absent(leaf, self._device, {Source(Kind.OUTPUT, index, i, unit)})
+                origin = Origin({Source(Kind.OUTPUT, index, i, unit)})
+                self._absent.append((index, i, origin))
+                leaves[i] = Absent(leaf, self._device, origin)
         return optree.tree_unflatten(tree, leaves)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.absent import Absent, Kind, Source, named, sources_of
+from penstock.partition.absent import Absent, Kind, Origin, Source, named, sources_of
 from penstock.partition.crossings import Call, Crossings
 from penstock.partition.dry_run import input_names
 from penstock.partition.huggingface import capture_since, mark, replay
@@ -83,6 +83,7 @@ class ModuleStage(nn.Module):
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
+        # What is known of inputs met so far: on the first stage by shape, elsewhere as it arrives.
         self._entries: dict[Any, tuple[bytes, Crossings, list[tuple[Source, int]]]] = {}
         self._plans: dict[bytes, Crossings] = {}
 
@@ -119,26 +120,37 @@ class ModuleStage(nn.Module):
 
     # --- what is known of the inputs ---------------------------------------------------------
 
-    def _enter(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bytes, Crossings, dict[Source, Tensor]]:
-        """What is known of inputs like these, and their tensors by name."""
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Crossings) -> None:
+        """Note what crosses for inputs of these shapes.
+
+        Args:
+            args: the model's positional arguments.
+            kwargs: its keyword arguments.
+            plan: what a dry run has shown.
+        """
+        names = input_names(args, kwargs)
+        leaves, _ = flatten((args, kwargs))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        sources = [(Source(Kind.INPUT, 0, i, names[i]), i) for i in tensors]
+        self._entries[self._key(args, kwargs)] = (plan.encode(), plan, sources)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         leaves, tree = flatten((args, kwargs))
         marks = [
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
             for leaf in leaves
         ]
-        key = (tree, self.training, *marks)
+        return (tree, self.training, *marks)
+
+    def _enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bytes, Crossings, dict[Source, Tensor]]:
+        """What is known of inputs like these, and their tensors by name."""
+        key = self._key(args, kwargs)
         if key not in self._entries:
-            plan = self._find(args, kwargs, self.training)
-            names = input_names(args, kwargs)
-            sources = [
-                (Source(Kind.INPUT, 0, i, names[i]), i)
-                for i, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor)
-            ]
-            self._entries[key] = (plan.encode(), plan, sources)
+            self.prepare(args, kwargs, self._find(args, kwargs, self.training))
         data, plan, sources = self._entries[key]
+        leaves, _ = flatten((args, kwargs))
         return data, plan, {source: leaves[i] for source, i in sources}
 
     def _decoded(self, data: bytes) -> Crossings:
@@ -197,7 +209,7 @@ class ModuleStage(nn.Module):
         if source.kind is Kind.PARAMETER and source not in values:
             registry, name = _registry(self._shell, source.name)
             own: Tensor = registry[name]
-            return own.view_as(own)
+            return own.view_as(own) if torch.is_grad_enabled() else own.detach()
         return values[source]
 
 
@@ -216,7 +228,38 @@ def rebuilt(tree: optree.PyTreeSpec, leaves: list[Any]) -> Any:
 def absent(meta: TensorMeta, device: torch.device, source: Source) -> Absent:
     """What stands for a tensor that ``meta`` describes."""
     inner = torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta")
-    return Absent(meta.unpack(inner), device, {source})
+    body = meta.unpack(inner)
+    if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
+        return Absent(body, device, Origin({source}))
+    made: Absent = _Guarded.apply(_anchor, body, device, source)  # type: ignore[no-untyped-call]
+    return made
+
+
+# Requires a gradient, so that what is made from it does.
+_anchor = torch.zeros(0, requires_grad=True)
+
+
+class _Guarded(torch.autograd.Function):
+    """Makes absent tensors that no gradient may reach: their real ones would not get it.
+
+    Nothing that is here is computed from them. But an autograd function of the model's own may
+    take one, leave its value alone, and have a gradient for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, body: Tensor, device: torch.device, source: Source
+    ) -> Absent:
+        ctx.source = source
+        return Absent(body, device, Origin({source}))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise PartitionError(
+            f"a gradient is computed for {ctx.source} on a stage that does not have it: an "
+            "autograd function between the model's parts takes it without using its value; move "
+            "that into a module"
+        )
 
 
 class StagePlayer:
@@ -244,6 +287,7 @@ class StagePlayer:
         carried = () if to_the_end else plan.carried[self.index]
         self._wanted = {(s.call, s.leaf): s for s in carried if s.kind is Kind.OUTPUT}
         self._versions = {s: value._version for s, value in values.items()}
+        self._has_grad = torch.is_grad_enabled()
 
     def end(self) -> None:
         """It is through, or has failed."""
@@ -268,9 +312,7 @@ class StagePlayer:
                     "after it was computed; compute a new tensor instead"
                 )
 
-    def call(
-        self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, unit: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a unit."""
         plan = self._plan
         if plan is None:  # computed again in the backward, by checkpointing
@@ -296,7 +338,22 @@ class StagePlayer:
             )
         marked = mark()
         result = run(*args, **kwargs)
+        if self._has_grad and not torch.is_grad_enabled() and self._crosses(index):
+            given = [*run.parameters(), *flatten((args, kwargs))[0]]
+            takes_grad = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+            self._refuse_cut_off(takes_grad, unit)
         return self._note(index, call, result, marked)
+
+    def _crosses(self, index: int) -> bool:
+        return any(call == index for call, _ in self._wanted)
+
+    def _refuse_cut_off(self, matters: bool, unit: str) -> None:
+        if matters and self._has_grad and not torch.is_grad_enabled():
+            raise PartitionError(
+                f"{unit} is called without gradients (in a checkpoint with use_reentrant=True, or "
+                "under no_grad), but what it returns crosses to another stage: its gradient would "
+                "be lost; use use_reentrant=False, freeze its parameters, or cut elsewhere"
+            )
 
     def _stand_in(self, index: int, call: Call) -> Any:
         leaves: list[Any] = list(call.output.leaves)
@@ -307,6 +364,7 @@ class StagePlayer:
                 if value is None:
                     leaves[i] = absent(leaf, self.device, source)
                 else:
+                    self._refuse_cut_off(value.requires_grad, call.unit)
                     leaves[i] = value.clone() if i in call.written else value
         ((result, captured),) = rebuilt(call.output.tree, leaves)
         replay(captured)

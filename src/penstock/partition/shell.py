@@ -13,14 +13,14 @@ The shell runs the model's own forward. Its units, own and hollow alike, report 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from types import new_class
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from penstock.partition.absent import Absent, Kind, Source, on_meta
+from penstock.partition.absent import Absent, Kind, Origin, Source, on_meta
 from penstock.partition.huggingface import without_cache
 from penstock.partition.torch_private import copied_shell
 from penstock.partition.units import Units
@@ -31,9 +31,7 @@ __all__ = ["Play", "build_shell", "own_tree", "skeleton"]
 class Play(Protocol):
     """Decides what happens when a unit is called."""
 
-    def call(
-        self, unit: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, unit: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a unit.
 
         Args:
@@ -143,7 +141,8 @@ def empty(module: nn.Module, prefix: str, device: torch.device, *, kept: Collect
         for name, tensor in registry.items():
             full = f"{prefix}{name}"
             if tensor is not None and full not in kept:
-                absent: Any = Absent(on_meta(tensor), device, {Source(Kind.PARAMETER, 0, 0, full)})
+                source = Source(Kind.PARAMETER, 0, 0, full)
+                absent: Any = Absent(on_meta(tensor), device, Origin({source}))
                 registry[name] = absent
 
 

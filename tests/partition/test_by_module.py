@@ -1,0 +1,361 @@
+"""Cutting by module: whatever the model does between its modules, the plain model's results."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import PartitionError, Pipeline, split_args_kwargs_into_chunks
+from penstock.partition.by_module import NotByModule, split_by_module
+from penstock.testing.compare import assert_same, plain_step, snapshot
+from tests.agreement import ROUNDING
+from tests.partition.odd_models import (
+    DIM,
+    ODD_MODELS,
+    Cached,
+    Checkpointed,
+    Layerwise,
+    NetBase,
+    TwiceLate,
+)
+
+
+def odd_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return ODD_MODELS[name]()
+
+
+def batch(name: str, rows: int = 4, seed: int = 1) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    given: dict[str, Any] = {"x": torch.randn(rows, DIM)}
+    if name == "Uneven":
+        given["rows"] = torch.arange(rows)
+    return given
+
+
+def square(output: Tensor, target: Any) -> Tensor:
+    return output.square().mean()
+
+
+# Where several stages compute with a parameter or a value, their gradients are summed in another
+# order than in one process.
+SUMMED = {"Residual", "Skips", "Loose", "TiedInGlue", "InPlace", "CalledTwice", "Structured"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("split", [[2, 2], [1, 1, 1, 1], ["blocks.1", "blocks.3", "head"]])
+@pytest.mark.parametrize("name", ODD_MODELS)
+def test_odd_models(name: str, split: Any, schedule: str) -> None:
+    stages = len(split) + isinstance(split[0], str)
+    model = odd_model(name)
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model, example=batch(name), loss_fn=square, schedule=schedule, split=split,
+        ranks=stages // (2 if schedule == "zbv" else 1), n_microbatches=3,
+    )  # fmt: skip
+    for rows in (6, 6, 5):  # the last in microbatches of two sizes
+        given = batch(name, rows)
+        loss = pipe.step(**given)
+        expected = plain_step(plain, square, n_microbatches=3, **given)
+        assert loss is not None
+        torch.testing.assert_close(loss, expected.loss)
+        tolerance = ROUNDING if name in SUMMED else None
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=tolerance)
+    given = batch(name, 6)
+    parts = split_args_kwargs_into_chunks((), given, 3)[1]
+    with torch.no_grad():
+        assert torch.equal(pipe.eval(**given), torch.cat([plain(**part) for part in parts]))
+
+
+def test_without_an_example_the_first_batch_is_one() -> None:
+    model = odd_model("Skips")
+    plain = copy.deepcopy(model)
+    split = split_by_module(model, ["blocks.2"])
+    assert split.dry_run is None and split.crossings is None
+    x = batch("Skips")["x"]
+    first, second = split.stages
+    assert torch.equal(second(*first(x)), plain(x))
+    # Another shape is another dry run, on the first stage alone; positional or by name.
+    assert torch.equal(second(*first(x=x[:3])), plain(x[:3]))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "names"),
+    [
+        ([2, 2], ("embed", "blocks.0", "blocks.1")),
+        ([["embed", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3", "head"]], None),
+        (
+            [["embed", "blocks"], ["head"]],
+            ("embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"),
+        ),
+        (["blocks.1"], ("embed", "blocks.0")),
+        (["blocks"], ("embed",)),
+        (["head"], ("embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3")),
+    ],
+)
+def test_three_ways_to_say_it(cuts: Any, names: Any) -> None:
+    model = odd_model("NetBase")
+    split = split_by_module(model, cuts)
+    held = [{id(p): n for n, p in stage.named_parameters()} for stage in split.stages]
+    plain = {id(p): n for n, p in model.named_parameters()}
+    # The model's own objects under their own names, each once.
+    assert {key: name for part in held for key, name in part.items()} == plain
+    assert sum(map(len, held)) == len(plain)
+    if names is not None:
+        tops = {f"{n}." for n in split.names[0]}
+        assert all(any(name.startswith(top) for top in tops) for name in held[0].values())
+        assert split.names[0] == names
+
+
+def test_the_order_of_calls_decides_with_an_example() -> None:
+    """A head that is defined first runs last; without an example nobody can know."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(DIM, DIM)
+            self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in reversed(self.blocks):
+                x = block(x)
+            return self.head(x)
+
+    model = Backwards()
+    split = split_by_module(model, [1, 1], (torch.ones(2, DIM),))
+    assert split.names == (("blocks.1",), ("head", "blocks.0"))
+    first, second = split.stages
+    assert torch.equal(second(*first(torch.ones(2, DIM))), model(torch.ones(2, DIM)))
+
+
+def test_what_crosses_is_what_is_needed() -> None:
+    split = split_by_module(odd_model("Skips"), [1, 1, 2], batch("Skips"))
+    assert split.crossings is not None
+    crossing = [[str(source) for source in boundary] for boundary in split.crossings.carried]
+    # The input itself goes to the third block, on the last stage, by way of the second.
+    assert crossing[0] == ["input x", "output 0 of embed", "output 0 of blocks.0"]
+    assert crossing[1] == [*crossing[0], "output 0 of blocks.1"]
+
+
+def test_dropout_between_modules_runs_once() -> None:
+    """Its result crosses to all stages that need it: none draws its own."""
+
+    class Drops(NetBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = self.drop(self.embed(x))
+            for block in self.blocks:
+                x = block(x + kept)
+            return self.head(x + kept)
+
+    model = Drops()
+    first, *others = split_by_module(model, [1, 1, 2], {"x": torch.ones(2, DIM)}).stages
+    torch.manual_seed(7)
+    out = first(x=torch.ones(2, DIM))
+    for stage in others:
+        out = stage(*out)
+    torch.manual_seed(7)
+    assert torch.equal(out, model(torch.ones(2, DIM)))
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(DIM), odd_model("Loose"))
+    inner: Any = model[1]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modules = dict(model.named_modules())
+    given = batch("Loose")
+    state = torch.get_rng_state()
+    split_by_module(inner, [2, 2], given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_training_mode_reaches_the_modules_and_the_code_between() -> None:
+    class Modes(NetBase):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x) * (2 if self.training else 3)
+            return self.head(x)
+
+    model = Modes()
+    pipe = Pipeline(model, ranks=2, n_microbatches=1)
+    x = torch.ones(2, DIM)
+    assert torch.equal(pipe.eval(x), model(x))
+    pipe.train(False)
+    assert torch.equal(pipe.eval(x), model.eval()(x))
+    assert not any(m.training for m in model.blocks.modules() if not isinstance(m, nn.ModuleList))
+
+
+# --- what can't be -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuts", "told"),
+    [
+        (["blocks.9"], "blocks.9: no such module in this NetBase.*such as blocks.0 to blocks.3"),
+        ([["embed", "block.0"], ["head"]], "block.0: no such module"),
+        ([["embed", "blocks"], []], "stage 1 of the plan is empty"),
+        ([["embed", "blocks.0"], ["blocks.0", "head"]], "names blocks.0 in stage 0 and again"),
+        ([["embed", "blocks"], ["blocks.1", "head"]], "which holds it; name either"),
+        ([["embed"], ["blocks"]], r"no stage holds the parameters head\.weight, head\.bias"),
+        ([4, 0], "stage 1 is to have 0"),
+        ([1, 1, 1, 1, 1], "make 5 blocks.*more stages than blocks.*has 4: blocks.0"),
+        ([3, 2], "make 5 blocks, but this NetBase has 4"),
+        ([2, "head"], "mix names, lists of names and counts"),
+        ([], "give names or a number"),
+        (["blocks.2", "blocks.1"], "blocks.2 and the next one with blocks.1, which does not run"),
+        (["embed", "blocks.0"], "stage 0 would hold no parameter"),
+    ],
+)
+def test_bad_cuts(cuts: Any, told: str) -> None:
+    with pytest.raises(PartitionError, match=told):
+        split_by_module(odd_model("NetBase"), cuts, batch("NetBase"))
+
+
+def test_modules_named_out_of_order() -> None:
+    cuts = [["embed", "head", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3"]]
+    with pytest.raises(NotByModule, match="head is in stage 0, but is called with output 0 of bl"):
+        split_by_module(odd_model("NetBase"), cuts, batch("NetBase"))
+
+
+def test_a_module_that_runs_again_later() -> None:
+    with pytest.raises(NotByModule, match=r"blocks\.0 is called several times, in stage 0 and"):
+        split_by_module(TwiceLate(), [2, 2], batch("NetBase"))
+    split_by_module(TwiceLate(), ["head"], batch("NetBase"))
+
+
+def test_state_that_modules_hand_on() -> None:
+    with pytest.raises(NotByModule, match=r"writes tensors into the Store.*use_cache=False"):
+        split_by_module(Cached(), [2, 2], batch("NetBase"))
+
+
+def test_modules_out_of_sight() -> None:
+    model = odd_model("NetBase")
+    model.extra = [nn.Linear(2, 2)]
+    with pytest.raises(PartitionError, match=r"the model\.extra holds modules outside"):
+        split_by_module(model, [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("between", "told"),
+    [
+        (lambda x: x if x.sum() > 0 else -x, "needs the value of output 0 of blocks.0"),
+        (lambda x: x[x[:, 0] > 0], "needs the value of output 0 of blocks.0"),
+        (lambda x: x * float(x.detach().mean()), "needs the value of output 0 of blocks.0"),
+        (lambda x: x.tolist() and x, "failed on the example.*tolist"),
+    ],
+)
+def test_code_between_modules_that_needs_values(between: Any, told: str) -> None:
+    with pytest.raises(NotByModule, match=told):
+        split_by_module(Layerwise(between), [2, 2], batch("NetBase"))
+
+
+def test_random_numbers_between_modules_are_drawn_once_or_refused() -> None:
+    """On the one stage that needs them; where two do, each would draw its own."""
+
+    class Noisy(NetBase):
+        def forward(self, x: Tensor) -> Tensor:
+            noisy = F.dropout(self.embed(x), 0.5, self.training)
+            x = noisy
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x + (noisy if self.far else 0))
+
+        far = False
+
+    model = Noisy()
+    split_by_module(model, [2, 2], batch("NetBase"))
+    model.far = True
+    with pytest.raises(NotByModule, match=r"draws random numbers.*stages \[0, 1\] need"):
+        split_by_module(model, [2, 2], batch("NetBase"))
+    split_by_module(model.eval(), [2, 2], batch("NetBase"))
+
+
+def test_a_model_that_does_something_else_than_in_its_dry_run() -> None:
+    """Loud, never a wrong number: other calls, other structures, other shapes."""
+
+    class Fickle(NetBase):
+        skip = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for i, block in enumerate(self.blocks):
+                if not (self.skip and i == 1):
+                    x = block(x)
+            return self.head(x)
+
+    model = Fickle()
+    split = split_by_module(model, [2, 2], batch("NetBase"))
+    Fickle.skip = True
+    with pytest.raises(PartitionError, match=r"calls blocks\.2 where its dry run called blocks\.1"):
+        split.stages[0](**batch("NetBase"))
+
+
+def test_gradients_that_would_be_lost() -> None:
+    """A unit runs without gradients within a reentrant checkpoint: what crosses would have none."""
+    model = Checkpointed()
+    model.reentrant = True
+    pipe = Pipeline(model, loss_fn=square, ranks=2, n_microbatches=1)
+    with pytest.raises(
+        PartitionError, match=r"blocks\.1 is called without gradients.*be lost"
+    ):
+        pipe.step(torch.ones(2, DIM))
+
+
+def test_gradients_for_what_is_not_here() -> None:
+    """An autograd function hides that a gradient is needed: the backward says so."""
+
+    class Adds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, hidden: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0], torch.ones_like(grads[0])
+
+    class Hides(NetBase):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(Adds.apply(x, hidden))
+
+    pipe = Pipeline(Hides(), loss_fn=square, ranks=2, n_microbatches=1)
+    with pytest.raises(PartitionError, match="gradient is computed for output 0 of embed"):
+        pipe.step(torch.ones(2, DIM))
+
+
+def test_outputs_that_depend_on_values() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return x, int((x > 0).sum())
+
+    class Net(NetBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = Counts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, number = self.count(self.embed(x))
+            for block in self.blocks:
+                x = block(x) / (number + 1)
+            return self.head(x)
+
+    # Counts can't run on shapes: the dry run is on values, and its number is held to.
+    split = split_by_module(Net(), [2, 2], batch("NetBase"))
+    given = batch("NetBase")
+    first, second = split.stages
+    second(*first(**given))
+    with pytest.raises(PartitionError, match=r"output 1 of count is .*in its dry run"):
+        first(x=given["x"] + 100)
