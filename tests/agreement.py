@@ -32,7 +32,7 @@ ROUNDING = Tolerance(relative=2e-6, absolute=1e-12)
 
 def virtuals(each: Family) -> tuple[int, ...]:
     """The numbers of stages per rank to try."""
-    return tuple((each.virtuals or (1, 2, 4))[:3])
+    return tuple(v for v in (1, 2, 4) if each.virtuals is None or v in each.virtuals)
 
 
 class Twins:

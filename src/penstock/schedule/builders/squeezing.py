@@ -63,7 +63,8 @@ def squeeze(
     Args:
         placement: which rank holds which stage.
         orders: for each rank its forwards and, in the order of the microbatches for each stage,
-            input gradients (weight gradients are added) or full backwards.
+            input gradients or full backwards. Weight gradients are added, unless they are there:
+            then the orders stay as they are, and it is their times that are asked for.
         limit: the most activations that a rank may hold at once.
         spare: how many of those a forward that is run ahead of its turn must leave free, unless
             it is on the last of its rank's stages, whose activations live shortest; None to run
@@ -157,6 +158,7 @@ class _Play:
         self.rank_of = placement.stage_ranks
         self.limit, self.spare, self.overtake = limit, spare, overtake
         self.forward, self.input_grad, self.weight_grad = costs
+        self.complete = any(act.op is Op.WEIGHT_GRAD for act in orders[0])
         self.width = 1 + max((a.microbatch or 0 for order in orders for a in order), default=0)
         self.ranks = [
             _Rank(order, placement.stages_of(rank)[-1]) for rank, order in enumerate(orders)
@@ -164,18 +166,19 @@ class _Play:
         # When the forward, and the input gradient, of a stage and microbatch is done.
         size = placement.num_stages * self.width
         self.ahead, self.back = [inf] * size, [inf] * size
-        self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(orders))]
+        # Time, whether all others have had their turn at that time, rank.
+        self.events = [(0.0, False, rank) for rank in range(len(orders))]
         heapify(self.events)
 
     def run(self) -> None:
         """Take all ranks to the end of their orders."""
         while self.events:
-            time, number = heappop(self.events)
+            time, late, number = heappop(self.events)
             rank = self.ranks[number]
             # Of a rank that is busy meanwhile, the event at the end of its step is to come.
             if rank.free <= time:
                 rank.idle = False
-                self.turn(number, rank, time)
+                self.turn(number, rank, time, late=late)
         for number, rank in enumerate(self.ranks):
             if rank.left < len(rank.order):
                 raise ScheduleError(
@@ -183,7 +186,7 @@ class _Play:
                     "activations; give it more, or another order"
                 )
 
-    def turn(self, number: int, rank: _Rank, time: float) -> None:
+    def turn(self, number: int, rank: _Rank, time: float, *, late: bool) -> None:
         """Let a rank that is free do what is best now, if anything."""
         if rank.left == len(rank.order):
             if rank.waiting:
@@ -194,6 +197,10 @@ class _Play:
         full = head.op is Op.FORWARD and rank.held >= self.limit
         if ready <= time and not full:
             self.take(number, rank, rank.left, time)
+            return
+        if ready == inf and not late:
+            # What it waits for may be started by another rank, at this very time.
+            heappush(self.events, (time, True, number))
             return
         if self.spare is not None or self.overtake:
             place = self.other(rank, time)
@@ -207,7 +214,7 @@ class _Play:
         rank.idle = True
         for _, places in rank.kinds:
             if places and time < (ready := self.ready(rank.order[places[-1]])) < inf:
-                heappush(self.events, (ready, number))
+                heappush(self.events, (ready, False, number))
 
     def other(self, rank: _Rank, time: float) -> int | None:
         """The place of the first step after the next one that may go ahead of it now."""
@@ -230,6 +237,8 @@ class _Play:
         code = act.stage * self.width + (act.microbatch or 0)
         if act.op is Op.FORWARD:
             return self.ahead[code - self.width] if act.stage else 0.0
+        if act.op is Op.WEIGHT_GRAD:
+            return self.back[code]
         if act.stage == len(self.rank_of) - 1:
             return self.ahead[code]
         return max(self.ahead[code], self.back[code + self.width])
@@ -240,6 +249,8 @@ class _Play:
             return self.forward[act.stage]
         if act.op is Op.INPUT_GRAD:
             return self.input_grad[act.stage]
+        if act.op is Op.WEIGHT_GRAD:
+            return self.weight_grad[act.stage]
         return self.input_grad[act.stage] + self.weight_grad[act.stage]
 
     def take(self, number: int, rank: _Rank, place: int, time: float) -> None:
@@ -255,16 +266,19 @@ class _Play:
             self.ahead[code] = end
             rank.held += 1
             consumer = act.stage + 1
+        elif act.op is Op.WEIGHT_GRAD:
+            rank.held -= 1
+            consumer = -1
         else:
             self.back[code] = end
             consumer = act.stage - 1
-            if act.op is Op.INPUT_GRAD:
-                rank.waiting.append(act)
-            else:
+            if act.op is Op.FULL_BACKWARD:
                 rank.held -= 1
+            elif not self.complete:
+                rank.waiting.append(act)
         self.end(number, rank, act, time, end)
         if 0 <= consumer < len(self.rank_of) and self.ranks[self.rank_of[consumer]].idle:
-            heappush(self.events, (end, self.rank_of[consumer]))
+            heappush(self.events, (end, False, self.rank_of[consumer]))
 
     def weigh(self, number: int, rank: _Rank, time: float) -> None:
         """Run the oldest weight gradient."""
@@ -278,4 +292,4 @@ class _Play:
         rank.steps.append(act)
         rank.began = min(rank.began, time)
         rank.free = end
-        heappush(self.events, (end, number))
+        heappush(self.events, (end, False, number))

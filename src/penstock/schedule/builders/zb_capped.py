@@ -8,11 +8,10 @@ ZB-2p, P = 3, M = 6 (tF = tB = tW = 1):
 
 No closed form is best for all costs. So several are tried, with more and more forwards before the
 first input gradient, from 1F1B's warm-up to the longest that the memory allows; weight gradients
-fill what is idle (``penstock.schedule.builders.squeezing``), and the best of them is taken: by its
-makespan, then by its span, under the costs that were given. What is built depends on the costs
-alone and is the same on every machine; ``penstock.search`` takes more time, and finds more.
-
-Where costs are equal, ZB-1p comes to ZB-H1's makespan and ZB-2p to ZB-H2's span. Any P ≥ 1, M ≥ 1.
+fill what is idle (``penstock.schedule.builders.squeezing``). The best of them and of ZB-H1 and
+ZB-H2, where those fit, is taken: by its makespan, then by its span, under the costs that were
+given. What is built depends on the costs alone and is the same on every machine;
+``penstock.search`` takes more time, and finds more. Any P ≥ 1, M ≥ 1.
 
 Source: arXiv:2401.10241, sec. 3.
 """
@@ -26,6 +25,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.builders.common import alternate, chunks
 from penstock.schedule.builders.squeezing import PerStage, Squeezed, squeeze
+from penstock.schedule.builders.zb_h1 import zb_h1
+from penstock.schedule.builders.zb_h2 import zb_h2
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
@@ -103,6 +104,11 @@ def _best(
         _with_warmup(ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
         for ahead, fill in _WARMUPS
     ]
+    by_hand = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
+    for builder in by_hand:
+        program = builder(ranks=ranks, microbatches=microbatches)
+        orders = [[part for step in steps for part in step.parts] for steps in program.ranks]
+        found.append(squeeze(linear(ranks), orders, limit=limit, costs=costs))
     # The first of equals is taken: the shortest warm-up.
     best = min(found, key=lambda each: (each.makespan, each.span))
     return Program(

@@ -1,0 +1,192 @@
+"""The formulas of the families of repeated blocks, of groups, and of a searched warm-up."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.catalog import build
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+from tests.schedule.test_formulas import COST, MORE, RANKS, VIRTUAL, run
+
+# Tens of ranks are many actions: fewer examples of larger ones.
+MANY = st.integers(2, 24)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ranks=RANKS, microbatches=st.integers(1, 25), costs=st.tuples(COST, COST, COST))
+def test_eager_1f1b(ranks: int, microbatches: int, costs: tuple[int, int, int]) -> None:
+    result = run("eager-1f1b", ranks, microbatches, 1, costs)
+    assert result.makespan == (microbatches + ranks - 1) * sum(costs)
+    assert result.peak_in_flight == tuple(
+        min(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=RANKS, more=MORE, quarters=st.integers(0, 4))
+def test_eager_1f1b_pays_for_its_messages_once(ranks: int, more: int, quarters: int) -> None:
+    """As long as a message takes no longer than a forward."""
+    microbatches, latency = ranks + more, quarters / 4
+    programs = [build(n, ranks=ranks, microbatches=microbatches) for n in ("eager-1f1b", "1f1b")]
+    eager, plain = (simulate(each, Costs(latency=latency)).makespan for each in programs)
+    assert eager == 3 * (microbatches + ranks - 1) + 2 * (ranks - 1) * latency
+    assert plain >= eager
+    if ranks > 1 and latency and microbatches > ranks:
+        assert plain > eager
+
+
+@settings(deadline=None, max_examples=100)
+@given(ranks=RANKS, more=MORE, forward=st.integers(1, 9), input_grad=st.integers(1, 9), w=COST)
+def test_zb_h1(ranks: int, more: int, forward: int, input_grad: int, w: int) -> None:
+    microbatches, weight_grad = 2 * ranks + more, min(forward, input_grad, w)
+    result = run("zb-h1", ranks, microbatches, 1, (forward, input_grad, weight_grad))
+    bubble = (ranks - 1) * (forward + input_grad - weight_grad)
+    assert result.makespan == microbatches * (forward + input_grad + weight_grad) + bubble
+    assert result.peak_in_flight == (ranks,) * ranks
+
+
+@settings(deadline=None, max_examples=150)
+@given(ranks=RANKS, more=MORE, forward=st.integers(1, 9), input_grad=st.integers(1, 9), w=COST)
+def test_zb_h2(ranks: int, more: int, forward: int, input_grad: int, w: int) -> None:
+    microbatches = 2 * ranks - 1 + more
+    weight_grad = min(forward, (forward + input_grad) // 2, w)
+    result = run("zb-h2", ranks, microbatches, 1, (forward, input_grad, weight_grad))
+    bubble = (ranks - 1) * (forward + input_grad - 2 * weight_grad)
+    assert result.span == microbatches * (forward + input_grad + weight_grad) + bubble
+    assert result.peak_in_flight == (2 * ranks - 1,) * ranks
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    ranks=RANKS,
+    microbatches=st.integers(1, 30),
+    costs=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
+)
+def test_zb_1p_and_zb_2p_are_no_worse_than_what_is_made_by_hand(
+    ranks: int, microbatches: int, costs: tuple[int, int, int]
+) -> None:
+    forward, input_grad, weight_grad = costs
+    given = Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+    for searched, by_hand, limit in (("zb-1p", "zb-h1", ranks), ("zb-2p", "zb-h2", 2 * ranks)):
+        best = simulate(
+            build(
+                searched,
+                ranks=ranks,
+                microbatches=microbatches,
+                forward=forward,
+                input_grad=input_grad,
+                weight_grad=weight_grad,
+            ),
+            given,
+        )
+        other = simulate(build(by_hand, ranks=ranks, microbatches=microbatches), given)
+        assert (best.makespan, best.span) <= (other.makespan, other.span)
+        assert max(best.peak_in_flight) <= limit
+
+
+def test_zb_1p_knows_stages_that_cost_more_than_others() -> None:
+    """Twice the last stage's forward and backward, as where a large vocabulary is."""
+    slow = (1.0, 1.0, 1.0, 2.0)
+    costs = Costs(forward=slow, input_grad=slow, weight_grad=slow)
+    blind = simulate(build("zb-1p", ranks=4, microbatches=12), costs)
+    told = build("zb-1p", ranks=4, microbatches=12, forward=slow, input_grad=slow, weight_grad=slow)
+    # The last stage alone takes 12 times 6, and starts after 3.
+    assert 75 <= simulate(told, costs).makespan <= blind.makespan
+
+
+@settings(deadline=None, max_examples=100)
+@given(ranks=RANKS, times=st.integers(1, 4), virtual=VIRTUAL, costs=st.tuples(COST, COST, COST))
+def test_gis(ranks: int, times: int, virtual: int, costs: tuple[int, int, int]) -> None:
+    microbatches = ranks * times
+    result = run("gis", ranks, microbatches, virtual, costs)
+    bubble = (ranks - 1) * (costs[0] + costs[1])
+    assert result.makespan == microbatches * virtual * sum(costs) + bubble
+    assert result.peak_in_flight == tuple(
+        min(virtual * microbatches, ranks * virtual - rank) for rank in range(ranks)
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    ranks=RANKS,
+    times=st.integers(2, 6),
+    virtual=VIRTUAL,
+    forward=st.integers(1, 8),
+    backward=st.integers(1, 5),
+)
+def test_gis_h(ranks: int, times: int, virtual: int, forward: int, backward: int) -> None:
+    """tB = tW, and tF no more than both."""
+    group = -(-ranks // 2)
+    microbatches, forward = group * times, min(forward, 2 * backward)
+    result = run("gis-h", ranks, microbatches, virtual, (forward, backward, backward))
+    bubble = (ranks - 1) * (forward + backward) + (virtual - 1) * (ranks - group) * forward
+    work = microbatches * virtual * (forward + 2 * backward)
+    assert result.makespan == work + bubble
+    assert result.peak_in_flight == tuple(
+        group * (virtual - 1) + ranks - rank for rank in range(ranks)
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=MANY, more=MORE, cost=st.integers(1, 3))
+def test_v_zb_has_no_bubble_in_its_span(ranks: int, more: int, cost: int) -> None:
+    microbatches = 2 * ranks + more
+    result = run("v-zb", ranks, microbatches, 2, (cost, cost, cost))
+    assert result.span == 6 * microbatches * cost
+    assert result.makespan == (6 * microbatches + ranks - 1) * cost
+    assert result.peak_in_flight == (2 * ranks,) * ranks
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=MANY, more=MORE)
+def test_v_half(ranks: int, more: int) -> None:
+    microbatches = ranks + more
+    result = run("v-half", ranks, microbatches, 2, (1, 1, 1))
+    bubble = 6 * ((ranks - 1) // 2) - 1 if ranks > 2 else 1
+    assert result.makespan == 6 * microbatches + bubble
+    assert bubble <= 0.5 * 6 * (ranks - 1)
+    assert max(result.peak_in_flight) == 2 * ((ranks + 2) // 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=MANY, more=MORE)
+def test_v_min(ranks: int, more: int) -> None:
+    microbatches = ranks + more
+    result = run("v-min", ranks, microbatches, 2, (1, 1, 1))
+    bubble = result.makespan - 6 * microbatches
+    most = 4 * ranks - 5 if ranks % 3 == 1 else 4 * ranks - 7
+    assert bubble <= most < 2 / 3 * 6 * (ranks - 1)
+    assert max(result.peak_in_flight) <= 2 * ((ranks + 4) // 3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=MANY, more=MORE)
+def test_1f1b_v(ranks: int, more: int) -> None:
+    """Faster than 1F1B, whose bubble is 6(P - 1) chunks, in two thirds of its memory."""
+    limit = 2 * ((2 * ranks + 2) // 3)
+    if ranks % 3:
+        microbatches, bubble = ranks + more, 5 * (ranks - 1) - (ranks % 3 == 2)
+        result = run("1f1b-v", ranks, microbatches, 2, (1, 1, 1))
+    else:
+        # With one activation more; without it, the memory comes before the time.
+        microbatches, bubble, limit = 2 * ranks + more, 5 * ranks - 3, limit + 1
+        program = build("1f1b-v", ranks=ranks, microbatches=microbatches, limit=limit)
+        result = simulate(program)
+    assert result.makespan == 6 * microbatches + bubble
+    assert max(result.peak_in_flight) <= limit
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=st.integers(2, 8), times=st.integers(1, 4), waves=st.integers(1, 3))
+def test_hanayo_has_one_bubble_for_any_number_of_waves(ranks: int, times: int, waves: int) -> None:
+    microbatches = ranks * times
+    result = run("hanayo", ranks, microbatches, 2 * waves, (1, 1, 1))
+    bubble = 4 * (ranks - 1) + (times - 1) * (2 * ranks - 3)
+    assert result.makespan == 6 * waves * microbatches + bubble
+    assert max(result.peak_in_flight) <= 2 * waves * ranks
+
+
+@pytest.mark.parametrize("name", ["v-zb", "v-half", "v-min", "1f1b-v"])
+def test_messages_turn_without_one(name: str) -> None:
+    assert run(name, 5, 7, 2, (1, 1, 1)).messages == 2 * 7 * 2 * (5 - 1)

@@ -1,0 +1,164 @@
+"""Repeated blocks and their squeezing, by laws and by small examples."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.builders.repeating import Block, place_block, repeat
+from penstock.schedule.builders.squeezing import squeeze
+from penstock.schedule.check import check
+from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
+from penstock.schedule.program import Program
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+from penstock.simulate.memory import peak_in_flight
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    ranks, several = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    make = draw(st.sampled_from([looped, wave]))
+    return make(ranks, several)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[Placement, Block, Op]:
+    placement = draw(placements())
+    backward = draw(st.sampled_from([Op.INPUT_GRAD, Op.FULL_BACKWARD]))
+    passes = 2 * placement.num_stages - 1
+    gaps = draw(st.lists(st.integers(1, 5), min_size=passes, max_size=passes))
+    if backward is Op.FULL_BACKWARD:
+        gaps = [max(2, gap) if at >= placement.num_stages else gap for at, gap in enumerate(gaps)]
+    interval = 3 * placement.num_stages // placement.num_ranks + draw(st.integers(0, 2))
+    return (
+        placement,
+        place_block(placement, gaps=gaps, interval=interval, backward=backward),
+        backward,
+    )
+
+
+def length(op: Op) -> int:
+    return 2 if op is Op.FULL_BACKWARD else 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(blocks())
+def test_repetitions_of_a_block_never_meet(made: tuple[Placement, Block, Op]) -> None:
+    placement, block, _ = made
+    for rank, passes in enumerate(block.ranks):
+        slots = [(p.start + unit) % block.interval for p in passes for unit in range(length(p.op))]
+        assert len(slots) == len(set(slots))
+        assert {p.stage for p in passes} == set(placement.stages_of(rank))
+
+
+@settings(deadline=None, max_examples=150)
+@given(blocks())
+def test_every_pass_of_a_block_starts_when_what_it_needs_is_done(
+    made: tuple[Placement, Block, Op],
+) -> None:
+    _, block, _ = made
+    chain = sorted((p for passes in block.ranks for p in passes), key=lambda p: p.start)
+    last = max(p.stage for p in chain)
+    assert [p.stage for p in chain] == [*range(last + 1), *reversed(range(last + 1))]
+    for before, after in pairwise(chain):
+        assert after.start >= before.start + length(before.op)
+
+
+def program_of(placement: Placement, microbatches: int, ranks: object) -> Program:
+    return Program(
+        name="squeezed",
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=ranks,  # type: ignore[arg-type]
+    )
+
+
+def own_peak(order: list[Action]) -> int:
+    held = peak = 0
+    for act in order:
+        held += 1 if act.op is Op.FORWARD else -1
+        peak = max(peak, held)
+    return peak
+
+
+COST = st.sampled_from([0.5, 1.0, 2.0, 3.0])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    made=blocks(),
+    microbatches=st.integers(1, 12),
+    more=st.integers(0, 4),
+    spare=st.sampled_from([None, 0, 1, 2]),
+    costs=st.tuples(COST, COST, COST),
+)
+def test_squeezed_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_said(
+    made: tuple[Placement, Block, Op],
+    microbatches: int,
+    more: int,
+    spare: int | None,
+    costs: tuple[float, float, float],
+) -> None:
+    placement, block, _ = made
+    orders = repeat(block, microbatches=microbatches)
+    limit = max(map(own_peak, orders)) + more
+    forward, input_grad, weight_grad = ((cost,) * placement.num_stages for cost in costs)
+    squeezed = squeeze(
+        placement, orders, limit=limit, spare=spare, costs=(forward, input_grad, weight_grad)
+    )
+    program = program_of(placement, microbatches, squeezed.ranks)
+    check(program)
+    assert max(peak_in_flight(program)) <= limit
+    result = simulate(
+        program, Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+    )
+    # Played again, no step can come later than it was squeezed to.
+    assert result.makespan <= squeezed.makespan
+    assert result.span <= squeezed.span or result.makespan < squeezed.makespan
+
+
+def test_idle_time_is_filled_by_forwards_of_later_then_by_weight_gradients() -> None:
+    orders = [
+        [action(0, op, mb) for mb in range(3) for op in (Op.FORWARD, Op.INPUT_GRAD)],
+        [action(1, op, mb) for mb in range(3) for op in (Op.FORWARD, Op.INPUT_GRAD)],
+    ]
+    strict = squeeze(linear(2), orders, limit=3)
+    assert " ".join(map(str, strict.ranks[0])) == "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0I2 0W2"
+    filled = squeeze(linear(2), orders, limit=3, spare=0)
+    assert " ".join(map(str, filled.ranks[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
+    assert filled.makespan < strict.makespan
+    # With room for two alone, the third forward comes when a weight gradient has made some.
+    tight = squeeze(linear(2), orders, limit=2, spare=0)
+    assert " ".join(map(str, tight.ranks[0])).startswith("0F0 0F1 0I0 0W0")
+    assert peak_in_flight(program_of(linear(2), 3, tight.ranks)) == (2, 2)
+
+
+def test_what_is_only_just_about_to_come_is_waited_for() -> None:
+    """A weight gradient that takes longer than the wait would delay what others wait for."""
+    orders = [[action(0, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)]]
+    orders.append([action(1, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)])
+    costs = ((1.0, 1.0), (1.0, 1.0), (9.0, 1.0))
+    squeezed = squeeze(linear(2), orders, limit=2, spare=0, costs=costs)
+    assert " ".join(map(str, squeezed.ranks[0])) == "0F0 0F1 0I0 0I1 0W0 0W1"
+
+
+def test_orders_with_weight_gradients_are_timed_as_they_are() -> None:
+    order = [action(0, op, 0) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)]
+    squeezed = squeeze(linear(1), [order], limit=1)
+    assert squeezed.ranks == (tuple(order),)
+    assert squeezed.makespan == squeezed.span == 3
+
+
+def test_a_limit_that_can_not_be_kept_is_refused() -> None:
+    order = [action(0, Op.FORWARD, 0), action(0, Op.FORWARD, 1)]
+    with pytest.raises(ScheduleError, match=r"rank 0 can't go on to 0F1 within 1 activations"):
+        squeeze(linear(1), [order], limit=1)
+
+
+def test_an_interval_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="an interval of 3 is too short"):
+        place_block(v_shape(1), gaps=(1, 1, 1), interval=3)
