@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from penstock import PartitionError, PipelineStage
 from penstock.partition.balance import balance
 from penstock.partition.blocks import gather, units_of
+from penstock.partition.by_module import split_by_module
 from penstock.partition.costs import BlockCosts, BlockKind, Profile
 from penstock.partition.profile import profile
+from tests.real_models import REAL_MODELS
 
 DIM = 8
 
@@ -98,78 +100,23 @@ def test_every_parameter_is_in_the_plan_of_a_profile() -> None:
     )
 
 
-def text(vocab_size: int, **more: Any) -> dict[str, Any]:
-    ids = torch.zeros(1, 6, dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids, **more}
-
-
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": 32,
-}
-
-
-def real(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model of Hugging Face's, small, and a batch."""
-    t: Any = transformers
-    seq2seq = {"d_model": 16, "vocab_size": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
-    match name:
-        case "gpt2":
-            config = t.GPT2Config(
-                n_layer=2, n_embd=16, n_head=2, vocab_size=32, bos_token_id=0, eos_token_id=0
-            )
-            return t.GPT2LMHeadModel(config), text(32)
-        case "llama":
-            return t.LlamaForCausalLM(t.LlamaConfig(**SMALL, num_key_value_heads=2)), text(32)
-        case "bert":
-            return t.BertForMaskedLM(t.BertConfig(**SMALL)), text(32)
-        case "t5":
-            config = t.T5Config(**seq2seq, d_ff=16, d_kv=8, num_layers=2, num_heads=2)
-            return t.T5ForConditionalGeneration(config), text(32)
-        case "bart":
-            config = t.BartConfig(
-                **seq2seq,
-                encoder_layers=2,
-                decoder_layers=2,
-                encoder_attention_heads=2,
-                decoder_attention_heads=2,
-                encoder_ffn_dim=16,
-                decoder_ffn_dim=16,
-            )
-            return t.BartForConditionalGeneration(config), text(32)
-        case "vit":
-            shapes = {k: v for k, v in SMALL.items() if k != "vocab_size"}
-            config = t.ViTConfig(**shapes, image_size=8, patch_size=4)
-            batch = {"pixel_values": torch.zeros(1, 3, 8, 8), "labels": torch.zeros(1).long()}
-            return t.ViTForImageClassification(config), batch
-    raise AssertionError(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("gpt2", "EttL"),
-        ("llama", "EttL"),
-        ("bert", "EttL"),
-        ("t5", "EttttL"),
-        ("bart", "EttttL"),
-        ("vit", "EttL"),
-    ],
-)
-def test_real_models_have_their_blocks(name: str, expected: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, batch = real(name)
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_real_models_are_measured_and_cut_by_their_plans(name: str) -> None:
+    real = REAL_MODELS[name]
+    model, batch = real.model(), real.example()
     measured = profile(model, batch, runs=1)
-    # Two trunks: what opens the second may be a block of its own.
-    assert kinds(measured).replace("ttttt", "tttt") == expected
-    assert all(block.forward_s > 0 for block in measured.blocks)
+    layers = len(real.trunk)
+    if name not in ("resnet50", "unet"):  # which have several trunks, and parts between them
+        assert kinds(measured) == "E" + "t" * layers + "L"
+    assert all(block.forward_s > 0 and block.time_s > 0 for block in measured.blocks)
     assert all(block.sends for block in measured.blocks[:-1])
     assert measured.blocks[-1].sends == ()
-    measured.plan(balance(measured, 2).counts).check(model)
+    plan = measured.plan(balance(measured, 4).counts)
+    plan.check(model)
+    stages = split_by_module(model, plan, batch).stages
+    output = stages[0](**batch)
+    for stage in stages[1:]:
+        output = stage(*output)
 
 
 @pytest.mark.parametrize(
