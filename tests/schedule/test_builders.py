@@ -16,6 +16,7 @@ from penstock.schedule.passes import lower
 from penstock.schedule.placement import bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
 from penstock.simulate.engine import simulate
+from penstock.simulate.memory import peak_in_flight
 from tests.schedule.drawing import draw
 
 TIMELINES = [
@@ -385,6 +386,43 @@ def test_memory_stays_in_its_bound(program: Program) -> None:
             "hanayo": ranks * virtual,
         }[program.name]
         assert peak <= min(bound, virtual * microbatches)
+
+
+REPEATED = ("v-zb", "v-half", "v-min", "1f1b-v", "hanayo", "zb-1p", "zb-2p")
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("ranks", [16, 17, 18, 33, 64])
+def test_many_ranks(name: str, ranks: int) -> None:
+    """What is laid out slot by slot, and limited in memory, must come to its end for any P."""
+    limits = {
+        "v-half": 2 * ((ranks + 2) // 2),
+        "v-min": 2 * ((ranks + 4) // 3),
+        "1f1b-v": 2 * ((2 * ranks + 2) // 3),
+        "zb-1p": ranks,
+    }
+    for microbatches in (ranks // 2, ranks + 3):
+        program = build(name, ranks=ranks, microbatches=microbatches)
+        check(program)
+        assert max(peak_in_flight(program)) <= limits.get(name, 2 * ranks)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    name=st.sampled_from(["gis", "gis-h"]),
+    ranks=st.integers(1, 12),
+    microbatches=st.integers(1, 40),
+    virtual=st.integers(1, 4),
+    more=st.integers(0, 12),
+)
+def test_any_group_from_half_of_the_ranks_on_works(
+    name: str, ranks: int, microbatches: int, virtual: int, more: int
+) -> None:
+    group = max(1, ranks // 2) + more
+    program = build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, group=group)
+    check(program)
+    for rank, peak in enumerate(peak_in_flight(program)):
+        assert peak <= min(virtual * microbatches, group * (virtual - 1) + ranks - rank)
 
 
 @pytest.mark.parametrize("each", schedules(), ids=lambda each: each.name)

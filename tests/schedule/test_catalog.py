@@ -119,3 +119,40 @@ def test_numbers_that_do_not_work_get_the_nearest_that_do(
 ) -> None:
     with pytest.raises(ScheduleError, match=rf"it takes even P.*; the nearest that do are {near}$"):
         build(name, ranks=ranks, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "said"),
+    [
+        ("gis", {"group": 3}, r"group=3 does not work; whole numbers from 4 on do"),
+        ("gis-h", {"group": 0}, r"group=0 does not work; whole numbers from 4 on do"),
+        ("gis", {"group": 4.0}, r"group=4.0 does not work"),
+        ("hanayo", {"virtual": 3}, r"virtual=3 .*; any even number does"),
+        ("hanayo", {"waves": 0}, r"waves=0 must be a whole number from 1 on"),
+        ("hanayo", {"waves": 2, "virtual": 6}, r"waves=2 make 4 stages per rank, not virtual=6"),
+        ("1f1b-v", {"limit": 11}, r"limit=11 activations do not suffice; 12 do"),
+        ("zb-1p", {"forward": -1}, r"forward=-1 must be a finite number from 0 on"),
+        ("zb-2p", {"weight_grad": float("nan")}, r"weight_grad=nan must be a finite number"),
+        ("zb-2p", {"input_grad": [1, 2]}, r"input_grad has 2 numbers for 8 stages; give one"),
+        ("zb-1p", {"forward": ["1"] * 8}, r"forward='1' must be a finite number"),
+        ("zb-1p", {"forward": "1" * 8}, r"forward='1' must be a finite number"),
+        ("v-min", {"virtual": 4}, r"virtual=4 stages per rank do not work; 2 does"),
+    ],
+)
+def test_options_that_do_not_work_are_refused(
+    name: str, numbers: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ScheduleError, match=rf"{name}.*: {said}"):
+        build(name, ranks=8, microbatches=16, **numbers)  # type: ignore[arg-type]
+
+
+def test_waves_and_stages_per_rank_say_the_same() -> None:
+    by_waves = build("hanayo", ranks=2, microbatches=4, waves=3)
+    assert by_waves == build("hanayo", ranks=2, microbatches=4, virtual=6)
+    assert by_waves == build("hanayo", ranks=2, microbatches=4, virtual=6, waves=3)
+    assert by_waves.placement.stages_of(0) == (0, 3, 4, 7, 8, 11)
+
+
+def test_every_option_is_explained() -> None:
+    for each in schedules():
+        assert all(meaning for meaning in each.options.values()), each.name
