@@ -126,7 +126,7 @@ def test_a_measured_step_is_laid_beside_the_simulated_one(tab: Tab, tmp_path: Pa
     save_page(measured(planned, slower=1.5), tmp_path / "page.html", beside=planned)
     page = tab.open((tmp_path / "page.html").as_uri())
     hover(tab, 15.5, 0.3, "0B0 backward", "measured − simulated: starts +5 ms, lasts +1 ms")
-    for words in ("measured: makespan", "49.5 ms", "simulated: makespan", "33 ms", "1.500"):
+    for words in ("makespan, measured | simulated", "49.5 ms | 33 ms", "1.500"):
         assert page.get_by_text(words, exact=True).first.is_visible()
     table: dict[str, Any] = page.evaluate(
         f"() => {{ const d = ({MODEL})('differences').source.data;"

@@ -118,11 +118,10 @@ def test_a_trace_is_laid_beside_its_own_program_simulated(
     page = tmp_path / "page.html"
     assert penstock("render", str(tmp_path / "trace.json"), "-o", str(page)).code == 0
     text = page.read_text()
-    assert "measured: makespan" in text
-    assert "simulated: makespan" in text
+    assert "makespan, measured | simulated" in text
     assert "simulated: starts" in text
     penstock("render", str(tmp_path / "trace.json"), "--alone", "-o", str(page))
-    assert "simulated: makespan" not in page.read_text()
+    assert "measured | simulated" not in page.read_text()
     penstock("render", str(tmp_path / "trace.json"), "-o", str(tmp_path / "again.json"))
     assert from_perfetto((tmp_path / "again.json").read_text()).spans
 

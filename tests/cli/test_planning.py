@@ -30,7 +30,7 @@ def test_every_schedule_is_listed_with_its_rules(penstock: Command) -> None:
 def test_simulate_draws_the_timeline_and_tells_the_figures(penstock: Command) -> None:
     said = penstock("simulate", "1f1b", "--ranks", "2", "--microbatches", "2")
     assert said.out == (
-        "1f1b, 2 ranks, 1 stages each, 2 microbatches\n"
+        "1f1b, 2 ranks, 2 stages, 2 microbatches\n"
         "\n"
         "rank 0  F0 F1 .. .. B0 -- .. B1 --\n"
         "rank 1  .. F0 B0 -- F1 B1 -- .. ..\n"

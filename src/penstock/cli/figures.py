@@ -49,7 +49,7 @@ def ranges(values: tuple[float, ...]) -> str:
         >>> ranges((4, 3, 2, 1)), ranges((8, 8, 8, 8)), ranges((7,) * 30 + (6, 6))
         ('4,3,2,1', '8,8,8,8', '30×7,2×6')
     """
-    if len(values) <= 8:
+    if len(values) <= 4 or len(set(values)) == len(values) <= 8:
         return ",".join(map(number, values))
     runs: list[tuple[float, int]] = []
     for value in values:

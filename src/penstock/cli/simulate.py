@@ -37,8 +37,7 @@ def simulate(
     coloured = console.color_system is not None
     console.print(
         f"[bold]{program.name}[/], {program.num_ranks} ranks, "
-        f"{program.num_stages // program.num_ranks} stages each, "
-        f"{program.num_microbatches} microbatches\n"
+        f"{program.num_stages} stages, {program.num_microbatches} microbatches\n"
     )
     console.print(timeline(result.trace, width=console.width, colour=coloured), end="")
     if coloured:

@@ -44,7 +44,13 @@ def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) 
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False
     )
     for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        made.add_column(
+            column,
+            justify="right" if column in numbers else "left",
+            overflow="fold",
+            # What a line is about is not broken.
+            no_wrap=column == columns[0],
+        )
     return made
 
 

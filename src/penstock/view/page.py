@@ -150,16 +150,15 @@ def _subtitle(trace: Trace) -> str:
 
 
 def _figures(steps: Sequence[Step], names: tuple[str, str], unit: str) -> list[tuple[str, str]]:
-    figures = []
     traces = [trace_of(step) for step in steps]
-    for trace, name in zip(traces, names, strict=False):
-        prefix = f"{name}: " if len(traces) > 1 else ""
-        figures += [
-            (f"{prefix}makespan", time_text(trace.makespan, unit)),
-            (f"{prefix}bubble", f"{trace.bubble_ratio:.2%}"),
-            (f"{prefix}span", time_text(trace.span, unit)),
-            (f"{prefix}span bubble", f"{trace.span_bubble_ratio:.2%}"),
-        ]
+    of = f", {names[0]} | {names[1]}" if len(traces) > 1 else ""
+    texts = {
+        "makespan": [time_text(trace.makespan, unit) for trace in traces],
+        "bubble": [f"{trace.bubble_ratio:.2%}" for trace in traces],
+        "span": [time_text(trace.span, unit) for trace in traces],
+        "span bubble": [f"{trace.span_bubble_ratio:.2%}" for trace in traces],
+    }
+    figures = [(f"{name}{of}", " | ".join(values)) for name, values in texts.items()]
     first = steps[0]
     if isinstance(first, Simulation):
         figures += [

@@ -28,23 +28,19 @@ def timeline(trace: Trace, *, width: int, colour: bool = True) -> Text:
     """
     if not colour:
         return Text(to_text(trace, width=width), end="", no_wrap=True)
-    drawn = grid(trace, width=width)
+    drawn = grid(trace, width=width, brief=True)
     colours = shades(trace)
     text = Text(end="", no_wrap=True)
     for head, row in zip(drawn.heads, drawn.rows, strict=True):
         text.append(head)
-        for i, cell in enumerate(row):
-            # The gap behind a label belongs to its box as long as the box goes on.
-            goes_on = i + 1 < len(row) and row[i + 1].span is cell.span and not row[i + 1].begins
-            gap = " " if drawn.labelled else ""
+        for cell in row:
+            blank = " " * len(cell.text)
             if cell.span is None:
-                text.append(" " * len(cell.text) + gap)
+                text.append(blank)
                 continue
             act = cell.span.action
-            style = _box(colours[cell.span.rank, act.op, act.stage])
-            label = cell.text if cell.begins and drawn.labelled else " " * len(cell.text)
-            text.append(label, style)
-            text.append(gap, style if goes_on else None)
+            label = cell.text if cell.begins and drawn.labelled else blank
+            text.append(label, _box(colours[cell.span.rank, act.op, act.stage]))
         text.append("\n")
     return text
 

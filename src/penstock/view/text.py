@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.schedule.action import Action
@@ -87,12 +88,14 @@ class Grid:
     labelled: bool
 
 
-def grid(trace: Trace, *, width: int) -> Grid:
+def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     """The cells of a timeline that is at most ``width`` characters wide.
 
     Args:
         trace: measured or simulated.
         width: as ``to_text`` takes it.
+        brief: whether labels are the microbatch alone, for views that tell the rest in colour;
+            then no gap is needed between them.
 
     Raises:
         ValueError: ``width`` is too small.
@@ -107,29 +110,30 @@ def grid(trace: Trace, *, width: int) -> Grid:
     origin = min((span.start for span in spans), default=0.0)
     cell = min((s.end - s.start for s in spans if s.end > s.start), default=trace.makespan or 1.0)
     several = any(s.action.stage >= trace.num_ranks for s in spans)
-    label_width = max((len(_label(s.action, several)) for s in spans), default=1)
+    label = _brief_label if brief else _stage_label if several else _label
+    label_width = max((len(label(s.action)) for s in spans), default=1)
     count = _num_cells(trace.makespan, cell)
-    labelled = count * (label_width + 1) - 1 <= room
+    labelled = count * (label_width + (not brief)) - (not brief) <= room
     if not labelled and count > room:
         count = room
         cell = trace.makespan / count
     times = [origin + (i + 0.5) * cell for i in range(count)]
     return Grid(
         heads=tuple(head.ljust(margin) for head in heads),
-        rows=tuple(_cells(lane, times, several, label_width if labelled else 1) for lane in lanes),
+        rows=tuple(_cells(lane, times, label, label_width if labelled else 1) for lane in lanes),
         labelled=labelled,
     )
 
 
 def _cells(
-    lane: tuple[Span, ...], times: list[float], several: bool, width: int
+    lane: tuple[Span, ...], times: list[float], label: Callable[[Action], str], width: int
 ) -> tuple[Cell, ...]:
     cells = []
     before = None
     for time in times:
         span = _at(lane, time)
-        label = "" if span is None else _label(span.action, several)
-        cells.append(Cell(span=span, begins=span is not before, text=label.ljust(width)[:width]))
+        text = "" if span is None else label(span.action)
+        cells.append(Cell(span=span, begins=span is not before, text=text.ljust(width)[:width]))
         before = span
     return tuple(cells)
 
@@ -146,9 +150,19 @@ def _num_cells(makespan: float, cell: float) -> int:
     return math.ceil(makespan / cell - _ROUNDING)
 
 
-def _label(act: Action, stages: bool) -> str:
-    """``F3``; with its stage ``2F3``."""
-    return f"{act.stage if stages else ''}{_letter(act)}{act.microbatch}"
+def _label(act: Action) -> str:
+    """``F3``."""
+    return f"{_letter(act)}{act.microbatch}"
+
+
+def _stage_label(act: Action) -> str:
+    """``2F3``."""
+    return f"{act.stage}{_label(act)}"
+
+
+def _brief_label(act: Action) -> str:
+    """`` 3``: a space parts it from the box before it."""
+    return f" {act.microbatch}"
 
 
 def _letter(act: Action) -> str:

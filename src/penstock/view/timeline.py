@@ -212,10 +212,8 @@ class Timeline:
     def set_end(self, end: float) -> None:
         """Let the time axis reach from 0 to ``end``, and zoom out as far."""
         end = end or 1.0
-        self.x_range.update(
-            start=0, end=end * 1.005, reset_start=0, reset_end=end * 1.005,
-            bounds=(-0.02 * end, end * 1.05), min_interval=end / 2000,
-        )  # fmt: skip
+        _set_range(self.x_range, 0, end * 1.005, bounds=(-0.02 * end, end * 1.05))
+        self.x_range.min_interval = end / 2000
 
     @property
     def show_memory(self) -> CustomJS:
@@ -240,10 +238,7 @@ class Timeline:
         lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // num_ranks))
         plot.height = lane * num_ranks + _AXES_HEIGHT
         # Downwards: rank 0 on top.
-        plot.y_range.update(
-            start=num_ranks, end=0, reset_start=num_ranks, reset_end=0,
-            bounds=(0, num_ranks), min_interval=1,
-        )  # fmt: skip
+        _set_range(plot.y_range, num_ranks, 0, bounds=(0, num_ranks))
         ticks = [rank + 0.5 for rank in range(num_ranks)]
         plot.yaxis[0].update(ticker=FixedTicker(ticks=ticks))
         plot.yaxis[0].major_label_overrides = {
@@ -259,6 +254,13 @@ class Timeline:
         self._peaks.major_label_overrides = {
             rank + 0.5: amount(peak) for rank, peak in enumerate(peaks)
         }
+
+
+def _set_range(axis: Any, start: float, end: float, *, bounds: tuple[float, float]) -> None:
+    """Move an axis; the old bounds are taken away first, or they would hold it back."""
+    axis.bounds = None
+    axis.update(start=start, end=end, reset_start=start, reset_end=end)
+    axis.bounds = bounds
 
 
 def _packed(column: list[Any]) -> Any:

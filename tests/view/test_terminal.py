@@ -1,0 +1,53 @@
+"""The timeline in colour, as a terminal gets it."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from penstock import build, simulate
+from penstock.schedule.action import Op
+from penstock.trace import Trace
+from penstock.view.palette import COLOURS
+from penstock.view.terminal import legend, timeline
+from penstock.view.text import to_text
+
+
+def trace_of(name: str, *, ranks: int = 2, microbatches: int = 2) -> Trace:
+    return simulate(build(name, ranks=ranks, microbatches=microbatches)).trace
+
+
+def coloured(text: Text, colour: str) -> str:
+    """What stands on this background, joined."""
+    found = []
+    for span in text.spans:
+        back = getattr(span.style, "bgcolor", None)
+        if back is not None and back.name == colour:
+            found.append(text.plain[span.start : span.end])
+    return "".join(found)
+
+
+def test_boxes_carry_the_microbatch_on_the_colour_of_their_op() -> None:
+    text = timeline(trace_of("1f1b"), width=80)
+    assert text.plain == (
+        "rank 0   0 1     0     1  \n"  #
+        "rank 1     0 0   1 1      \n"
+    )
+    assert coloured(text, COLOURS[Op.FORWARD]) == " 0 1 0 1"
+    assert coloured(text, COLOURS[Op.FULL_BACKWARD]) == " 0   1   0   1  "
+
+
+def test_without_room_colours_stand_alone() -> None:
+    text = timeline(trace_of("gpipe", microbatches=40), width=60)
+    assert set("".join(line[8:] for line in text.plain.splitlines())) == {" "}
+    assert max(map(len, text.plain.splitlines())) <= 60
+
+
+def test_without_colours_it_is_the_plain_text() -> None:
+    trace = trace_of("zbv")
+    assert timeline(trace, width=80, colour=False).plain == to_text(trace, width=80)
+
+
+def test_the_legend_names_what_is_there() -> None:
+    assert legend(trace_of("zbv")).plain.split() == [
+        "forward", "input", "gradient", "weight", "gradient",
+    ]  # fmt: skip
