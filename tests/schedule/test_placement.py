@@ -1,0 +1,102 @@
+"""Where stages lie, which are neighbours, and which microbatches pass them."""
+
+import pytest
+from hypothesis import given
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op, action
+from penstock.schedule.catalog import build
+from penstock.schedule.check import problems
+from penstock.schedule.placement import Placement, bidirectional, linear, looped, v_shape, wave
+from penstock.schedule.program import Program
+from penstock.schedule.rules import prerequisites
+from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
+from penstock.testing.programs import placements
+
+
+def test_shapes() -> None:
+    assert linear(3).stage_ranks == (0, 1, 2)
+    assert looped(2, 2).stage_ranks == (0, 1, 0, 1)
+    assert v_shape(2).stage_ranks == (0, 1, 1, 0)
+    assert wave(2, 2).stage_ranks == (0, 1, 1, 0, 0, 1, 1, 0)
+    assert bidirectional(2) == Placement(num_ranks=2, stage_ranks=(0, 1, 1, 0), copies=2)
+
+
+def test_a_model_in_two_directions() -> None:
+    placement = bidirectional(4)
+    assert (placement.num_stages, placement.num_model_stages) == (8, 4)
+    assert [placement.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert [placement.model_stage(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert (placement.entries, placement.exits) == ((0, 4), (3, 7))
+    assert [placement.passes(m, 3) for m in range(4)] == [True, False, True, False]
+    assert [placement.passes(m, 4) for m in range(4)] == [False, True, False, True]
+
+
+@given(placements())
+def test_neighbours_follow_the_model_within_a_copy(placement: Placement) -> None:
+    for copy in range(placement.copies):
+        stage, path = placement.entries[copy], []
+        while True:
+            path.append(stage)
+            after = placement.neighbour(stage, +1)
+            if after is None:
+                break
+            assert placement.neighbour(after, -1) == stage
+            stage = after
+        assert stage == placement.exits[copy]
+        assert [placement.model_stage(s) for s in path] == list(range(placement.num_model_stages))
+        assert {placement.copy_of(s) for s in path} == {copy}
+        assert placement.neighbour(path[0], -1) is None
+
+
+def test_the_first_stage_of_a_copy_waits_for_nothing() -> None:
+    placement = bidirectional(2)
+    assert prerequisites(action(2, Op.FORWARD, 1), placement) == ()
+    assert prerequisites(action(1, Op.INPUT_GRAD, 0), placement) == (action(1, Op.FORWARD, 0),)
+
+
+@pytest.mark.parametrize("copies", [0, 2, 3])
+def test_copies_have_as_many_stages_each(copies: int) -> None:
+    with pytest.raises(ScheduleError, match=f"7 stages can't be {copies} copies of a model"):
+        Placement(num_ranks=7, stage_ranks=tuple(range(7)), copies=copies)
+
+
+def chimera() -> Program:
+    return build("chimera", ranks=2, microbatches=4)
+
+
+def test_copies_are_seen_in_a_csv_and_kept_in_json() -> None:
+    program = chimera()
+    assert parse_csv(format_csv(program), name="chimera") == program
+    assert from_json(to_json(program)) == program
+    one_way = build("zbv", ranks=2, microbatches=4)
+    assert parse_csv(format_csv(one_way)).placement.copies == 1
+    # What was written before there were copies has one.
+    assert from_json(to_json(one_way).replace('"copies": 1, ', "")) == one_way
+
+
+def test_a_microbatch_in_the_wrong_copy_is_told() -> None:
+    program = chimera()
+    swapped = (*program.ranks[0][:-1], action(0, Op.FULL_BACKWARD, 3))
+    wrong = Program(
+        name="wrong",
+        placement=program.placement,
+        num_microbatches=4,
+        ranks=(swapped, program.ranks[1]),
+    )
+    (problem,) = problems(wrong)
+    assert problem.message == (
+        "microbatch 3 does not go through stage 0, but through copy 1 of the model (stages 2 to 3)"
+    )
+
+
+def test_each_copy_takes_a_microbatch() -> None:
+    steps = (action(0, Op.FORWARD, 0),)
+    lonely = Program(
+        name="lonely",
+        placement=Placement(num_ranks=1, stage_ranks=(0, 0), copies=2),
+        num_microbatches=1,
+        ranks=(steps,),
+    )
+    (problem,) = problems(lonely)
+    assert problem.message.startswith("1 microbatches for 2 copies of the model")
