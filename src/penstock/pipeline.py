@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
+from penstock.auto import Forecast, find_program
+from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.cutting import (
     Example,
     ModelCut,
@@ -58,7 +59,10 @@ class Pipeline:
             tensor, or ``(scalar, metrics)``; ``loss_fn(output)``, of one argument, needs no
             target. If None, the model's own, where the output for
             ``example`` has a ``loss``.
-        schedule: a schedule's name (see ``penstock.schedules()``), or a ``Program``.
+        schedule: a schedule's name (see ``penstock.schedules()``), or a ``Program``; or
+            ``"auto"``, the best that ``penstock.search`` finds for the stages as measured with
+            ``example``. What it predicts is logged beside what the first steps take.
+        memory_limit: for ``"auto"``, the most bytes of activations that a rank may hold.
         n_microbatches: microbatches per step.
         ranks: how many ranks to play in this process; under torchrun, its world size.
         virtual: stages per rank; the schedule's own default if None.
@@ -97,6 +101,7 @@ class Pipeline:
         *,
         loss_fn: Callable[..., Any] | None = None,
         schedule: str | Program = "1f1b",
+        memory_limit: float | None = None,
         n_microbatches: int | None = None,
         ranks: int | None = None,
         virtual: int | None = None,
@@ -113,6 +118,27 @@ class Pipeline:
         self.device = torch.device(device) if device is not None else default_device()
         self._group = process_group(group, self.device, ranks)
         split = read_split(split)
+        self._forecast: Forecast | None = None
+        self._num_steps = 0
+        if schedule == "auto":
+            found = find_program(
+                model,
+                split=split,
+                example=example,
+                num_stages=_num_stages(model, split, copies=1),
+                ranks=ranks,
+                virtual=virtual,
+                n_microbatches=n_microbatches,
+                memory_limit=memory_limit,
+                group=self._group,
+                device=self.device,
+            )
+            schedule, split, self._forecast = found.program, found.split, found.forecast
+        elif memory_limit is not None:
+            raise ScheduleError(
+                f"memory_limit={memory_limit:g} is for schedule='auto'; a schedule that is named "
+                "holds what it holds"
+            )
         program = choose_program(
             schedule,
             num_stages=_num_stages(model, split, copies_of(schedule)),
@@ -208,7 +234,12 @@ class Pipeline:
         if target is None and self._cut is not None and self._cut.whole_call:
             # The model may compute its loss itself, from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
-        self._schedule.step(*args, target=target, **kwargs)
+        if self._forecast is None:
+            self._schedule.step(*args, target=target, **kwargs)
+        else:
+            with self._forecast.watch(self._num_steps, self.device, alone=self._group is None):
+                self._schedule.step(*args, target=target, **kwargs)
+            self._num_steps += 1
         losses = self._schedule.losses
         return None if losses is None else losses.mean()
 

@@ -1,0 +1,318 @@
+"""``Pipeline(schedule="auto")``: measure the stages, search for a program, tell how it came out.
+
+    model, example ──profile──► costs per stage ──search──► program ──Pipeline──► steps
+                                                   │                                │
+                                                   └─ predicted time ───────► log ◄─┘ measured time
+
+The first rank measures and searches, and all others take what it found: times come out differently
+on each. This module knows no schedule, and builds no stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.errors import PartitionError, ScheduleError
+from penstock.partition.balance import balance
+from penstock.partition.costs import BlockCosts, Profile
+from penstock.partition.cutting import Example, SplitWish, cut_model
+from penstock.partition.plan import Plan
+from penstock.partition.profile import profile
+from penstock.partition.subject import Chained
+from penstock.runtime.group import from_first_rank
+from penstock.schedule.choice import DEFAULT_MICROBATCHES
+from penstock.schedule.program import Program
+from penstock.schedule.text import from_json, to_json
+from penstock.search.engine import search
+from penstock.simulate.costs import Costs
+from penstock.stage.manual import PipelineStage
+from penstock.stage.trees import flatten
+
+__all__ = ["Forecast", "Found", "find_program"]
+
+logger = logging.getLogger(__name__)
+
+SEARCH_S = 10.0
+_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """How long a step should take.
+
+    Args:
+        step_s: all ranks side by side.
+        alone_s: one process that plays all ranks in turn.
+    """
+
+    step_s: float
+    alone_s: float
+
+    @contextmanager
+    def watch(self, number: int, device: torch.device, *, alone: bool) -> Iterator[None]:
+        """Log what a step took beside what it should take, for the first few.
+
+        Args:
+            number: which step this is, from 0.
+            device: what to wait for at the end.
+            alone: whether this process plays all ranks.
+        """
+        if number >= _TOLD:
+            yield
+            return
+        started = time.perf_counter()
+        yield
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        measured_s = time.perf_counter() - started
+        predicted_s = self.alone_s if alone else self.step_s
+        logger.info(
+            "auto: step %d took %.4g s, %.4g s were predicted%s%s",
+            number,
+            measured_s,
+            predicted_s,
+            " for one process that plays all ranks" if alone else "",
+            "; the first step warms up" if number == 0 else "",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What takes the place of ``"auto"``.
+
+    Args:
+        program: what to run.
+        split: how to cut the model: a plan, where that was to be found too.
+        forecast: how long a step should take.
+    """
+
+    program: Program
+    split: SplitWish | None
+    forecast: Forecast
+
+
+def find_program(
+    model: Any,
+    *,
+    split: SplitWish | None,
+    example: Example | None,
+    num_stages: int | None,
+    ranks: int | None,
+    virtual: int | None,
+    n_microbatches: int | None,
+    memory_limit: float | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Found:
+    """The best program for a model's stages, as they are measured on this machine.
+
+    The model is run on the example a few times, its state, gradients and random numbers left as
+    they are.
+
+    Args:
+        model: as ``Pipeline`` takes it, whole on the first rank.
+        split: likewise.
+        example: one microbatch.
+        num_stages: into how many stages the model is cut, where that is said.
+        ranks: on how many ranks, likewise.
+        virtual: stages per rank, likewise; 1 if None.
+        n_microbatches: microbatches per step, likewise.
+        memory_limit: the most bytes of activations that a rank may hold; None for no limit.
+        group: the ranks; None where all of them are in this process.
+        device: where stages will live.
+
+    Raises:
+        ScheduleError: numbers that do not fit each other, no example, or a memory limit that no
+            program can meet.
+        PartitionError: the model can't be cut so, or can't be measured.
+    """
+    if example is None:
+        raise ScheduleError(
+            "schedule='auto' measures the stages: pass example=, one microbatch as a tuple of "
+            "positional or a dict of keyword arguments"
+        )
+    if group is not None and not isinstance(model, nn.Module) and _made_by_hand(model):
+        raise ScheduleError(
+            "schedule='auto' measures all stages on the first rank, and of stages made by hand a "
+            "rank has its own alone: measure them, and pass penstock.search(...).program"
+        )
+    ranks = ranks if group is None else group.size()
+    ranks, virtual = _sizes(num_stages, ranks, virtual)
+    told = from_first_rank(
+        group,
+        lambda: _find(
+            model,
+            split=split,
+            example=example,
+            ranks=ranks,
+            virtual=virtual,
+            microbatches=n_microbatches or DEFAULT_MICROBATCHES,
+            memory_limit=memory_limit,
+            device=device,
+        ),
+    )
+    document = json.loads(told)
+    plan = document["plan"]
+    return Found(
+        program=from_json(document["program"]),
+        split=split if plan is None else Plan.from_json(plan),
+        forecast=Forecast(step_s=document["step_s"], alone_s=document["alone_s"]),
+    )
+
+
+def _find(
+    model: Any,
+    *,
+    split: SplitWish | None,
+    example: Example,
+    ranks: int,
+    virtual: int,
+    microbatches: int,
+    memory_limit: float | None,
+    device: torch.device,
+) -> str:
+    """What the first rank tells the others, as text."""
+    num_stages = ranks * virtual
+    measured = _measure(model, example, device)
+    plan: Plan | None = None
+    if isinstance(split, str):
+        counts = balance(measured, num_stages).counts
+        plan = measured.plan(counts, made="balanced on this machine")
+        blocks = iter(measured.blocks)
+        groups = [[next(blocks) for _ in range(count)] for count in counts]
+    else:
+        groups = _by_stage(model, measured, split, num_stages, example, device)
+    costs = _costs(groups)
+    result = search(
+        costs,
+        ranks=ranks,
+        microbatches=microbatches,
+        virtual=virtual,
+        memory_limit=memory_limit,
+        time_limit_s=SEARCH_S,
+        exact=find_spec("ortools") is not None,
+    )
+    logger.info(
+        "auto: %s; step %.4g s predicted, at least %.4g s; %.4g bytes of activations at most",
+        result.method,
+        result.value,
+        result.bound,
+        result.peak,
+    )
+    return json.dumps(
+        {
+            "program": to_json(result.program),
+            "plan": None if plan is None else plan.to_json(),
+            "step_s": result.simulation.makespan,
+            "alone_s": result.simulation.busy,
+        }
+    )
+
+
+def _sizes(num_stages: int | None, ranks: int | None, virtual: int | None) -> tuple[int, int]:
+    """Ranks, and stages per rank."""
+    if ranks is None:
+        if num_stages is None:
+            raise ScheduleError(
+                "say on how many ranks to run: pass ranks=, or split= with the stages"
+            )
+        ranks = num_stages // (virtual or 1)
+    if virtual is None:
+        virtual = 1 if num_stages is None else num_stages // max(1, ranks)
+    if ranks < 1 or virtual < 1 or num_stages not in (None, ranks * virtual):
+        raise ScheduleError(
+            f"{num_stages} stages can't be laid on {ranks} ranks with {virtual} per rank; change "
+            "split, ranks or virtual"
+        )
+    return ranks, virtual
+
+
+def _made_by_hand(model: Sequence[Any]) -> bool:
+    return any(isinstance(each, PipelineStage) for each in model)
+
+
+def _measure(model: Any, example: Example, device: torch.device) -> Profile:
+    """The costs of the model's blocks on the device where its stages will live."""
+    row = not isinstance(model, nn.Module)
+    modules = (
+        [each.submod if isinstance(each, PipelineStage) else each for each in model] if row else []
+    )
+    whole = Chained(modules) if row else model
+    places = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
+    if places <= {device.type} or "meta" in places:
+        return profile(model, _tupled(example))
+    there = copy.deepcopy(whole).to(device)
+    return profile(list(there.children()) if row else there, _moved(example, device))
+
+
+def _tupled(example: Example) -> Any:
+    return example if isinstance(example, (Mapping, torch.Tensor)) else tuple(example)
+
+
+def _moved(example: Example, device: torch.device) -> Any:
+    leaves, structure = flatten(_tupled(example))
+    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return structure.unflatten(moved)
+
+
+def _by_stage(
+    model: Any,
+    measured: Profile,
+    split: SplitWish | None,
+    num_stages: int,
+    example: Example,
+    device: torch.device,
+) -> list[list[BlockCosts]]:
+    """The blocks of each stage: where the parameters of the first of its modules are."""
+    blocks = list(measured.blocks)
+    if not isinstance(model, nn.Module) and len(blocks) == num_stages:
+        return [[block] for block in blocks]
+    stages = cut_model(model, split, num_stages, example=example, device=device).modules
+    names = [{name for name, _ in stage.named_parameters()} for stage in stages]
+    groups: list[list[BlockCosts]] = [[] for _ in stages]
+    now = 0
+    for block in blocks:
+        for stage in range(now, num_stages):
+            # A block without parameters goes with the one before it.
+            if any(
+                name == m or name.startswith(f"{m}.")
+                for m in block.modules
+                for name in names[stage]
+            ):
+                now = stage
+                break
+        groups[now].append(block)
+    empty = [stage for stage, group in enumerate(groups) if not group]
+    if empty:
+        raise PartitionError(
+            f"schedule='auto': stages {empty} hold no whole block of the model, so their times "
+            "can't be told; pass split='auto', or name a schedule"
+        )
+    return groups
+
+
+def _costs(groups: Sequence[Sequence[BlockCosts]]) -> Costs:
+    """The costs of stages, in seconds and bytes."""
+
+    def summed(name: str) -> list[float]:
+        return [sum(float(getattr(block, name)) for block in group) for group in groups]
+
+    return Costs(
+        forward=summed("forward_s"),
+        input_grad=summed("input_grad_s"),
+        weight_grad=summed("weight_grad_s"),
+        activation_bytes=summed("activation_bytes"),
+        message_bytes=[float(group[-1].sent_bytes) for group in groups],
+    )

@@ -1,0 +1,190 @@
+"""A program found for the stages as they are measured: it trains as one device does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import Pipeline, PipelineStage, ScheduleError, auto, check
+from penstock.partition.profile import profile
+from penstock.schedule.action import Action, Op
+from penstock.testing.processes import run_ranks
+from tests.agreement import Twins
+from tests.models import DIM, features, mlp
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "SEARCH_S", 1.0)
+
+
+def layers(num: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Tanh()) for _ in range(num)
+    ]
+    return nn.Sequential(OrderedDict((f"block{i}", block) for i, block in enumerate(blocks)))
+
+
+class Tower(nn.Module):
+    """A model that is no sequence: blocks in a list, called by its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+RELEASES = (Op.WEIGHT_GRAD, Op.FULL_BACKWARD)
+EXAMPLE = (torch.ones(3, DIM),)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "virtual", "split"),
+    [(2, None, None), (3, 2, None), (2, None, [1, 5]), (2, None, "auto"), (4, None, None)],
+)
+def test_gradients_are_those_of_one_device(ranks: int, virtual: int | None, split: Any) -> None:
+    both = Twins(
+        layers(),
+        F.mse_loss,
+        schedule="auto",
+        example=EXAMPLE,
+        ranks=ranks,
+        virtual=virtual,
+        split=split,
+        n_microbatches=4,
+    )
+    for number in range(2):
+        inputs, target = features(12, number)
+        both.step(inputs, target=target)
+        both.descend()
+    check(both.pipe.program)
+    assert both.pipe.program.num_stages == ranks * (virtual or 1)
+
+
+def test_a_model_that_is_no_sequence() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model, loss_fn=F.mse_loss, schedule="auto", example=EXAMPLE, ranks=2, n_microbatches=4
+    )
+    inputs, target = features(12, 0)
+    pipe.step(inputs, target=target)
+    for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
+        (F.mse_loss(plain(x), y) / 4).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for name, param in pipe.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name])
+
+
+def test_stages_made_by_hand_over_loopback() -> None:
+    stages = [PipelineStage(m, i, 3, CPU) for i, m in enumerate(mlp(3))]
+    pipe = Pipeline(stages, loss_fn=F.mse_loss, schedule="auto", example=EXAMPLE, n_microbatches=2)
+    assert pipe.num_ranks == 3
+    inputs, target = features(6, 0)
+    assert pipe.step(inputs, target=target) is not None
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = layers()
+    inputs, target = features(6, 0)
+    F.mse_loss(model(inputs), target).backward()
+    before = copy.deepcopy(model.state_dict())
+    grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    torch.manual_seed(7)
+    random.seed(7)
+    Pipeline(model, loss_fn=F.mse_loss, schedule="auto", example=EXAMPLE, ranks=2)
+    drawn = torch.rand(3), random.random()
+    torch.manual_seed(7)
+    random.seed(7)
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert drawn[1] == random.random()
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    kept = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len(kept) == len(grads) > 0
+    assert all(map(torch.equal, kept, grads))
+
+
+def test_the_memory_limit_is_kept() -> None:
+    stages = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2)]
+    blocks = profile(stages, EXAMPLE).blocks
+    least = max(block.activation_bytes for block in blocks)
+    assert least == blocks[1].activation_bytes
+    options: dict[str, Any] = {"example": EXAMPLE, "ranks": 2, "n_microbatches": 8}
+    pipe = Pipeline(stages, loss_fn=F.mse_loss, schedule="auto", memory_limit=least, **options)
+    held = [act.op for act in pipe.program.ranks[1] if isinstance(act, Action)]
+    # One microbatch at a time on the rank that has room for one.
+    changes = [op is Op.FORWARD for op in held if op in (Op.FORWARD, *RELEASES)]
+    assert changes == [True, False] * 8
+    with pytest.raises(ScheduleError, match=f"no program meets memory_limit={least - 1}"):
+        Pipeline(stages, loss_fn=F.mse_loss, schedule="auto", memory_limit=least - 1, **options)
+
+
+def test_predicted_and_measured_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="penstock.auto"):
+        pipe = Pipeline(
+            layers(),
+            loss_fn=F.mse_loss,
+            schedule="auto",
+            example=EXAMPLE,
+            ranks=2,
+            n_microbatches=2,
+        )
+        inputs, target = features(6, 0)
+        for _ in range(5):
+            pipe.step(inputs, target=target)
+    told = [record.getMessage() for record in caplog.records]
+    assert "predicted, at least" in told[0]
+    assert [text.split(" took")[0] for text in told[1:]] == [f"auto: step {n}" for n in range(3)]
+    assert all("were predicted for one process that plays all ranks" in text for text in told[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 2}, "pass example="),
+        ({"example": EXAMPLE}, "pass ranks="),
+        ({"example": EXAMPLE, "ranks": 2, "split": [2, 2, 2]}, "3 stages can't be laid"),
+        (
+            {"example": EXAMPLE, "ranks": 2, "schedule": "1f1b", "memory_limit": 5},
+            "is for schedule",
+        ),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Pipeline(layers(), loss_fn=F.mse_loss, **{"schedule": "auto", **options})
+
+
+def train(rank: int, num_ranks: int) -> str:
+    """One rank: train as one device does; returns the program that it runs."""
+    auto.SEARCH_S = 1.0  # this process's own
+    both = Twins(layers(), F.mse_loss, schedule="auto", example=EXAMPLE, n_microbatches=4)
+    assert both.pipe.is_distributed
+    inputs, target = features(12, 0)
+    both.step(inputs, target=target)
+    return " | ".join(" ".join(map(str, steps)) for steps in both.pipe.program.ranks)
+
+
+def test_all_processes_run_what_the_first_found() -> None:
+    programs = [outcome.result() for outcome in run_ranks(train, 2)]
+    assert programs[0] == programs[1]
