@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, action
-from penstock.schedule.rules import COMPUTE, COVERS, REQUIRES
+from penstock.schedule.action import Op, action
+from penstock.schedule.rules import COMPUTE, REQUIRES
 from penstock.schedule.text import parse_action
 from penstock.trace import Span, Trace
-from penstock.view.palette import NAMES
+from penstock.view.causes import makers
+from penstock.view.palette import name_of
 
 __all__ = ["from_perfetto", "load_perfetto", "save_perfetto", "to_perfetto"]
 
@@ -161,7 +162,7 @@ def _complete_event(span: Span, scale: float) -> dict[str, Any]:
     event: dict[str, Any] = {
         "ph": "X",
         "name": str(act),
-        "cat": NAMES[act.op],
+        "cat": name_of(act.op),
         "pid": span.rank,
         "tid": _lane(span),
         "ts": span.start * scale,
@@ -169,21 +170,21 @@ def _complete_event(span: Span, scale: float) -> dict[str, Any]:
         "args": args,
     }
     if act.op in _COLOUR_NAMES:
-        event["cname"] = _COLOUR_NAMES[act.op]
+        event["cname"] = _COLOUR_name_of(act.op)
     return event
 
 
 def _arrows(trace: Trace, scale: float) -> list[dict[str, Any]]:
     """A pair of flow events for each result that crosses ranks."""
-    makers = _makers(trace)
+    made = makers(trace.spans)
     events: list[dict[str, Any]] = []
     for span in trace.spans:
         for op, offset in REQUIRES[span.action.op] if span.action.op in COMPUTE else ():
             stage = span.action.stage + offset
-            maker = makers.get(action(stage, op, span.action.microbatch)) if stage >= 0 else None
+            maker = made.get(action(stage, op, span.action.microbatch)) if stage >= 0 else None
             if maker is None or maker.rank == span.rank:
                 continue
-            arrow = {"cat": "message", "name": NAMES[op], "id": len(events) // 2}
+            arrow = {"cat": "message", "name": name_of(op), "id": len(events) // 2}
             # A flow binds to the slice that encloses its time, so it leaves within the maker.
             left = (maker.start + maker.end) / 2
             events += [
@@ -198,13 +199,3 @@ def _arrows(trace: Trace, scale: float) -> list[dict[str, Any]]:
                 },
             ]
     return events
-
-
-def _makers(trace: Trace) -> dict[Action, Span]:
-    """By action, the span that fulfils it."""
-    makers: dict[Action, Span] = {}
-    for span in trace.spans:
-        act = span.action
-        for op in (act.op, *COVERS.get(act.op, ())):
-            makers[action(act.stage, op, act.microbatch)] = span
-    return makers
