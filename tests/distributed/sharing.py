@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from penstock.errors import PenstockError
+from penstock.runtime import shared
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
@@ -33,6 +34,7 @@ __all__ = [
     "faulty",
     "load_plain",
     "save_and_load",
+    "three_ways",
     "tied_gpt",
     "train_shared",
 ]
@@ -271,6 +273,22 @@ def fail_in_backward(rank: int, num_ranks: int) -> tuple[str, str, bool]:
     except PenstockError as error:
         return type(error).__name__, str(error), bitwise_equal(param.grad, before)
     return "", "nothing was raised", False
+
+
+def three_ways(rank: int, num_ranks: int) -> dict[str, Tensor | None]:
+    """A step of three stages that share all they have, sent in several messages."""
+    shared.BUCKET_BYTES = 16
+    layer = nn.Linear(6, 6)
+    pipe = Pipeline(
+        [layer] * 3, loss_fn=F.mse_loss, schedule="gpipe", n_microbatches=2, timeout_s=TIMEOUT_S
+    )
+    torch.manual_seed(0)
+    batch, target = torch.randn(4, 6), torch.randn(4, 6)
+    with torch.no_grad():  # only rank 0 has the right values
+        for param in layer.parameters():
+            param.fill_(0.1 if rank == 0 else 7.0)
+    pipe.step(batch, target=target)
+    return {name: param.grad for name, param in layer.named_parameters()}
 
 
 def _descend(model: Any) -> None:

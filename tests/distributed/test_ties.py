@@ -69,6 +69,21 @@ def test_two_copies_on_four_ranks(schedule: str, microbatches: int) -> None:
     assert every[0]["log"][-1].endswith("summed across ranks 0 and 3, 1 and 2")
 
 
+def test_a_layer_in_three_stages_is_summed_in_one_order() -> None:
+    layer = torch.nn.Linear(6, 6)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.fill_(0.1)
+    torch.manual_seed(0)
+    batch, target = torch.randn(4, 6), torch.randn(4, 6)
+    model = torch.nn.Sequential(layer, layer, layer)
+    plain_step(model, torch.nn.functional.mse_loss, batch, target=target, n_microbatches=2)
+    grads = [outcome.result() for outcome in run_ranks(sharing.three_ways, 3)]
+    for name, param in layer.named_parameters():
+        torch.testing.assert_close(grads[0][name], param.grad)
+        assert all(bitwise_equal(each[name], grads[0][name]) for each in grads[1:])
+
+
 def test_ties_by_name_between_stages_cut_by_hand() -> None:
     """Of all schedules one that splits its backward; the embedding's whole module is named."""
     whole = sharing.tied_gpt(4)

@@ -158,8 +158,10 @@ class PipelineSchedule:
         """Run one training step: gradients are added to the parameters' ``.grad``.
 
         Args:
-            args: the model's inputs, a whole batch (needed on the rank of the first stage).
-            target: what the loss is computed against (needed on the rank of the last stage).
+            args: the model's inputs, a whole batch (needed on the rank of the first stage; in a
+                schedule of two directions, on those of both ends).
+            target: what the loss is computed against (needed on the rank of the last stage;
+                likewise).
             losses: a list that is filled with the microbatches' losses, on every rank.
             return_outputs: whether to merge and return the last stage's outputs.
             loss_kwargs: keyword arguments of the loss function.
@@ -167,7 +169,7 @@ class PipelineSchedule:
             kwargs: keyword arguments of every stage on this rank, a whole batch.
 
         Returns:
-            On the rank of the last stage the merged outputs, if asked for; else None.
+            On the rank of the last stage (likewise) the merged outputs, if asked for; else None.
 
         Raises:
             PenstockError: this rank failed, or another one did; see its type.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,11 +12,38 @@ from penstock.errors import PartitionError
 from penstock.partition.tied import Tie
 from penstock.schedule.placement import Placement
 
-__all__ = ["groups_of", "named_tensors"]
+__all__ = ["Groups", "groups_of", "named_tensors"]
 
 
-def groups_of(ties: Sequence[Tie], placement: Placement) -> list[dict[int, str]]:
-    """The places that share something, as stages and the names there: ties first, then copies.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The places that share something: for each group, by stage, the name there.
+
+    Args:
+        every: the groups, those of ties first, then those of copies.
+        num_ties: how many of them are ties.
+    """
+
+    every: tuple[dict[int, str], ...]
+    num_ties: int
+
+    @property
+    def ties(self) -> tuple[dict[int, str], ...]:
+        """The groups of ties."""
+        return self.every[: self.num_ties]
+
+    @property
+    def copies(self) -> range:
+        """The numbers of the groups of copies."""
+        return range(self.num_ties, len(self.every))
+
+    def ranks(self, number: int, placement: Placement) -> tuple[int, ...]:
+        """The ranks that hold a place of this group, rising."""
+        return tuple(sorted({placement.rank_of(stage) for stage in self.every[number]}))
+
+
+def groups_of(ties: Sequence[Tie], placement: Placement) -> Groups:
+    """What is shared by ties, and by the copies that a placement has.
 
     Args:
         ties: as the user or the partitioner gives them.
@@ -28,16 +56,16 @@ def groups_of(ties: Sequence[Tie], placement: Placement) -> list[dict[int, str]]
 
     Example:
         >>> from penstock.schedule.placement import bidirectional
-        >>> groups_of([], bidirectional(2))
-        [{0: '', 2: ''}, {1: '', 3: ''}]
-        >>> groups_of([{0: "embed.weight", 1: "head.weight"}], bidirectional(2))[0]
-        {0: 'embed.weight', 2: 'embed.weight', 1: 'head.weight', 3: 'head.weight'}
+        >>> groups_of([], bidirectional(2)).every
+        ({0: '', 2: ''}, {1: '', 3: ''})
+        >>> groups_of([{0: "embed.weight", 1: "head.weight"}], bidirectional(2)).ties
+        ({0: 'embed.weight', 2: 'embed.weight', 1: 'head.weight', 3: 'head.weight'},)
     """
     size, copies = placement.num_model_stages, placement.copies
     groups = [_spread(tie, placement) for tie in ties]
     if copies > 1:
         groups += [{stage + copy * size: "" for copy in range(copies)} for stage in range(size)]
-    return groups
+    return Groups(every=tuple(groups), num_ties=len(ties))
 
 
 def _spread(tie: Tie, placement: Placement) -> dict[int, str]:
