@@ -170,7 +170,7 @@ def _complete_event(span: Span, scale: float) -> dict[str, Any]:
         "args": args,
     }
     if act.op in _COLOUR_NAMES:
-        event["cname"] = _COLOUR_name_of(act.op)
+        event["cname"] = _COLOUR_NAMES[act.op]
     return event
 
 
