@@ -13,7 +13,7 @@ import penstock
 from penstock import Pipe, Pipeline, PipelineStage, SplitPoint, pipeline
 from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
 
-__all__ = ["ROUNDING", "Pair", "captured", "cuts_before"]
+__all__ = ["ROUNDING", "Pair", "cuts_before"]
 
 # Where gradients of several users are summed in another order than in one graph.
 ROUNDING = Tolerance(relative=2e-6, absolute=1e-9)

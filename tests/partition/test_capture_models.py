@@ -1,0 +1,81 @@
+"""The models that people train, captured: loss and gradients are the plain model's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import SplitPoint, pipeline
+from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
+from tests.partition.capturing import Pair, cuts_before
+from tests.real_models import REAL_MODELS, own_loss
+
+# Residual streams and tied weights sum several gradients, each model in its own order.
+SUMMED = Tolerance(relative=5e-6, absolute=1e-8)
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_a_real_model_in_stages_is_the_model(name: str, num_stages: int) -> None:
+    real = REAL_MODELS[name]
+    model = real.model()
+    example = {key: value[:2] for key, value in real.example().items()}
+    starts = real.trunk[1:] if num_stages == 4 else real.trunk[2:3]
+    pair = Pair(model, (), example, spec=cuts_before(*starts), tolerance=SUMMED)
+    assert pair.cut.num_stages == num_stages
+    batch = real.example(rows=2 * MICROBATCHES, seed=1)
+    schedule = "1f1b" if num_stages == 2 else "zbv"  # weight gradients put off, stages in a V
+    pair.train(own_loss, schedule=schedule, n_microbatches=MICROBATCHES, **batch)
+
+
+def test_the_auxiliary_loss_of_the_routers_reaches_the_total() -> None:
+    """Without it the gates of Mixtral would have other gradients: the test above sees it."""
+    real = REAL_MODELS["mixtral"]
+    model = real.model()
+    gate = "model.layers.0.mlp.gate.weight"
+    grads = []
+    for coefficient in (0.1, 0.0):
+        again = copy.deepcopy(model)
+        again.router_aux_loss_coef = coefficient
+        plain_step(again, own_loss, n_microbatches=1, **real.example())
+        grads.append(again.get_parameter(gate).grad)
+    assert grads[0] is not None and grads[1] is not None
+    assert not torch.allclose(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
+def test_evaluation_of_a_real_model(name: str) -> None:
+    real = REAL_MODELS[name]
+    model = real.model()
+    model(**real.example())  # running statistics of their own
+    example = {key: value[:2] for key, value in real.example().items()}
+    cut = pipeline(model, (), example, cuts_before(real.trunk[2])).eval()
+    batch = real.example(rows=6, seed=2)
+    with torch.no_grad():
+        got, expected = cut(**batch), model.eval()(**batch)
+    torch.testing.assert_close(own_loss(got), own_loss(expected), rtol=0, atol=0)
+    torch.testing.assert_close(got["logits"], expected["logits"], rtol=0, atol=0)
+
+
+def test_pipes_of_dropout_train() -> None:
+    """A model with dropout is captured with it, and its outputs differ from call to call."""
+    real = REAL_MODELS["gpt2"]
+    model = real.model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    cut = pipeline(model, (), real.example(rows=2), {"transformer.h.2": SplitPoint.BEGINNING})
+    batch = real.example(rows=2, seed=3)
+    assert not torch.equal(own_loss(cut(**batch)), own_loss(cut(**batch)))
+    torch.manual_seed(0)
+    loss = own_loss(cut(**batch))
+    loss.backward()
+    grads = snapshot(model)
+    model.zero_grad()
+    torch.manual_seed(0)
+    own_loss(model(**batch)).backward()
+    assert_same(snapshot(model), grads, tolerance=SUMMED)
