@@ -47,7 +47,6 @@ class ShapeBook:
         self._met |= distinct
         return True
 
-
     def digest(self, ids: Sequence[int]) -> int:
         """A number that tells the shapes behind ``ids`` apart, on whichever rank they were met."""
         keys = {number: key for key, number in self._numbers.items()}
