@@ -13,7 +13,7 @@ microbatch pays for its messages. Rank r holds min(M, 2(P - r) - 1) activations 
 
 Any P ≥ 1, M ≥ 1.
 
-Source: arXiv:2211.05322, sec. 4 (overlapping-friendly 1F1B).
+Source: arXiv:2211.05322 (overlapping-friendly 1F1B).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ and the last is not full: bubbles appear, and the memory stays below.
 Any P ≥ 1, V ≥ 1, M ≥ 1 and groups from ⌊P / 2⌋ on: smaller ones would come round before their
 turn has come, and ranks would wait for one another for ever.
 
-Source: arXiv:2503.01328, sec. 3 (generalized interleaved schedule).
+Source: arXiv:2503.01328 (generalized interleaved schedule).
 """
 
 from __future__ import annotations

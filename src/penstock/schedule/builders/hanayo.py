@@ -14,7 +14,7 @@ formula gives other values. Each rank holds at most 2W·min(P, M) activations.
 
 Any P ≥ 1, M ≥ 1 and W ≥ 1; microbatches that don't fill P leave ranks waiting.
 
-Source: arXiv:2308.15762, sec. 3.
+Source: arXiv:2308.15762.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ takes longer than 1F1B. With ``limit=2 * ((2 * P + 2) // 3) + 1`` they do not, a
 
 Any P ≥ 1, M ≥ 1.
 
-Source: arXiv:2405.15362, sec. 3 and its appendix on 1F1B-V.
+Source: arXiv:2405.15362; the block is chosen here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Squeezes orders of forwards and backwards: what is idle in them is used, within a memory limit.
 
-    as ordered   F0 .. .. .. f0 i0 F1 .. .. .. I0 f1 i1 F2 ..
-    squeezed     F0 F1 F2 .. f0 i0 w0 f1 i1 w1 I0 f2 i2 W0 ..
+V-Half, P = 2, M = 3, rank 0, as its blocks have it and squeezed:
+
+    F0 .. .. .. .. .. F1 f0 .. i0 .. .. F2 f1 .. i1 I0 .. .. f2 .. i2 I1 .. .. .. .. .. I2
+    F0 F1 .. f0 i0 F2 w0 f1 i1 I0 w1 f2 i2 I1 W0 I2 w2 W1 W2
 
 Each rank keeps to its order and runs each step as soon as it can. Where it would wait, it runs
 a forward of later in its order, if that is ready and the memory suffices for all that comes in
@@ -12,7 +14,7 @@ there where a rank has nothing else to do.
 This module knows no family, and no program: times are the caller's estimate of what the steps
 will cost, and an order is what comes of them.
 
-Source: arXiv:2405.15362, sec. 3.3; arXiv:2401.10241, sec. 3.1.
+Source: arXiv:2405.15362, sec. 3; arXiv:2401.10241, sec. 3.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ half the size of a 1F1B stage's.
 
 Any P ≥ 1, M ≥ 1.
 
-Source: arXiv:2405.15362, sec. 3.2.
+Source: arXiv:2405.15362, sec. 3.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ costs cost V-Min more than others: its ranks have no results in store.
 
 Any P ≥ 1, M ≥ 1.
 
-Source: arXiv:2405.15362, sec. 3.2.
+Source: arXiv:2405.15362, sec. 3.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ bubble at all, the makespan one of (P - 1) tF. Each rank holds 2P activations at
 
 Any P ≥ 1, M ≥ 1; below 2P microbatches bubbles appear.
 
-Source: arXiv:2405.15362, sec. 3.2.
+Source: arXiv:2405.15362, sec. 3.
 """
 
 from __future__ import annotations
