@@ -1,0 +1,105 @@
+"""What each rank's process runs to train a real model, cut by itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import Pipeline
+from penstock.testing.compare import assert_same, plain_step, snapshot
+from tests.agreement import ROUNDING
+from tests.real_models import REAL_MODELS, own_loss
+
+__all__ = ["others", "train", "whole_size"]
+
+TIMEOUT_S = 20.0
+
+
+def train(rank: int, num_ranks: int, plans: list[tuple[str, str]]) -> list[list[str]]:
+    """Train each (model, schedule); returns the names of this rank's parameters for each."""
+    return [_train(rank, *plan) for plan in plans]
+
+
+def _train(rank: int, name: str, schedule: str) -> list[str]:
+    """Two lines, and the plain model beside them."""
+    case = REAL_MODELS[name]
+    model = case.model()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model, example=case.example(), schedule=schedule, n_microbatches=4, timeout_s=TIMEOUT_S
+    )
+    for step in range(2):
+        batch = case.example(rows=6, seed=step)
+        # All ranks alike, or the first alone.
+        loss = pipe.step(**(batch if step == 0 or rank == 0 else {}))
+        expected = plain_step(plain, lambda output, _: own_loss(output), n_microbatches=4, **batch)
+        assert loss is not None and torch.equal(loss, expected.loss)
+        tied = len(list(plain.named_parameters(remove_duplicate=False))) > len(
+            list(plain.parameters())
+        )
+        tolerance = ROUNDING if tied else None
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=tolerance, partial=True)
+    return [name for name, _ in pipe.named_parameters()]
+
+
+def others(rank: int, num_ranks: int) -> dict[str, Any]:
+    """The rest, in one go: processes take seconds to import transformers."""
+    _gather()
+    return {"refused": _refuse(), "balanced": _balance(), "parameters": _from_meta()}
+
+
+def _gather() -> None:
+    """The whole state on every rank, on demand."""
+    model = REAL_MODELS["gpt2"].model()
+    pipe = Pipeline(model, example=REAL_MODELS["gpt2"].example(), n_microbatches=2)
+    plain = model.state_dict()
+    mine, whole = pipe.state_dict(), pipe.state_dict(full=True)
+    assert 0 < len(mine) < len(whole)
+    assert whole.keys() == plain.keys()
+    assert all(torch.equal(whole[name], value) for name, value in plain.items())
+
+
+def _balance() -> list[str]:
+    """One rank measures, all cut alike."""
+    case = REAL_MODELS["llama"]
+    pipe = Pipeline(case.model(), example=case.example(), split="auto", n_microbatches=2)
+    assert pipe.step(**case.example(rows=4)) is not None
+    return [name for name, _ in pipe.named_parameters()]
+
+
+def _refuse() -> str:
+    """What can't be measured is told on every rank."""
+    try:
+        Pipeline(REAL_MODELS["llama"].model(), split="auto", n_microbatches=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def _from_meta() -> int:
+    """Built without memory; each rank materializes its own stages and loads its own state."""
+    case = REAL_MODELS["llama"]
+    plain = case.model()
+    with torch.device("meta"):
+        model = case.model()
+    pipe = Pipeline(model, example=case.example(), n_microbatches=2, timeout_s=TIMEOUT_S)
+    held = {id(p) for p in pipe.parameters()}
+    assert not any(p.is_meta for p in pipe.parameters())
+    # What others hold has no memory here.
+    others = [p for p in model.parameters() if id(p) not in held]
+    assert others and all(p.is_meta for p in others)
+    pipe.load_state_dict(plain.state_dict())
+    batch = case.example(rows=4, seed=1)
+    loss = pipe.step(**batch)
+    expected = plain_step(plain, lambda output, _: own_loss(output), n_microbatches=2, **batch)
+    assert loss is not None and torch.equal(loss, expected.loss)
+    assert_same(snapshot(pipe), snapshot(plain), partial=True)
+    return sum(p.numel() for p in pipe.parameters())
+
+
+def whole_size(model: nn.Module) -> int:
+    """How many numbers a model's parameters hold."""
+    return sum(p.numel() for p in model.parameters())

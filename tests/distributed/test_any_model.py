@@ -1,0 +1,29 @@
+"""Models that know nothing of pipelines, over two processes."""
+
+from __future__ import annotations
+
+from penstock.testing.processes import run_ranks
+from tests.distributed import any_model
+from tests.real_models import REAL_MODELS
+
+# GPT-2 ties its head to its embedding, on the other rank; T5 also its two embeddings.
+PLANS = [("llama", "1f1b"), ("llama", "interleaved-zb"), ("gpt2", "1f1b"), ("t5", "zbv")]
+
+
+def test_trains_over_two_processes() -> None:
+    held = [o.result() for o in run_ranks(any_model.train, 2, PLANS, timeout_s=120)]
+    for (name, _), first, second in zip(PLANS, *held, strict=True):
+        wanted = {each for each, _ in REAL_MODELS[name].model().named_parameters()}
+        assert {*first, *second} == wanted
+        assert first and second
+
+
+def test_states_balance_and_models_without_memory() -> None:
+    outcomes = [o.result() for o in run_ranks(any_model.others, 2, timeout_s=120)]
+    model = REAL_MODELS["llama"].model()
+    for outcome in outcomes:  # what fails on the first rank is told on every one
+        assert outcome["refused"].startswith("PartitionError: split='auto' measures the model")
+    balanced = [name for outcome in outcomes for name in outcome["balanced"]]
+    assert sorted(balanced) == sorted(name for name, _ in model.named_parameters())
+    assert sum(outcome["parameters"] for outcome in outcomes) == any_model.whole_size(model)
+    assert all(outcome["parameters"] for outcome in outcomes)

@@ -1,0 +1,65 @@
+"""The private corners of torch that cutting models stands on: seen to work on these versions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.partition.torch_private import (
+    copied_shell,
+    has_no_forward,
+    is_data_dependent,
+    is_random,
+    is_shared,
+    mutated_arguments,
+    same_storage,
+)
+
+aten = torch.ops.aten
+
+
+def test_the_version() -> None:
+    """Elsewhere, look at every line of the adapter, and name the version here."""
+    assert torch.__version__.startswith("2.13")
+
+
+def test_tags_of_operations() -> None:
+    assert is_data_dependent(aten._local_scalar_dense.default)
+    assert is_data_dependent(aten.nonzero.default)
+    assert not is_data_dependent(aten.add.Tensor)
+    assert is_random(aten.bernoulli_.float) and is_random(aten.native_dropout.default)
+    assert not is_random(aten.add.Tensor)
+
+
+def test_arguments_that_are_written() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    assert mutated_arguments(aten.add.Tensor, (x, y), {}) == []
+    assert mutated_arguments(aten.add_.Tensor, (x, y), {})[0] is x
+    assert mutated_arguments(aten.add.out, (x, y), {"out": y})[0] is y
+    assert mutated_arguments(aten._foreach_add_.Scalar, ([x, y], 1), {})[1] is y
+
+
+def test_memory_on_the_meta_device() -> None:
+    x = torch.empty(2, 3, device="meta")
+    assert same_storage(x, x[:, 1:]) and not same_storage(x, torch.empty_like(x))
+    assert is_shared(x[0]) and not is_shared(torch.empty(2, device="meta"))
+
+
+def test_what_only_holds_others() -> None:
+    assert has_no_forward(nn.ModuleList()) and has_no_forward(nn.ModuleDict())
+    assert has_no_forward(nn.Module())
+    assert not has_no_forward(nn.Identity())
+    patched = nn.Module()
+    patched.forward = F.relu  # type: ignore[method-assign]
+    assert not has_no_forward(patched)
+
+
+def test_a_copied_shell_is_changed_apart() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.register_forward_hook(lambda *_: None)
+    copy = copied_shell(module)
+    assert type(copy) is nn.Sequential and copy[0] is module[0]
+    del copy._modules["0"]
+    copy._forward_hooks.clear()
+    assert len(module) == 1 and len(module._forward_hooks) == 1
