@@ -147,7 +147,7 @@ def lay_block(problem: Problem, knobs: Knobs) -> Block:
         if kind >= 2 * stages:
             share = placement.rank_of(stage) / max(1, placement.num_ranks - 1)
             start += period * (knobs.weight_delay + knobs.weight_slope * share)
-        if knobs.packed:
+        if knobs.packed and period:
             fitted = _fit(busy[problem.ranks[kind]], start, durations[kind], period)
             # What finds no room in one piece stays a wish.
             if fitted is not None:

@@ -1,0 +1,62 @@
+"""Problems to search on: built by hand, or drawn at random."""
+
+from __future__ import annotations
+
+from math import inf
+
+from hypothesis import strategies as st
+
+from penstock import Costs
+from penstock.schedule.placement import Placement, looped, wave
+from penstock.search.problem import Objective, Problem
+
+__all__ = ["problem_of", "problems"]
+
+
+def problem_of(
+    placement: Placement,
+    microbatches: int,
+    *,
+    limit: float = inf,
+    costs: Costs | None = None,
+    objective: Objective = "makespan",
+) -> Problem:
+    """A problem that counts activations, or bytes where costs do."""
+    costs = Costs() if costs is None else costs
+    held, behind = costs.held(num_stages=placement.num_stages)
+    return Problem(
+        placement=placement,
+        num_microbatches=microbatches,
+        costs=costs,
+        held=held,
+        held_for_weights=behind,
+        limit=limit,
+        objective=objective,
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any placement that is searched, uneven costs, bytes, and a limit that can be met."""
+    ranks = draw(st.integers(1, 4))
+    placement = draw(st.sampled_from([looped(ranks, 1), looped(ranks, 2), wave(ranks, 1)]))
+    stages = placement.num_stages
+    times = st.lists(st.integers(0, 4).map(lambda n: n / 2), min_size=stages, max_size=stages)
+    sizes = st.lists(st.integers(1, 5).map(float), min_size=stages, max_size=stages)
+    before, behind = draw(sizes), draw(sizes)
+    costs = Costs(
+        forward=draw(times),
+        input_grad=draw(times),
+        weight_grad=draw(times),
+        latency=draw(st.sampled_from([0.0, 0.5, 3.0])),
+        activation_bytes=before,
+        weight_grad_bytes=list(map(min, before, behind)),
+    )
+    problem = problem_of(
+        placement,
+        draw(st.integers(1, 9)),
+        costs=costs,
+        objective=draw(st.sampled_from(["makespan", "span"])),
+    )
+    least = max(problem.least_memory)
+    return problem.limited(draw(st.sampled_from([least, least + 2, 1.5 * least, 3 * least, inf])))
