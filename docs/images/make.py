@@ -45,12 +45,12 @@ def timelines() -> None:
 def terminal(browser: Browser) -> None:
     """What ``penstock simulate`` prints, in colour."""
     console = Console(
-        file=io.StringIO(), record=True, width=118, force_terminal=True, color_system="truecolor"
+        file=io.StringIO(), record=True, width=96, force_terminal=True, color_system="truecolor"
     )
-    result = simulate(build("zb-h1", ranks=6, microbatches=12))
-    command = "$ penstock simulate zb-h1 --ranks 6 --microbatches 12"
+    result = simulate(build("zb-h1", ranks=6, microbatches=10))
+    command = "$ penstock simulate zb-h1 --ranks 6 --microbatches 10"
     console.print(f"[bold]{command}[/]\n", highlight=False)
-    console.print(timeline(result.trace, width=118), end="")
+    console.print(timeline(result.trace, width=96), end="")
     console.print(legend(result.trace))
     console.print(f"\n{figures_text(result)}\n{peaks_text(result)}", highlight=False)
     with page_of(browser, width=1200, height=400) as page:

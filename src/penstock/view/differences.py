@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bokeh.models import ColumnDataSource
@@ -14,6 +14,7 @@ from bokeh.models.widgets.tables import (
     TableColumn,
 )
 
+from penstock.schedule.action import Action
 from penstock.schedule.rules import COMPUTE
 from penstock.trace import Span, Trace
 from penstock.view.palette import name_of
@@ -41,9 +42,9 @@ class Differences:
 
     @cached_property
     def pairs(self) -> tuple[tuple[Span, Span], ...]:
-        """The spans of each action that both computed."""
-        there = {s.action: s for s in self.other.spans if s.action.op in COMPUTE}
-        return tuple((s, there[s.action]) for s in self.one.spans if s.action in there)
+        """The spans of each action that both computed, each step begun at 0."""
+        here, there = _from_zero(self.one), _from_zero(self.other)
+        return tuple((span, there[act]) for act, span in here.items() if act in there)
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -101,6 +102,16 @@ class Differences:
             sizing_mode="stretch_width",
             name="differences",
         )
+
+
+def _from_zero(trace: Trace) -> dict[Action, Span]:
+    """By action what was computed, counted from the first computation on."""
+    computes = [span for span in trace.spans if span.action.op in COMPUTE]
+    origin = min((span.start for span in computes), default=0.0)
+    return {
+        span.action: replace(span, start=span.start - origin, end=span.end - origin)
+        for span in computes
+    }
 
 
 def _signed(value: float, unit: str) -> str:

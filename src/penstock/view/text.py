@@ -80,7 +80,7 @@ class Grid:
     Args:
         heads: the name of each lane, of equal length.
         rows: per lane, its cells.
-        labelled: whether there was room for labels; else each cell is one character wide.
+        labelled: whether there was room for labels; else cells tell no more than the op.
     """
 
     heads: tuple[str, ...]
@@ -118,9 +118,12 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
         count = room
         cell = trace.makespan / count
     times = [origin + (i + 0.5) * cell for i in range(count)]
+    # Colours alone are easier to see in wide cells.
+    if not labelled:
+        label_width = max(1, room // max(1, count)) if brief else 1
     return Grid(
         heads=tuple(head.ljust(margin) for head in heads),
-        rows=tuple(_cells(lane, times, label, label_width if labelled else 1) for lane in lanes),
+        rows=tuple(_cells(lane, times, label, label_width) for lane in lanes),
         labelled=labelled,
     )
 
