@@ -27,6 +27,9 @@ class Op(Enum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    RECOMPUTE = "RECOMPUTE"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
 
     # Members are singletons: identity is equality, and hashing by identity is several times
     # faster than Enum's own, which hashes the name. Programs hold hundreds of thousands.

@@ -9,6 +9,8 @@ Proven of a checked program:
 - all ranks play to their end, each action after what it needs, even where a send waits until the
   matching receive is posted; or over channels of another kind, if asked (``Channels``);
 - a stage that is ever unsharded is so whenever it computes, and resharded at the end;
+- what a forward keeps is there when the backward asks for it: recomputed where it is recomputed at
+  all, and reloaded where it was offloaded;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
 It follows that every received value is used, and so can be freed, exactly once: it has one
@@ -36,8 +38,8 @@ from penstock.schedule.diagnosis import (
 )
 from penstock.schedule.play import Player
 from penstock.schedule.program import CheckedProgram, Program
-from penstock.schedule.rules import COVERS, RECEIVE_FOR, TRANSFERS
-from penstock.schedule.upkeep import reduction_problems, sharding_problems
+from penstock.schedule.rules import COPIES, COVERS, RECEIVE_FOR, TRANSFERS
+from penstock.schedule.upkeep import keeping_problems, reduction_problems, sharding_problems
 
 __all__ = ["Problem", "check", "problems"]
 
@@ -139,6 +141,8 @@ def _examine_order(
         drawn += circle_of(program, player, coding)
     if Op.UNSHARD in used or Op.RESHARD in used:
         found += sharding_problems(program)
+    if used & {Op.RECOMPUTE, *COPIES}:
+        found += keeping_problems(program)
     if Op.REDUCE_GRAD in used:
         found += reduction_problems(program)
     return found, drawn

@@ -48,6 +48,15 @@ class Program:
         ops = {s.op for steps in self.ranks for s in steps if isinstance(s, Action)}
         return Op.SEND_F in ops or Op.SEND_B in ops
 
+    def with_ranks(self, ranks: tuple[tuple[Step, ...], ...]) -> Program:
+        """The same schedule with other steps; to be checked anew."""
+        return Program(
+            name=self.name,
+            placement=self.placement,
+            num_microbatches=self.num_microbatches,
+            ranks=ranks,
+        )
+
     def actions(self) -> Iterator[Action]:
         """Every action, rank by rank, overlapped blocks taken apart."""
         for steps in self.ranks:

@@ -8,6 +8,9 @@ The checker, the passes, the simulator and the runtime all read these tables.
     backward     I ◄─────────   I ◄──────────────────────   I
                                 └► W
 
+What F keeps for the backward may be dropped and made again (RECOMPUTE), or be copied to the host
+and back (OFFLOAD, RELOAD), both between F and the backward on the same rank.
+
 A full backward B stands for I and W at once. Which stages are neighbours, the placement says
 (``Placement.neighbour``). Between stages on different ranks an arrow is a pair SEND (on the
 producer's rank) and RECV (on the consumer's): RECV posts the receive, and what needs the value
@@ -19,10 +22,11 @@ from __future__ import annotations
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 
-__all__ = ["COMPUTE", "COVERS", "RECEIVE_FOR", "REQUIRES", "TRANSFERS", "prerequisites"]
+__all__ = ["COMPUTE", "COPIES", "COVERS", "RECEIVE_FOR", "REQUIRES", "TRANSFERS", "prerequisites"]
 
-COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
+COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.RECOMPUTE})
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
 
 # op → (required op, stage offset), for the same microbatch. A full backward fulfils what asks
 # for an input gradient or a weight gradient (COVERS). A requirement on a stage that does not
@@ -39,6 +43,9 @@ REQUIRES: dict[Op, tuple[tuple[Op, int], ...]] = {
     Op.UNSHARD: (),
     Op.RESHARD: (),
     Op.REDUCE_GRAD: (),
+    Op.RECOMPUTE: ((Op.FORWARD, 0),),
+    Op.OFFLOAD: ((Op.FORWARD, 0),),
+    Op.RELOAD: ((Op.OFFLOAD, 0),),
 }
 
 # What an action counts as, beside itself.

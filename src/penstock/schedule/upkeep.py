@@ -1,6 +1,6 @@
-"""Checks what a rank owes its stages besides computing: sharded parameters, gradient reduction.
+"""Checks what a rank owes its stages besides computing: parameters, activations, reductions.
 
-Both are matters of one rank's own order; no other rank is looked at.
+All are matters of one rank's own order; no other rank is looked at.
 """
 
 from __future__ import annotations
@@ -10,9 +10,18 @@ from penstock.schedule.diagnosis import Problem
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 
-__all__ = ["reduction_problems", "sharding_problems"]
+__all__ = ["keeping_problems", "reduction_problems", "sharding_problems"]
 
 _WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
+# op → the state in which it needs what F keeps, and the state that it leaves.
+_KEEPING = {
+    Op.FORWARD: ("not made yet", "kept"),
+    Op.RECOMPUTE: ("dropped", "kept"),
+    Op.OFFLOAD: ("kept", "away"),
+    Op.RELOAD: ("away", "kept"),
+    Op.INPUT_GRAD: ("kept", "used up"),
+    Op.FULL_BACKWARD: ("kept", "used up"),
+}
 _REDUCTION = frozenset({Op.REDUCE_GRAD})
 
 
@@ -41,6 +50,33 @@ def sharding_problems(program: Program) -> list[Problem]:
             text = f"{stage}RESHARD"
             message = f"stage {stage} is left unsharded; put {text} at the end"
             found.append(Problem(rank=rank, step=None, action=text, message=message))
+    return found
+
+
+def keeping_problems(program: Program) -> list[Problem]:
+    """Where an activation that is recomputed or offloaded is not there when it is needed.
+
+    F ──► kept ──OFFLOAD──► away ──RELOAD──► kept ──► I or B
+    F ──► dropped ──RECOMPUTE──► kept ──► I or B
+    """
+    dropped = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
+    found: list[Problem] = []
+    for rank, steps in enumerate(program.ranks):
+        states: dict[tuple[int, int | None], str] = {}
+        for index, step in enumerate(steps):
+            for act in step.parts:
+                if act.op not in _KEEPING:
+                    continue
+                key = (act.stage, act.microbatch)
+                state = states.get(key, "not made yet")
+                if act.op is Op.FORWARD:
+                    states[key] = "dropped" if key in dropped else "kept"
+                    continue
+                wanted, states[key] = _KEEPING[act.op]
+                if state != wanted:
+                    name = f"{act.stage}F{act.microbatch}"
+                    message = f"what {name} keeps is {state} here; {act} needs it {wanted}"
+                    found.append(Problem(rank=rank, step=index, action=str(step), message=message))
     return found
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.check import check
 from penstock.schedule.passes import (
+    defer_receives,
     forward_only,
     insert_sharding,
     insert_transfers,
     merge_backward,
+    offload,
+    recompute,
     reduce_gradients,
     remove_transfers,
 )
@@ -169,3 +172,44 @@ def test_sharding_is_not_inserted_twice_and_allows_at_least_one_stage() -> None:
         insert_sharding(insert_sharding(program))
     with pytest.raises(ScheduleError, match="max_unsharded_stages is 0; at least 1"):
         insert_sharding(program, max_unsharded_stages=0)
+
+
+# --- activations --------------------------------------------------------------------------------
+
+KEEPING = frozenset({Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD})
+
+
+@given(computed_programs(), st.data())
+def test_activations_are_kept_otherwise_around_the_steps_as_they_are(
+    program: Program, data: st.DataObject
+) -> None:
+    assume(any(act.op is not Op.FORWARD for act in program.actions()))
+    stages = data.draw(st.sets(st.integers(0, program.num_stages - 1), min_size=1))
+    others = set(range(program.num_stages)) - stages
+    ahead = data.draw(st.integers(1, 4))
+    changed = offload(recompute(program, stages=stages), stages=others, ahead=ahead)
+    assert tuple(without(steps, KEEPING) for steps in changed.ranks) == program.ranks
+    assert remove_transfers(check(insert_transfers(changed))) == changed
+    ops = [act.op for act in changed.actions() if act.stage in stages]
+    assert ops.count(Op.RECOMPUTE) == ops.count(Op.FORWARD)
+    away = [act.op for act in changed.actions() if act.op in (Op.OFFLOAD, Op.RELOAD)]
+    assert away.count(Op.OFFLOAD) == away.count(Op.RELOAD)
+
+
+@given(computed_programs())
+def test_receives_can_be_deferred_again_and_again(program: Program) -> None:
+    deferred = defer_receives(insert_transfers(program))
+    assert defer_receives(deferred) == deferred
+    assert remove_transfers(deferred) == program
+
+
+def test_what_keeps_no_activations_is_refused() -> None:
+    program = parse_csv("0F0,0F1,0B0,0B1\n")
+    with pytest.raises(ScheduleError, match=r"no stages \[3\]; its stages are 0 to 0"):
+        recompute(program, stages=[3])
+    with pytest.raises(ScheduleError, match=r"stages \[0\] are recomputed or offloaded already"):
+        offload(recompute(program))
+    with pytest.raises(ScheduleError, match="no backwards"):
+        recompute(forward_only(program))
+    with pytest.raises(ScheduleError, match="at least 1"):
+        offload(program, ahead=0)

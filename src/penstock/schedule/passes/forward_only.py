@@ -26,12 +26,9 @@ def forward_only(program: Program) -> Program:
         >>> print(format_csv(forward_only(parse_csv("0F0,0F1,0B0,0B1\\n"))), end="")
         0F0,0F1
     """
-    return Program(
-        name=program.name,
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        ranks=tuple(
+    return program.with_ranks(
+        tuple(
             tuple(act for step in steps for act in step.parts if act.op is Op.FORWARD)
             for steps in program.ranks
-        ),
+        )
     )

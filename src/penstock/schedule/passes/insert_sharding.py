@@ -48,11 +48,8 @@ def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Progr
             f"program {program.name!r} says already when stages are unsharded; take its UNSHARD "
             "and RESHARD actions out, or leave this pass out"
         )
-    return Program(
-        name=program.name,
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        ranks=tuple(_with_sharding(steps, max_unsharded_stages) for steps in program.ranks),
+    return program.with_ranks(
+        tuple(_with_sharding(steps, max_unsharded_stages) for steps in program.ranks)
     )
 
 

@@ -63,14 +63,11 @@ def insert_transfers(program: Program) -> Program:
     coding = computed.coding
     planned = Coded(coding=coding, queues=_planned(computed), blocks=computed.blocks)
     hoisted = _hoists(planned)
-    return Program(
-        name=program.name,
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        ranks=tuple(
+    return program.with_ranks(
+        tuple(
             _steps(steps, planned.queues[rank], hoisted[rank], coding)
             for rank, steps in enumerate(program.ranks)
-        ),
+        )
     )
 
 

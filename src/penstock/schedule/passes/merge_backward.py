@@ -27,12 +27,7 @@ def merge_backward(program: Program) -> Program:
         >>> print(format_csv(merge_backward(parse_csv("0F0,0I0,0W0\\n"))), end="")
         0F0,0B0
     """
-    return Program(
-        name=program.name,
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        ranks=tuple(_merged(steps) for steps in program.ranks),
-    )
+    return program.with_ranks(tuple(_merged(steps) for steps in program.ranks))
 
 
 def _merged(steps: tuple[Step, ...]) -> tuple[Step, ...]:

@@ -40,14 +40,11 @@ def reduce_gradients(program: Program) -> Program:
             f"program {program.name!r} says already where gradients are reduced; take its "
             "REDUCE_GRAD actions out, or leave this pass out"
         )
-    return Program(
-        name=program.name,
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        ranks=tuple(
+    return program.with_ranks(
+        tuple(
             _with_reductions(steps, len(program.placement.stages_of(rank)))
             for rank, steps in enumerate(program.ranks)
-        ),
+        )
     )
 
 

@@ -28,12 +28,9 @@ def remove_transfers(program: Program) -> Program:
         0F0
         1F0
     """
-    return Program(
-        name=program.name,
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        ranks=tuple(
+    return program.with_ranks(
+        tuple(
             tuple(step for step in steps if not any(a.op in TRANSFERS for a in step.parts))
             for steps in program.ranks
-        ),
+        )
     )
