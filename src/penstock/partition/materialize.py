@@ -47,7 +47,7 @@ def materialize(
     fresh: dict[int, nn.Module] = {}
     for stage in modules:
         for module in stage.modules():
-            if any(_make_real(registry, device, made) for registry in _registries(module)):
+            if sum(_make_real(registry, device, made) for registry in _registries(module)):
                 fresh[id(module)] = module
         stage.to(device)
     if not made:
