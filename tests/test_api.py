@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed.pipelining as peer
 from torch import nn
+from torch.distributed.pipelining import _IR as peer_ir
 from torch.distributed.pipelining import microbatch as peer_microbatch
 from torch.distributed.pipelining import schedules as peer_schedules
+from torch.distributed.pipelining import stage as peer_stage
 
 import penstock
 from penstock.testing.processes import run_ranks
 
+DIM = 6
 SCHEDULES = (
     "ScheduleGPipe",
     "Schedule1F1B",
@@ -146,9 +149,78 @@ def test_an_unknown_schedule_is_the_same_error() -> None:
             library.get_schedule_class("2F2B")  # type: ignore[attr-defined]
 
 
-# --- the same script, over processes ----------------------------------------------------------
+# --- cutting by capture ----------------------------------------------------------------------
 
-DIM = 6
+
+@pytest.mark.parametrize("name", ["pipeline", "build_stage", "pipe_split"])
+def test_cutting_takes_the_same_calls(name: str) -> None:
+    assert_takes_all_calls(getattr(penstock, name), getattr(peer, name))
+
+
+@pytest.mark.parametrize(
+    "method", ["__init__", "get_stage_module", "build_stage", "info", "from_tracing"]
+)
+def test_pipes_take_the_same_calls(method: str) -> None:
+    assert_takes_all_calls(getattr(penstock.Pipe, method), getattr(peer.Pipe, method))
+
+
+def test_traced_stages_take_the_same_calls() -> None:
+    theirs = peer_stage._PipelineStage
+    assert_takes_all_calls(penstock.TracedStage.__init__, theirs.__init__)
+    for method in ("get_stage_index_of_submod", "find_dst_rank"):
+        assert_takes_all_calls(getattr(penstock.TracedStage, method), getattr(theirs, method))
+    public = [n for n in dir(theirs) if not n.startswith("_")]
+    assert [n for n in public if not hasattr(penstock.TracedStage, n) and n != "has_backward"] == []
+
+
+def test_what_a_pipe_tells_has_the_same_names() -> None:
+    assert set(inspect.signature(peer_ir.PipeInfo).parameters) <= set(
+        inspect.signature(penstock.PipeInfo).parameters
+    )
+    assert_takes_all_calls(penstock.annotate_split_points, peer_ir.annotate_split_points)
+    assert [p.name for p in penstock.SplitPoint] == [p.name for p in peer.SplitPoint]
+    assert set(peer.__all__) <= set(penstock.__all__)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # the peer's own
+@pytest.mark.parametrize("module_name", ["torch.distributed.pipelining", "penstock"])
+def test_the_same_script_cuts_a_model(module_name: str) -> None:
+    """Written for the peer; each library gives the same stages, and the model's outputs."""
+    library = importlib.import_module(module_name)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3)))
+    spec = {"1": library.SplitPoint.BEGINNING, "1.0": library.SplitPoint.END}
+    pipe = library.pipeline(model, mb_args=(torch.ones(2, DIM),), split_spec=spec)
+    assert pipe.num_stages == 3
+    info = pipe.info()
+    assert (info.num_stages, info.has_loss_and_backward) == (3, False)
+    names = [[name for name, _ in pipe.get_stage_module(i).named_parameters()] for i in range(3)]
+    assert names == [
+        ["0.0.weight", "0.0.bias"],
+        ["1.0.weight", "1.0.bias"],
+        ["2.0.weight", "2.0.bias"],
+    ]
+    stages = [node for node in info.graph.nodes if node.op == "call_module"]
+    assert [node.name for node in stages] == ["submod_pp_0", "submod_pp_1", "submod_pp_2"]
+    x = torch.randn(2, DIM)
+    output = pipe(x)
+    # The peer's pipes return a tuple, whatever the model returns.
+    assert torch.equal(output[0] if isinstance(output, tuple) else output, model(x))
+
+
+def test_a_traced_stage_knows_where_its_outputs_go() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    spec = {"1": penstock.SplitPoint.BEGINNING}
+    pipe = penstock.pipeline(model, (torch.ones(2, DIM),), split_spec=spec)
+    stage = pipe.build_stage(0, torch.device("cpu"))
+    nodes = list(pipe.info().graph.nodes)
+    stages = [node for node in nodes if node.op == "call_module"]
+    assert [stage.get_stage_index_of_submod(node.name) for node in stages] == [0, 1]
+    assert [stage.find_dst_rank(node) for node in stages] == [0, 0]  # one process holds all
+    assert stage.find_dst_rank(nodes[-1]) is None
+
+
+# --- the same script, over processes ----------------------------------------------------------
 
 
 def train(rank: int, num_ranks: int, module_name: str, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Captures in tests: without the record that torch keeps of them, of which pytest would keep all."""
+"""Captures in tests, without the record that torch keeps of them: pytest would keep all of it."""
 
 from __future__ import annotations
 

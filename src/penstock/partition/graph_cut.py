@@ -215,7 +215,7 @@ def _problem(assignment: Assignment, memory: _Memory) -> tuple[int, str] | None:
     for boundary, values in enumerate(assignment.crossing):
         for node in values:
             if not _can_cross(node.meta.get("val")):
-                kind = shape_text(node.meta["val"])
+                kind = _kind(node.meta["val"])
                 return boundary, f"{_described(node)} would cross, and a {kind} can't"
     for writer, target in memory.writes:
         stage = assignment.stage_of[writer]
@@ -255,6 +255,13 @@ def _can_cross(value: Any) -> bool:
         return all(map(_can_cross, value))
     plain = (int, float, bool, complex, str, type(None))
     return isinstance(value, (*plain, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    return f"{layout} tensor"
 
 
 def _described(node: fx.Node) -> str:

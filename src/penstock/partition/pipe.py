@@ -48,7 +48,7 @@ class Pipe(nn.Module):
     """A captured model, cut into stages. ``pipeline`` makes it.
 
     Args:
-        split_gm: a graph that runs the stages ``submod_0``, ``submod_1``, … in turn.
+        split_gm: a graph that runs the stages ``submod_pp_0``, ``submod_pp_1``, … in turn.
         num_stages: how many they are.
         has_loss_and_backward: accepted for compatibility.
         loss_spec: likewise.
@@ -95,7 +95,7 @@ class Pipe(nn.Module):
             raise PartitionError(
                 f"stage {stage_idx}: the pipe has stages 0 to {self.num_stages - 1}"
             )
-        return self.split_gm.get_submodule(f"submod_{stage_idx}")
+        return self.split_gm.get_submodule(f"submod_pp_{stage_idx}")
 
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None

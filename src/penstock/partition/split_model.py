@@ -201,14 +201,14 @@ def _split_gm(form: CallForm, modules: Sequence[nn.Module]) -> fx.GraphModule:
     args: Any = tuple(graph.placeholder(name) for name in positional)
     kwargs: dict[str, Any] = {name: graph.placeholder(name) for name in named}
     for stage in range(len(modules)):
-        result = graph.call_module(f"submod_{stage}", args, kwargs)
+        result = graph.call_module(f"submod_pp_{stage}", args, kwargs)
         if stage < len(modules) - 1:
             # Opened here as the runtime does it between stages.
             count = len(modules[stage].graph.output_node().args[0])  # type: ignore
             args = tuple(graph.call_function(operator.getitem, (result, i)) for i in range(count))
             kwargs = {}
     graph.output(result)
-    root = {f"submod_{i}": module for i, module in enumerate(modules)}
+    root = {f"submod_pp_{i}": module for i, module in enumerate(modules)}
     return fx.GraphModule(root, graph, "SplitModel")
 
 

@@ -69,7 +69,7 @@ class TracedStage(PipelineStage):
         """The index of the stage of this name in the pipe's graph.
 
         Args:
-            submod_name: such as ``"submod_0"``.
+            submod_name: such as ``"submod_pp_0"``.
 
         Raises:
             StageError: there is none.

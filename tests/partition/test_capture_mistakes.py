@@ -1,0 +1,245 @@
+"""What can't be captured or cut says so: what, where, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import BoundaryError, PartitionError, SplitPoint, StageError, pipe_split, pipeline
+from penstock.partition.graph_cut import Cut, assign
+from tests.partition.capturing import Pair, cuts_before
+
+X = torch.ones(2, 4)
+
+
+def three() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4))
+
+
+class Of(nn.Module):
+    """A model of one function over a few linear layers."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.spare = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self, x)
+
+
+# --- split points ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({"layer.1": SplitPoint.END}, r"'layer.1' is no module of the Of \(near it: layers.1"),
+        ({"": SplitPoint.END}, "'' is no module"),
+        ({"layers.1": "end"}, r"split point of 'layers.1' is 'end', expected SplitPoint"),
+        ({"spare": SplitPoint.END}, "no place 'after spare'.* does not call module spare"),
+        ({"layers.0": SplitPoint.BEGINNING}, "stage 0 of 2 is empty.*'before layers.0'"),
+        ({"layers.2": SplitPoint.END}, "stage 1 of 2 is empty.*'after layers.2' and its end"),
+        (
+            {"layers.0": SplitPoint.END, "layers.1": SplitPoint.BEGINNING},
+            "stage 1 of 3 is empty: .*between 'after layers.0' and 'before layers.1'; leave one",
+        ),
+    ],
+)
+def test_wrong_split_points(spec: Any, told: str) -> None:
+    model = Of(lambda m, x: m.layers[2](m.layers[1](m.layers[0](x))))
+    with pytest.raises(PartitionError, match=told):
+        pipeline(model, (X,), split_spec=spec)
+
+
+def test_a_module_that_runs_twice_is_no_one_place() -> None:
+    model = Of(lambda m, x: m.layers[0](m.layers[1](m.layers[0](x))))
+    with pytest.raises(PartitionError, match=r"layers.0 runs 2 times.*call pipe_split\(\)"):
+        pipeline(model, (X,), split_spec={"layers.0": SplitPoint.END})
+
+
+def test_two_ways_to_say_where() -> None:
+    with pytest.raises(PartitionError, match="either"):
+        pipeline(three(), (X,), split_spec=cuts_before("2"), split_policy=lambda gm: gm)
+    with pytest.raises(PartitionError, match="split_policy returned a NoneType"):
+        pipeline(three(), (X,), split_policy=lambda gm: None)  # type: ignore[arg-type,return-value]
+
+
+def test_an_example_that_does_not_fit() -> None:
+    with pytest.raises(PartitionError, match=r"example does not fit Sequential.forward"):
+        pipeline(three(), (X, X))
+
+
+def test_a_stage_that_is_not_there() -> None:
+    cut = pipeline(three(), (X,), split_spec=cuts_before("2"))
+    with pytest.raises(PartitionError, match="stage 2: the pipe has stages 0 to 1"):
+        cut.get_stage_module(2)
+    stage = cut.build_stage(1, torch.device("cpu"))
+    assert stage.get_stage_index_of_submod("submod_pp_1") == 1
+    with pytest.raises(StageError, match=r"no stage is called 'x'; .*'submod_pp_0', 'submod_pp_1'"):
+        stage.get_stage_index_of_submod("x")
+
+
+# --- what no graph can hold ------------------------------------------------------------------
+
+
+def depends(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def hooked(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * 2)
+    return x
+
+
+def differentiates(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    (grad,) = torch.autograd.grad(x.sum(), model.layers[0].weight, create_graph=True)
+    return x + grad.sum()
+
+
+@pytest.mark.parametrize(
+    ("compute", "told"),
+    [
+        (depends, r"control flow depends on the values .*test_capture_mistakes.py:\d+, in depends"),
+        (lambda m, x: Straight.apply(x), "Straight, whose own backward would be lost"),
+        (hooked, r"in hooked.*register_hook\(\), a hook that would be lost"),
+        (differentiates, r"in differentiates.*autograd.grad\(\)"),
+    ],
+)
+def test_what_a_graph_would_lose_is_refused(compute: Any, told: str) -> None:
+    with pytest.raises(PartitionError, match=told) as raised:
+        pipeline(Of(compute), (X,))
+    assert "split_by_module" in str(raised.value)
+
+
+def test_backward_hooks_of_modules_are_refused_where_they_are_traced_into() -> None:
+    model = Of(lambda m, x: m.layers[0](x))
+    model.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(PartitionError, match=r"'Of' has backward hooks.*take them off"):
+        pipeline(model, (X,))
+
+
+def test_what_was_patched_for_the_capture_is_as_before() -> None:
+    before = (torch.autograd.Function.__dict__["apply"], Tensor.register_hook, torch.autograd.grad)
+    for compute in (hooked, lambda m, x: m.layers[0](x)):
+        with suppress(PartitionError):
+            pipeline(Of(compute), (X,))
+        after = torch.autograd.Function.__dict__["apply"], Tensor.register_hook, torch.autograd.grad
+        assert after == before
+
+
+# --- what can't cross ------------------------------------------------------------------------
+
+
+def written_views(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    view = x[:, :2]
+    y = model.layers[1](x)
+    pipe_split()
+    view.mul_(2.0)
+    return model.layers[2](x + y)
+
+
+def test_memory_shared_across_a_cut_and_written_after_it() -> None:
+    """Copies on the two sides would differ, and gradients with them."""
+    with pytest.raises(
+        PartitionError,
+        match=r"cut 'pipe_split\(\)': .*share memory, and mul_\w* writes into it after the cut.*"
+        r"nearest place that works is 'before layers.2'",
+    ):
+        pipeline(Of(written_views), (X,))
+
+
+def counts(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x) + model.count
+    pipe_split()
+    with torch.no_grad():
+        model.count.add_(1.0)
+    return model.layers[1](x)
+
+
+def test_a_buffer_changed_in_one_stage_and_used_in_another() -> None:
+    with pytest.raises(
+        PartitionError, match=r"forward changes count in stage 1 .*uses it in stage 0 too"
+    ):
+        pipeline(Of(counts), (X,))
+
+
+def sparse(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    table = x.detach().relu().to_sparse()
+    pipe_split()
+    return model.layers[1](x) + table.to_dense()
+
+
+def test_a_sparse_value_is_refused_where_it_would_cross() -> None:
+    """Export can't capture it, torch.fx can; then the boundary itself refuses it."""
+    pair = Pair(Of(sparse), (X,))
+    with pytest.raises(BoundaryError, match=r"stage 0.*layout torch.sparse_coo.*can't cross"):
+        pair.train(nn.functional.mse_loss, torch.ones(8, 4), target=torch.ones(8, 4))
+
+
+def test_a_value_that_can_not_cross_is_named() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    dense = graph.call_function(torch.relu, (x,))
+    table = graph.call_function(torch.neg, (dense,))
+    back = graph.call_function(torch.tanh, (table,))
+    graph.output([graph.call_function(torch.add, (back, dense))])
+    for node, module in ((dense, "a"), (table, "b.pack"), (back, "b.unpack")):
+        node.meta = {"val": X, "modules": (module.split(".")[0], module)}
+    table.meta["val"] = X.to_sparse()
+    with pytest.raises(
+        PartitionError,
+        match=r"cut 'here': neg \(float32\[2, 4\]\) of b.pack would cross, and a sparse_coo "
+        r"tensor can't; the nearest place that works is '(before b|before b.pack|after b)'",
+    ):
+        assign(graph, [Cut(label="here", position=2)])
+
+
+# --- a mode that can't be captured -----------------------------------------------------------
+
+
+def trains_only(model: Of, x: Tensor) -> Tensor:
+    if not model.training and x.sum() > 0:
+        return x
+    return model.layers[0](x)
+
+
+def test_a_mode_that_can_not_be_captured_is_told_when_it_is_asked_for() -> None:
+    cut = pipeline(Of(trains_only), (X,))
+    assert cut(X).shape == (2, 4)
+    with pytest.raises(StageError, match=r"captured in train mode, and can't be in eval mode: .*"):
+        cut.eval()(X)
+    assert cut.train()(X).shape == (2, 4)
+
+
+def test_compiled_models() -> None:
+    """A compiled block is either captured as what it compiles, or refused by name."""
+    model = three()
+    model[0] = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="eager")
+    cut = pipeline(model, (X,), split_spec=cuts_before("2"))
+    torch.testing.assert_close(cut(X), model(X))
