@@ -15,7 +15,8 @@ import io
 import os
 import re
 import shlex
-from contextlib import redirect_stdout
+import tempfile
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +28,8 @@ from penstock.schedule.family import Family
 from penstock.schedule.program import Program
 from penstock.view.text import to_text
 
-PAGES = (Path(__file__).parent / "schedules.md", Path(__file__).parent / "cli.md")
+HERE = Path(__file__).resolve().parent
+PAGES = (HERE / "schedules.md", HERE / "cli.md")
 
 _WIDTH = 118
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.S | re.M)
@@ -100,5 +102,6 @@ def _drawn(each: Family) -> tuple[Program, str]:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
-        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        for path in PAGES:
+            path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")

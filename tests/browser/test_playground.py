@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import subprocess
@@ -113,6 +114,31 @@ def share_of_a_core() -> float:
     while time.perf_counter() - began < 0.2:
         sum(range(1000))
     return min(1.0, (time.process_time() - spent) / (time.perf_counter() - began))
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"), [("http://127.0.0.1:{port}", 101), ("http://elsewhere.example", 403)]
+)
+def test_a_page_of_another_site_gets_no_connection(url: str, origin: str, status: int) -> None:
+    port = int(url.split(":")[-1].strip("/"))
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", "/")
+    (token,) = re.findall(r'"token":"([^"]+)"', connection.getresponse().read().decode())
+    connection.request(
+        "GET",
+        "/ws",
+        headers={
+            "Origin": origin.format(port=port),
+            "Upgrade": "websocket",
+            "Connection": "Upgrade",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+            "Sec-WebSocket-Protocol": f"bokeh, {token}",
+        },
+    )
+    answer = connection.getresponse()
+    connection.close()
+    assert answer.status == status
 
 
 def test_it_listens_on_this_machine_alone(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 
 from penstock.cli.terminal import number, percent
 from penstock.simulate.result import Simulation
@@ -46,16 +47,16 @@ def ranges(values: tuple[float, ...]) -> str:
     """Per-rank numbers, runs of equal ones drawn together.
 
     Example:
-        >>> ranges((4, 3, 2, 1)), ranges((8, 8, 8, 8)), ranges((7,) * 30 + (6, 6))
-        ('4,3,2,1', '8,8,8,8', '30×7,2×6')
+        >>> ranges((4, 3, 2, 1)), ranges((8, 8, 8, 8)), ranges((8,) * 16)
+        ('4,3,2,1', '8,8,8,8', '8 on all')
+        >>> ranges((7,) * 30 + (6, 6))
+        '7 on 30, 6 on 2'
     """
     if len(values) <= 4 or len(set(values)) == len(values) <= 8:
         return ",".join(map(number, values))
-    runs: list[tuple[float, int]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1] = (value, runs[-1][1] + 1)
-        else:
-            runs.append((value, 1))
-    parts = [f"{count}×{number(value)}" if count > 1 else number(value) for value, count in runs]
-    return ",".join(parts) if len(parts) <= 8 else f"{number(min(values))}…{number(max(values))}"
+    if len(set(values)) == 1:
+        return f"{number(values[0])} on all"
+    runs = [(value, len(list(group))) for value, group in groupby(values)]
+    if len(runs) > 6:
+        return f"{number(min(values))} to {number(max(values))}"
+    return ", ".join(f"{number(value)} on {count}" for value, count in runs)
