@@ -138,6 +138,46 @@ class PipelineSchedule:
             virtual=num_stages // (copies * num_ranks),
         )
 
+    @classmethod
+    def stage_ids(
+        cls, rank: int | None = None, *, num_ranks: int | None = None, virtual: int | None = None
+    ) -> tuple[int, ...]:
+        """The stages that a rank is to hold: what to make ``PipelineStage``s of.
+
+        Args:
+            rank: the rank; this process's if None.
+            num_ranks: of how many ranks; as many as there are processes if None.
+            virtual: stages per rank (in each direction), as usual in the schedule if None.
+
+        Raises:
+            ScheduleError: the schedule does not work with so many ranks or stages per rank, or
+                is a program, whose ``placement`` says it.
+
+        Example:
+            >>> from penstock import ScheduleDualPipe, ScheduleInterleaved1F1B
+            >>> ScheduleInterleaved1F1B.stage_ids(1, num_ranks=4)
+            (1, 5)
+            >>> ScheduleDualPipe.stage_ids(1, num_ranks=4)
+            (1, 6)
+        """
+        if cls.schedule_name is None:
+            raise ScheduleError(
+                f"{cls.__name__} plays any program; ask its program.placement.stages_of(rank)"
+            )
+        group = default_group()
+        if rank is None:
+            rank = group.rank() if group is not None else 0
+        if num_ranks is None:
+            num_ranks = group.size() if group is not None else 1
+        if not 0 <= rank < num_ranks:
+            raise ScheduleError(f"rank {rank} of {num_ranks} ranks does not exist")
+        # Where stages lie does not depend on how many microbatches there are.
+        _, microbatches = family(cls.schedule_name).nearest(num_ranks, num_ranks)
+        program = build(
+            cls.schedule_name, ranks=num_ranks, microbatches=microbatches, virtual=virtual
+        )
+        return program.placement.stages_of(rank)
+
     @property
     def program(self) -> Program:
         """The program that runs, sends and receives included."""

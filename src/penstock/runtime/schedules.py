@@ -183,8 +183,9 @@ class ScheduleDualPipe(ScheduleInterleaved1F1B):
     pass the whole batch and its target. Gradients of the two copies are summed within ``step``.
 
     Example:
+        >>> mine = ScheduleDualPipe.stage_ids()                              # doctest: +SKIP
         >>> stages = [                                                       # doctest: +SKIP
-        ...     PipelineStage(layers[i % P], i, 2 * P, device) for i in (r, 2 * P - 1 - r)
+        ...     PipelineStage(layers[i % P], i, 2 * P, device) for i in mine
         ... ]
         >>> ScheduleDualPipe(stages, n_microbatches, loss_fn)                # doctest: +SKIP
     """
