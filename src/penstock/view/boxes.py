@@ -29,6 +29,7 @@ __all__ = ["Drawing", "MemoryLine", "Step", "amount", "arrange", "memory_lines",
 
 _TOP, _FOOT, _FOOT_ALONE = 0.08, 0.62, 0.92
 _STRIP_TOP, _STRIP_FOOT = 0.63, 0.69
+_ENDS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 _MEMORY_TOP, _MEMORY_FOOT = 0.70, 0.97
 
 Step: TypeAlias = Trace | Simulation
@@ -128,20 +129,28 @@ def _is_drawn(span: Span) -> bool:
 
 
 def memory_lines(trace: Trace) -> tuple[MemoryLine, ...]:
-    """How many activations each rank holds, from the start of F to the end of W or B."""
-    has_backward = any(s.action.op not in (Op.FORWARD, *TRANSFERS) for s in trace.spans)
-    lines = []
-    for rank in range(trace.num_ranks):
-        events = []
-        for span in trace.compute(rank):
-            if span.action.op is Op.FORWARD:
-                events.append((span.start, 1))
-                if not has_backward:
-                    events.append((span.end, -1))
-            elif span.action.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD):
-                events.append((span.end, -1))
-        lines.append(_summed(sorted(events)))
-    return tuple(lines)
+    """How many activations each rank holds: from the start of F to the end of W or B, but for
+    the time that they are on the host, or dropped until they are computed again."""
+    has_backward = any(s.action.op in _ENDS or s.action.op is Op.INPUT_GRAD for s in trace.spans)
+    dropped = {_place(s) for s in trace.spans if s.action.op is Op.RECOMPUTE}
+    events: list[list[tuple[float, int]]] = [[] for _ in range(trace.num_ranks)]
+    for span in trace.spans:
+        match span.action.op:
+            case Op.FORWARD:
+                events[span.rank].append((span.start, 1))
+                if not has_backward or _place(span) in dropped:
+                    events[span.rank].append((span.end, -1))
+            case Op.RECOMPUTE | Op.RELOAD:
+                events[span.rank].append((span.start, 1))
+            case Op.FULL_BACKWARD | Op.WEIGHT_GRAD | Op.OFFLOAD:
+                events[span.rank].append((span.end, -1))
+            case _:
+                pass
+    return tuple(_summed(sorted(each)) for each in events)
+
+
+def _place(span: Span) -> tuple[int, int | None]:
+    return span.action.stage, span.action.microbatch
 
 
 def _summed(events: list[tuple[float, int]]) -> MemoryLine:
