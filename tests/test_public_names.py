@@ -58,3 +58,25 @@ def test_simulate_is_the_function_in_any_order_of_imports(imports: str) -> None:
         "from penstock.simulate.engine import simulate as same\n"
         "assert simulate is same\n"
     )
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import penstock",
+        "import penstock.search.engine; import penstock",
+        "from penstock.search.result import Progress; import penstock",
+        "import penstock; from penstock.search.problem import Problem",
+        "import penstock; penstock.search; from penstock.search import engine",
+    ],
+)
+def test_search_is_the_function_in_any_order_of_imports(imports: str) -> None:
+    """As above; and searching loads neither torch nor, where nothing is left to prove, OR-Tools."""
+    run(
+        f"{imports}\n"
+        "assert penstock.search(ranks=4, microbatches=8).value == 27\n"
+        "from penstock.search.engine import search as same\n"
+        "assert penstock.search is same\n"
+        "import sys\n"
+        "assert 'torch' not in sys.modules and 'ortools' not in sys.modules\n"
+    )

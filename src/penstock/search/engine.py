@@ -47,6 +47,10 @@ _UNIT = Costs()
 _SMALL, _WHOLE, _WINDOWED, _WINDOW = 10_000, 400, 4_000, 150
 # Of the work, the part of the first search where time is traded against memory.
 _FIRST = 0.3
+# After how many blocks that are no better tuning stops, where exact search goes on and where not.
+_STALE_WHOLE, _STALE = 300, 2_000
+# How many exchanges are tried at most.
+_SWAPS = 10_000
 # Seconds per action that the proof and the simulation of a program take at least.
 _CLOSING_S = 4e-6
 
@@ -310,6 +314,7 @@ class _Search:
         """Blocks, on few microbatches; then the best ones on all."""
         mine = share * self.shares[0]
         work = self.budget.actions * mine / len(self.problems)
+        most_stale = _STALE_WHOLE if self.exact and self.problems[0].size <= _WHOLE else _STALE
         for number, problem in enumerate(self.problems):
             tuner, bound = Tuner(problem, seed=self.seed), self.bound(problem)
             told = 0.0
@@ -320,7 +325,9 @@ class _Search:
                     told = done
                     part = mine * (number + done) / len(self.problems)
                     self.tell(self.done_share + part, "building blocks")
-                if tuner.best and (_meets(tuner.best[0].estimate, bound) or self.is_late(times=4)):
+                if tuner.stale > most_stale or _meets(tuner.best[0].estimate, bound):
+                    break
+                if self.is_late(times=4):
                     break
             for tuned in tuner.best[:2]:
                 if self.is_late(times=2):
@@ -347,7 +354,7 @@ class _Search:
         for number, (problem, start) in enumerate(rivals):
             part = mine / len(rivals)
             self.tell(self.done_share + share * self.shares[0] + number * part, "exchanges")
-            steps = int(self.budget.actions * part / problem.size)
+            steps = min(_SWAPS, int(self.budget.actions * part / problem.size))
             swapper = Swapper(problem, start, seed=self.seed, steps=steps)
             for _ in range(steps):
                 if not swapper.step() or self.is_late(times=2):

@@ -96,6 +96,7 @@ class Tuner:
         best: the best so far, the best first, none twice.
         placed: how many actions were placed.
         tried: how many blocks were tried.
+        stale: how many of the last ones were no better than the best before.
     """
 
     def __init__(self, problem: Problem, *, seed: int) -> None:
@@ -109,12 +110,14 @@ class Tuner:
         self.tried = 0
         self.best: list[Tuned] = []
         self.placed = 0
+        self.stale = 0
 
     def step(self) -> None:
         """Try one more block."""
         # What is known is half of what is tried, as long as it lasts, so that few steps see both.
         knobs = next(self._firsts, None) if self.tried % 2 == 0 or self.tried < 12 else None
         self.tried += 1
+        self.stale += 1
         if knobs is None:
             knobs = self._random_knobs() if self.tried % 3 == 0 else self._changed()
         if knobs in self._seen:
@@ -123,7 +126,10 @@ class Tuner:
         self._seen.add(knobs)
         self.placed += self._problem.size
         placed = run_block(self._problem, knobs)
-        self.best.append(Tuned(knobs=knobs, estimate=self._estimate(placed)))
+        estimate = self._estimate(placed)
+        if not self.best or estimate < self.best[0].estimate * (1 - 1e-9):
+            self.stale = 0
+        self.best.append(Tuned(knobs=knobs, estimate=estimate))
         self.best.sort(key=lambda tuned: tuned.estimate)
         del self.best[_POOL:]
 

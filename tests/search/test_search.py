@@ -1,0 +1,277 @@
+"""The search: it finds what is proven best, beats no proof, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from penstock import Costs, Progress, ScheduleError, build, check, schedules, search, simulate
+from penstock.schedule.placement import bidirectional, linear, looped, v_shape
+from penstock.search import engine
+from penstock.search.budget import Budget
+from penstock.search.problem import Problem
+from penstock.search.result import SearchResult
+from penstock.simulate.bounds import lower_bounds
+from tests.search.problems import problems
+
+UNEVEN = Costs(
+    forward=[1.1, 0.8, 1.3, 0.9, 1.0, 1.2, 0.7, 1.0],
+    input_grad=[1.2, 1.0, 1.1, 0.9, 1.3, 1.0, 0.9, 1.1],
+    weight_grad=[0.8, 0.6, 1.0, 0.7, 0.9, 0.8, 0.5, 0.9],
+    latency=0.1,
+)
+
+
+def assert_sound(found: SearchResult, costs: Costs | None = None) -> None:
+    """The program is right, costs what is said, and beats no bound."""
+    costs = Costs() if costs is None else costs
+    assert check(found.program) == found.program
+    again = simulate(found.program, costs)
+    assert getattr(again, found.objective) == found.value
+    assert found.simulation.makespan == again.makespan
+    assert found.bound <= found.value
+    assert found.gap == pytest.approx(1 - found.bound / found.value)
+
+
+# --- the best that is known --------------------------------------------------------------------
+
+# P = 4, M = 8, all costs 1: proven by exhaustive search.
+OPTIMA = [
+    ("makespan", linear(4), 2, 41),
+    ("makespan", linear(4), 3, 31),
+    ("makespan", linear(4), 4, 27),
+    ("makespan", linear(4), 7, 27),
+    ("span", linear(4), 2, 41),
+    ("span", linear(4), 3, 31),
+    ("span", linear(4), 4, 27),
+    ("span", linear(4), 5, 26),
+    ("span", linear(4), 7, 24),
+    ("makespan", looped(4, 2), 6, 53),
+    ("makespan", looped(4, 2), 8, 51),
+    ("makespan", looped(4, 2), 4, 63),
+]
+
+
+@pytest.mark.parametrize(("objective", "placement", "limit", "best"), OPTIMA)
+def test_proven_optima_are_found_and_never_beaten(
+    objective: Any, placement: Any, limit: int, best: int
+) -> None:
+    found = search(
+        ranks=4,
+        microbatches=8,
+        memory_limit=limit,
+        objective=objective,
+        placements=[placement],
+        # It ends when it has its proof; the last takes ten seconds or so.
+        time_limit_s=90,
+    )
+    assert_sound(found)
+    assert found.value == best
+    assert found.bound <= best
+    assert max(found.simulation.peak_in_flight) <= limit
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("limit", [6, 9, None])
+@pytest.mark.parametrize("costs", [Costs(), Costs(forward=1, input_grad=1.5, weight_grad=0.5)])
+def test_no_schedule_of_the_catalog_within_the_limit_is_better(
+    virtual: int, limit: int | None, costs: Costs
+) -> None:
+    found = search(
+        costs,
+        ranks=5,
+        microbatches=12,
+        virtual=virtual,
+        memory_limit=limit,
+        time_limit_s=0.5,
+        exact=False,
+    )
+    assert_sound(found, costs)
+    compared = 0
+    for family in schedules():
+        if family.copies > 1 or family.name == "forward-only":
+            continue
+        try:
+            program = build(family.name, ranks=5, microbatches=12, virtual=virtual)
+        except ScheduleError:
+            continue
+        result = simulate(program, costs)
+        peak = max(result.peak_in_flight)
+        if program.placement in (looped(5, virtual), v_shape(5)) and program.num_microbatches == 12:
+            compared += 1
+            assert limit is None or peak > limit or found.value <= result.makespan
+    assert compared
+
+
+@settings(deadline=None, max_examples=25)
+@given(problems())
+def test_any_costs_and_limits(problem: Problem) -> None:
+    found = search(
+        problem.costs,
+        ranks=problem.placement.num_ranks,
+        microbatches=problem.num_microbatches,
+        memory_limit=problem.limit,
+        objective=problem.objective,
+        placements=[problem.placement],
+        time_limit_s=0.05,
+        exact=False,
+    )
+    check(found.program)
+    assert found.bound <= found.value
+    assert found.peak <= problem.limit + 1e-9
+    # What is held is what the simulation's own account says, too.
+    assert max(found.simulation.peak_bytes) == pytest.approx(found.peak)
+
+
+def test_uneven_stages_over_all_placements() -> None:
+    found = search(UNEVEN, ranks=4, microbatches=12, memory_limit=8, time_limit_s=2)
+    assert_sound(found, UNEVEN)
+    assert found.program.placement in (looped(4, 2), v_shape(4))
+    for placement in (looped(4, 2), v_shape(4)):
+        bounds = lower_bounds(UNEVEN, ranks=4, microbatches=12, placement=placement, memory_limit=8)
+        alone = search(
+            UNEVEN,
+            ranks=4,
+            microbatches=12,
+            memory_limit=8,
+            placements=[placement],
+            time_limit_s=1,
+            exact=False,
+        )
+        assert bounds.makespan <= alone.bound
+        assert found.value <= alone.value * 1.01
+    named = ("1f1b-v", "v-half", "zbv", "interleaved-zb")
+    programs = [build(name, ranks=4, microbatches=12, virtual=2) for name in named]
+    fitting = [p for p in programs if max(simulate(p).peak_in_flight) <= 8]
+    assert fitting
+    assert all(found.value <= simulate(p, UNEVEN).makespan for p in fitting)
+
+
+def test_memory_in_bytes() -> None:
+    costs = Costs(activation_bytes=[3e9, 1e9, 1e9, 1e9], weight_grad_bytes=0.5e9)
+    found = search(costs, ranks=4, microbatches=8, memory_limit=6e9, time_limit_s=1, exact=False)
+    assert_sound(found, costs)
+    assert found.peak <= 6e9
+    assert found.simulation.peak_bytes[0] <= 6e9 < 3e9 * 8
+
+
+def test_many_microbatches_stretch_the_steady_state() -> None:
+    found = search(
+        UNEVEN,
+        ranks=8,
+        microbatches=400,
+        memory_limit=8,
+        time_limit_s=1,
+        exact=False,
+    )
+    assert_sound(found, UNEVEN)
+    assert found.gap < 0.02
+
+
+# --- time --------------------------------------------------------------------------------------
+
+
+def test_the_time_limit_is_kept_and_the_answer_says_if_the_clock_cut_it() -> None:
+    started = time.monotonic()
+    found = search(UNEVEN, ranks=8, microbatches=256, memory_limit=7, time_limit_s=0.05)
+    # One method ends what it has begun: a few passes over the program.
+    assert time.monotonic() - started < 5
+    assert_sound(found, UNEVEN)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_seed_gives_the_same_program_again(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where the clock does not matter, however slow the machine is.
+    monkeypatch.setattr(Budget, "left_s", property(lambda self: 1e6))
+    options: dict[str, Any] = {"ranks": 3, "microbatches": 6, "virtual": 2, "memory_limit": 4}
+    costs = Costs(forward=[1.0, 1.3, 0.8, 1.1, 0.9, 1.2], weight_grad=0.7, latency=0.1)
+    first, again = (
+        search(costs, time_limit_s=1.0, seed=3, exact=exact, **options) for _ in range(2)
+    )
+    assert first == again and first.reproducible
+
+
+def test_progress_is_told() -> None:
+    told: list[Progress] = []
+    found = search(UNEVEN, ranks=4, microbatches=8, time_limit_s=1, progress=told.append)
+    shares = [each.share for each in told]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
+    assert told[0].value is None and told[-1].value == found.value
+    assert told[-1].bound == found.bound
+    values = [each.value for each in told if each.value is not None]
+    assert values == sorted(values, reverse=True)
+    assert {"closed forms", "building blocks"} <= {each.method for each in told}
+
+
+# --- time against memory -----------------------------------------------------------------------
+
+
+def test_time_against_memory() -> None:
+    found = search(
+        ranks=4, microbatches=8, objective="span", time_limit_s=2, pareto=True, exact=False
+    )
+    assert_sound(found)
+    front = found.pareto
+    assert [p.peak for p in front] == sorted({p.peak for p in front})
+    assert [p.value for p in front] == sorted({p.value for p in front}, reverse=True)
+    assert all(simulate(point.program).span == point.value for point in front)
+    known = {2: 41, 3: 31, 4: 27, 5: 26, 7: 24}
+    assert {point.peak: point.value for point in front}.items() >= known.items()
+    assert front[-1].value == found.value
+
+
+def test_no_front_unless_asked_for() -> None:
+    assert search(ranks=2, microbatches=2).pareto == ()
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": 1, "virtual": 2}, "no program meets memory_limit=1: .* alone holds 2"),
+        ({"memory_limit": float("nan")}, "memory_limit=nan is not a number"),
+        ({"memory_limit": -1}, "memory_limit=-1 is not a number"),
+        ({"ranks": 0}, "ranks=0 must be a whole number"),
+        ({"microbatches": 2.5}, "microbatches=2.5 must be a whole number"),
+        ({"virtual": True}, "virtual=True must be a whole number"),
+        ({"objective": "speed"}, "objective='speed'; choose 'makespan'"),
+        ({"time_limit_s": 0}, "time_limit_s=0 must be"),
+        ({"time_limit_s": float("nan")}, "time_limit_s=nan must be"),
+        ({"placements": []}, "placements is empty"),
+        ({"placements": [linear(3)]}, "a placement on 3 ranks, but ranks=4"),
+        ({"placements": [linear(4)], "virtual": 2}, "a placement of 4 stages"),
+        ({"placements": [bidirectional(4)]}, "two copies"),
+        ({"costs": Costs(forward=[1, 2, 3])}, "costs for 3 stages, which 4 ranks can't share"),
+        ({"costs": Costs(forward=[1.0] * 8), "virtual": 1}, "has 8 numbers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        search(**{"ranks": 4, "microbatches": 8, **options})
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+def test_costs_that_are_no_costs(cost: float) -> None:
+    with pytest.raises(ScheduleError, match="not a finite number"):
+        search(Costs(input_grad=cost), ranks=2, microbatches=2)
+
+
+def test_the_least_that_is_said_can_be_met() -> None:
+    costs = Costs(activation_bytes=[5, 7, 11, 13])
+    with pytest.raises(ScheduleError, match="alone holds 18") as caught:
+        search(costs, ranks=2, microbatches=4, memory_limit=17.5)
+    assert "looped" not in str(caught.value)
+    found = search(costs, ranks=2, microbatches=4, memory_limit=18, time_limit_s=1)
+    assert found.peak == 18
+
+
+def test_a_missing_solver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    with pytest.raises(ScheduleError, match=r"pip install 'penstock\[search\]'.*exact=False"):
+        search(ranks=4, microbatches=8)
+    assert search(ranks=4, microbatches=8, exact=False).value == 27
