@@ -8,7 +8,14 @@ those of the actions. The engine plays a channel between two ranks as it plays a
 
     rank 0         F0 ▬▬▬▬▬▬ F1 ▬▬▬▬▬▬ F2 ▬▬▬▬▬▬    transfers that do not overlap
 
-What uses a message needs its row then, and not the action that made it. These are functions from
+What uses a message needs its row then, and not the action that made it. Copies to the host and
+back have two channels of each rank, out and back; the backward waits for what it needs of them:
+
+    rank 0         F0 F1 F2 ·  B2 B1 B0
+    out               ▬▬▬0
+    back                    ▬▬▬0
+
+These are functions from
 tables to tables; what costs do not ask for costs the engine nothing.
 """
 
@@ -20,14 +27,16 @@ from typing import TypeVar
 
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, RECEIVE_FOR
+from penstock.schedule.rules import COMPUTE, COPIES, RECEIVE_FOR
 from penstock.simulate.costs import Costs
 from penstock.simulate.tables import Entry, Tables
 
-__all__ = ["add_jitter", "add_messages"]
+__all__ = ["add_copies", "add_jitter", "add_messages"]
 
 _OPS = tuple(Op)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
+_COPIES = (Op.OFFLOAD, Op.RELOAD)
+_TAKES_BACK = frozenset({Op.INPUT_GRAD, Op.FULL_BACKWARD})
 _T = TypeVar("_T")
 
 
@@ -79,13 +88,74 @@ def add_messages(tables: Tables, program: Program, costs: Costs) -> Tables:
                 )
     return replace(
         tables,
-        entries=_entries(tables, feeds, inline),
+        entries=_entries(tables, feeds, inline, program.num_ranks),
         needs=tuple(needs),
         fulfils=(*tables.fulfils, *[(0,)] * (2 * size)),
         durations=tuple(durations),
         overlaps=(*tables.overlaps, *[None] * (2 * size)),
         receives=(*tables.receives, *[False] * (2 * size)),
-        messages_hold_ranks=inline,
+        extra_steps=inline or tables.extra_steps,
+    )
+
+
+def add_copies(tables: Tables, program: Program, costs: Costs) -> Tables:
+    """Let copies run beside the compute, and backwards wait for those that they need.
+
+    Args:
+        tables: as ``tabulate`` makes them.
+        program: the program of the tables.
+        costs: the costs of the tables.
+
+    Returns:
+        Tables in which OFFLOAD and RELOAD only begin a copy; the same ones where there are none.
+    """
+    if tables.computes_only or not any(act.op in COPIES for act in program.actions()):
+        return tables
+    size, width, first = tables.num_stages, tables.width, len(tables.durations)
+    out, back, ready = (range(first + n * size, first + (n + 1) * size) for n in range(3))
+    begins = [[_NUMBER[op] * size + stage for stage in range(size)] for op in _COPIES]
+    offload, reload = costs.copies(num_stages=size)
+    needs = [
+        *[((begins[0][s] - out[s]) * width, 0.0) for s in range(size)],
+        *[((begins[1][s] - back[s]) * width, 0.0) for s in range(size)],
+        *[((back[s] - ready[s]) * width, 0.0) for s in range(size)],
+    ]
+    # A copy back waits for its copy out as well: they have channels of their own.
+    after_out = [(needs[size + s], ((out[s] - back[s]) * width, 0.0)) for s in range(size)]
+    reloaded = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RELOAD}
+    ranks: list[list[Entry]] = []
+    channels: list[list[Entry]] = []
+    for entries in tables.entries:
+        steps: list[Entry] = []
+        copies: tuple[list[Entry], list[Entry]] = ([], [])
+        for entry in entries:
+            for slot in (entry,) if isinstance(entry, int) else entry:
+                row, microbatch = divmod(slot, width)
+                op, stage = _OPS[row // size], row % size
+                if op is Op.OFFLOAD:
+                    copies[0].append(out[stage] * width + microbatch)
+                elif op is Op.RELOAD:
+                    copies[1].append(back[stage] * width + microbatch)
+                elif op in _TAKES_BACK and (stage, microbatch) in reloaded:
+                    steps.append(ready[stage] * width + microbatch)
+            steps.append(entry)
+        ranks.append(steps)
+        channels += copies
+    return replace(
+        tables,
+        entries=(*ranks, *channels),
+        needs=(
+            *tables.needs,
+            *((n,) for n in needs[:size]),
+            *after_out,
+            *((n,) for n in needs[2 * size :]),
+        ),
+        fulfils=(*tables.fulfils, *[(0,)] * (3 * size)),
+        durations=(*tables.durations, *offload, *reload, *[0.0] * size),
+        overlaps=(*tables.overlaps, *[None] * (3 * size)),
+        receives=(*tables.receives, *[False] * (3 * size)),
+        extra_steps=True,
+        shown_as=dict(zip((*out, *back), (*begins[0], *begins[1]), strict=True)),
     )
 
 
@@ -106,6 +176,7 @@ def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
     def each(values: tuple[_T, ...]) -> tuple[_T, ...]:
         return tuple(value for value in values for _ in range(width))
 
+    # Rows after those of the ops are messages and copies, which keep their time.
     durations = tuple(
         cost * (1 + jitter * random()) if row // tables.num_stages in computing else cost
         for row, cost in enumerate(tables.durations)
@@ -124,6 +195,11 @@ def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
         receives=each(tables.receives),
         durations=durations,
         overlaps=overlaps,
+        shown_as={
+            row * width + m: action * width + m
+            for row, action in tables.shown_as.items()
+            for m in range(width)
+        },
     )
 
 
@@ -139,13 +215,13 @@ def _takers(op: Op) -> tuple[Op, ...]:
 
 
 def _entries(
-    tables: Tables, feeds: dict[int, tuple[int, int]], inline: bool
+    tables: Tables, feeds: dict[int, tuple[int, int]], inline: bool, num_ranks: int
 ) -> tuple[list[Entry], ...]:
     """The steps of all ranks with their messages: among them, or in queues of their own."""
     width = tables.width
     ranks: list[list[Entry]] = []
     channels: dict[tuple[int, int], list[Entry]] = {}
-    for rank, entries in enumerate(tables.entries):
+    for rank, entries in enumerate(tables.entries[:num_ranks]):
         steps: list[Entry] = []
         for entry in entries:
             steps.append(entry)
@@ -156,7 +232,8 @@ def _entries(
                     place = steps if inline else channels.setdefault((rank, target), [])
                     place.append(message * width + microbatch)
         ranks.append(steps)
-    return (*ranks, *(channels[pair] for pair in sorted(channels)))
+    others = tables.entries[num_ranks:]
+    return (*ranks, *others, *(channels[pair] for pair in sorted(channels)))
 
 
 def _with_slow_sends(tables: Tables, program: Program, costs: Costs) -> Tables:

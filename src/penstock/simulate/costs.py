@@ -119,6 +119,8 @@ class Costs:
                 inputs = self.per_stage("input_grad", num_stages=num_stages)
                 weights = self.per_stage("weight_grad", num_stages=num_stages)
                 return tuple(i + w for i, w in zip(inputs, weights, strict=True))
+            case Op.RECOMPUTE:
+                return self.recomputation(num_stages=num_stages)
             case _:
                 return (0.0,) * num_stages
 

@@ -23,7 +23,7 @@ from typing import TypeAlias
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
-from penstock.simulate.channels import add_jitter, add_messages
+from penstock.simulate.channels import add_copies, add_jitter, add_messages
 from penstock.simulate.costs import Costs
 from penstock.simulate.result import Simulation
 from penstock.simulate.tables import Tables, tabulate
@@ -68,7 +68,7 @@ def simulate(
     if not (math.isfinite(jitter) and jitter >= 0):
         raise ScheduleError(f"simulate(jitter={jitter!r}): expected a finite number ≥ 0")
     plain = tabulate(program, costs)
-    tables = add_messages(plain, program, costs)
+    tables = add_messages(add_copies(plain, program, costs), program, costs)
     engine = _Engine(add_jitter(tables, jitter, seed) if jitter else tables)
     engine.play()
     if engine.parked or engine.posted:
@@ -258,14 +258,23 @@ class _Engine:
         )
 
     def times(self, program: Program) -> tuple[_Times, _Times]:
-        """Starts and ends of the ranks' actions, without those of messages."""
+        """Starts and ends of the ranks' actions; those of a copy are the copy's own."""
         starts, ends = self.starts[: program.num_ranks], self.ends[: program.num_ranks]
-        if self.tables.messages_hold_ranks:
-            actions = self.tables.num_actions
+        tables = self.tables
+        aside = {}
+        for queue in range(program.num_ranks, len(tables.entries)):
+            alone = (s for s in tables.entries[queue] if isinstance(s, int))
+            for slot, start, end in zip(alone, self.starts[queue], self.ends[queue], strict=True):
+                row, microbatch = divmod(slot, tables.width)
+                if row in tables.shown_as:
+                    aside[tables.shown_as[row] * tables.width + microbatch] = start, end
+        if tables.extra_steps:
             for rank in range(program.num_ranks):
-                entries = self.tables.entries[rank]
-                slots = (s for e in entries for s in ((e,) if isinstance(e, int) else e))
-                kept = [slot < actions for slot in slots]
-                starts[rank] = list(compress(starts[rank], kept))
-                ends[rank] = list(compress(ends[rank], kept))
+                entries = tables.entries[rank]
+                slots = [s for e in entries for s in ((e,) if isinstance(e, int) else e)]
+                times = zip(slots, starts[rank], ends[rank], strict=True)
+                kept = [
+                    aside.get(slot, (a, b)) for slot, a, b in times if slot < tables.num_actions
+                ]
+                starts[rank], ends[rank] = [a for a, _ in kept], [b for _, b in kept]
         return tuple(map(tuple, starts)), tuple(map(tuple, ends))

@@ -11,10 +11,12 @@ alone; the curve of bytes over time is drawn from simulated times. This module s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 from penstock.schedule.action import Op, Step
 from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE
 from penstock.simulate.costs import Costs
 
 __all__ = ["Curve", "memory_curves", "peak_in_flight"]
@@ -23,6 +25,7 @@ Curve: TypeAlias = tuple[tuple[float, float], ...]
 """Points (time, amount): from each time on that amount is held, until the next."""
 
 _RELEASES = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
+_TAKES = frozenset({Op.RECOMPUTE, Op.RELOAD})
 _BACKWARD = _RELEASES | {Op.INPUT_GRAD}
 
 
@@ -31,7 +34,9 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
 
     An activation is held from the start of its F to the end of its W, or of its full backward.
     Where forward and backward are one block, the block holds both. A program without any backward
-    holds an activation for the length of its F only.
+    holds an activation for the length of its F only. What is recomputed is held for the length of
+    its F, and again from RECOMPUTE on; what is offloaded until the rank's next computation is
+    over, beside which it is copied, and again from RELOAD on.
 
     Args:
         program: with or without transfers.
@@ -50,16 +55,27 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
 
 
 def _peak(program: Program, rank: int) -> int:
-    held = peak = 0
-    for step in program.ranks[rank]:
+    steps = program.ranks[rank]
+    dropped = {(a.stage, a.microbatch) for s in steps for a in s.parts if a.op is Op.RECOMPUTE}
+    held = peak = leaving = 0
+    for step in steps:
         released = 0
+        computes = False
         for part in step.parts:
+            computes = computes or part.op in COMPUTE
             if part.op is Op.FORWARD:
+                held += 1
+                released += (part.stage, part.microbatch) in dropped
+            elif part.op in _TAKES:
                 held += 1
             elif part.op in _RELEASES:
                 released += 1
+            elif part.op is Op.OFFLOAD:
+                leaving += 1
         peak = max(peak, held)
         held -= released
+        if computes:
+            held, leaving = held - leaving, 0
     return peak
 
 
@@ -78,13 +94,42 @@ def memory_curves(
         ends: likewise, the ends.
 
     Returns:
-        For each rank, a point wherever what it holds changes. Of changes at one time all points
-        are kept that raise it above what was held before and is held after: the highest point is
-        the peak.
+        For each rank, a point wherever what it holds changes, from (0, 0) on. What is freed and
+        taken again at one time is one point; what is taken and freed at once stays two, so that
+        the highest point is the peak.
     """
     size = program.num_stages
     before, after = costs.held(num_stages=size)
+    kept = costs.per_stage("recompute_bytes", num_stages=size)
     backward = any(a.op in _BACKWARD for a in program.actions())
+    remade = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
+
+    def changes_of(step: Step) -> tuple[float, float]:
+        """What a step takes when it starts, and what it frees when it ends."""
+        taken = freed = 0.0
+        for part in step.parts:
+            stage = part.stage
+            match part.op:
+                case Op.FORWARD if not backward:
+                    taken += before[stage]
+                    freed += before[stage]
+                case Op.FORWARD:
+                    dropped = (stage, part.microbatch) in remade
+                    taken += kept[stage] if dropped else before[stage]
+                case Op.RECOMPUTE:
+                    taken += before[stage] - kept[stage]
+                case Op.RELOAD:
+                    taken += before[stage]
+                case Op.OFFLOAD | Op.FULL_BACKWARD:
+                    freed += before[stage]
+                case Op.INPUT_GRAD:
+                    freed += before[stage] - after[stage]
+                case Op.WEIGHT_GRAD:
+                    freed += after[stage]
+                case _:
+                    pass
+        return taken, freed
+
     curves = []
     for rank, steps in enumerate(program.ranks):
         changes: list[tuple[float, float]] = []
@@ -93,34 +138,15 @@ def memory_curves(
             stop = first + len(step.parts)
             begun, done = starts[rank][first], ends[rank][stop - 1]
             first = stop
-            taken, freed = _changes(step, before, after, backward)
+            taken, freed = changes_of(step)
             if taken:
                 changes.append((begun, taken))
             if freed:
                 changes.append((done, -freed))
+        # Copies run beside the steps; else this is the order already.
+        changes.sort(key=itemgetter(0))
         curves.append(_curve(changes))
     return tuple(curves)
-
-
-def _changes(
-    step: Step, before: Sequence[float], after: Sequence[float], backward: bool
-) -> tuple[float, float]:
-    """What a step takes when it starts, and what it frees when it ends."""
-    taken = freed = 0.0
-    for part in step.parts:
-        match part.op:
-            case Op.FORWARD:
-                taken += before[part.stage]
-                freed += 0.0 if backward else before[part.stage]
-            case Op.INPUT_GRAD:
-                freed += before[part.stage] - after[part.stage]
-            case Op.WEIGHT_GRAD:
-                freed += after[part.stage]
-            case Op.FULL_BACKWARD:
-                freed += before[part.stage]
-            case _:
-                pass
-    return taken, freed
 
 
 def _curve(changes: list[tuple[float, float]]) -> Curve:

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COVERS, RECEIVE_FOR, prerequisites
+from penstock.schedule.rules import COMPUTE, COPIES, COVERS, RECEIVE_FOR, prerequisites
 from penstock.simulate.costs import Costs
 from penstock.trace import Span
 
 __all__ = ["Waits"]
 
 _RECEIVES = frozenset(RECEIVE_FOR.values())
+# What a rank begins and does not wait for.
+_ASIDE = _RECEIVES | COPIES
 # Times that are as good as one: sums of the same costs in another order.
 _CLOSE = 1e-9
 
@@ -126,20 +128,38 @@ class Waits:
         free = self._free(self._before(rank, index))
         if begun <= free + _CLOSE * max(1.0, abs(begun)):
             return None
+        if parts[0].op in COPIES and (ahead := self._copy_before(rank, index)) is not None:
+            return ahead
         needed = [
             before
             for part in parts
             for before in prerequisites(part, self._program.placement, transfers=self._transfers)
             if before not in parts and before in self._places
         ]
+        needed += [
+            back
+            for part in parts
+            if part.op in COMPUTE
+            and (back := action(part.stage, Op.RELOAD, part.microbatch)) in self._places
+        ]
         return max(needed, key=lambda before: self._arrival(before, rank), default=None)
 
     def _before(self, rank: int, index: int) -> tuple[int, int] | None:
-        """The last step that a rank had to do before another: not a receive, which runs aside."""
+        """The last step that a rank had to do before another: not what runs aside."""
         steps = self._program.ranks[rank]
-        earlier = (i for i in reversed(range(index)) if steps[i].parts[0].op not in _RECEIVES)
+        earlier = (i for i in reversed(range(index)) if steps[i].parts[0].op not in _ASIDE)
         before = next(earlier, None)
         return None if before is None else (rank, before)
+
+    def _copy_before(self, rank: int, index: int) -> Action | None:
+        """The copy the same way that kept a copy waiting for its channel."""
+        steps, begun = self._program.ranks[rank], self._starts[rank][self._firsts[rank][index]]
+        op = steps[index].parts[0].op
+        for i in reversed(range(index)):
+            if steps[i].parts[0].op is op:
+                end = self._ends[rank][self._firsts[rank][i]]
+                return steps[i].parts[0] if end >= begun - _CLOSE * max(1.0, begun) else None
+        return None
 
     def _free(self, place: tuple[int, int] | None) -> float:
         """When a rank had done the step at ``place``."""
@@ -165,4 +185,4 @@ class Waits:
         holder, index = self._places[needed]
         end = self._ends[holder][self._firsts[holder][index + 1] - 1]
         # What the rank itself has made was there when the rank was free.
-        return holder != rank or needed.op in _RECEIVES, end
+        return holder != rank or needed.op in _ASIDE, end

@@ -11,12 +11,13 @@ nor times.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
+from penstock.schedule.rules import COMPUTE, COPIES, COVERS, TRANSFERS, prerequisites
 from penstock.simulate.costs import Costs
 
 __all__ = ["Entry", "Tables", "tabulate"]
@@ -35,8 +36,8 @@ class Tables:
         num_microbatches: microbatches per step.
         num_stages: number of stages.
         width: slots of one row: as many as microbatches, or one where each has its own costs.
-        num_actions: number of slots that are actions; those from there on are messages.
-        entries: for each rank, its steps; then for each channel beside the ranks, its messages.
+        num_actions: number of slots that are actions; those from there on are messages and copies.
+        entries: for each rank, its steps; then for each channel beside the ranks, its own.
         needs: the offset of each prerequisite, and the delay from its end until its result is
             there.
         fulfils: the offsets of all that is done when the action is done.
@@ -44,7 +45,8 @@ class Tables:
         overlaps: the time of a block whose first part this is; None as for its parts in turn.
         receives: whether the action waits for its prerequisite in the background.
         computes_only: whether there are no steps but those that compute.
-        messages_hold_ranks: whether there are messages among the steps of the ranks.
+        extra_steps: whether there are rows among the steps of the ranks that are no actions.
+        shown_as: rows beside the ranks whose times are those of an action: the action's row.
     """
 
     num_microbatches: int
@@ -58,7 +60,8 @@ class Tables:
     overlaps: tuple[float | None, ...]
     receives: tuple[bool, ...]
     computes_only: bool
-    messages_hold_ranks: bool = False
+    extra_steps: bool = False
+    shown_as: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:
@@ -70,7 +73,7 @@ class Tables:
         key, microbatch = divmod(slot, self.num_microbatches)
         number, stage = divmod(key, self.num_stages)
         op = _OPS[number]
-        return action(stage, op, microbatch if op in COMPUTE | TRANSFERS else None)
+        return action(stage, op, microbatch if op in COMPUTE | TRANSFERS | COPIES else None)
 
 
 def tabulate(program: Program, costs: Costs) -> Tables:
@@ -129,7 +132,7 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         ),
         fulfils=tuple(
             tuple(first[each][stage] - first[op][stage] for each in (op, *COVERS.get(op, ())))
-            if op in COMPUTE | TRANSFERS
+            if op in COMPUTE | TRANSFERS | COPIES
             else ()
             for op, stage in rows
         ),

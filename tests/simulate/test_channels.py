@@ -1,0 +1,194 @@
+"""Messages in turn, copies beside the compute, jitter, and what is read off the times."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op, action
+from penstock.schedule.catalog import build
+from penstock.schedule.passes import lower
+from penstock.schedule.placement import linear
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COMPUTE
+from penstock.schedule.text import parse_csv
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+from penstock.testing.programs import computed_programs
+
+KINDS = {op.value: op for op in Op}
+
+
+def one_rank(text: str, microbatches: int) -> Program:
+    steps = tuple(action(0, KINDS[word[:-1]], int(word[-1])) for word in text.split())
+    return Program(name="test", placement=linear(1), num_microbatches=microbatches, ranks=(steps,))
+
+
+SENDING = parse_csv("0F0,0F1,0F2\n1F0,1F1,1F2\n")
+
+
+@pytest.mark.parametrize("spelled_out", [False, True])
+@pytest.mark.parametrize(
+    ("switches", "first", "second"),
+    [
+        # F ends at 1, 2, 3; a message takes 2, and 0.5 more to arrive.
+        ({}, (1, 2, 3), (4.5, 5.5, 6.5)),
+        ({"one_message_at_a_time": True}, (1, 2, 3), (4.5, 6.5, 8.5)),
+        ({"transfers_overlap": False}, (1, 4, 7), (4.5, 7.5, 10.5)),
+    ],
+)
+def test_messages_take_their_bytes_time(
+    switches: dict[str, bool],
+    first: tuple[float, ...],
+    second: tuple[float, ...],
+    spelled_out: bool,
+) -> None:
+    costs = Costs(message_bytes=[6, 0], bandwidth=3, latency=0.5, **switches)  # type: ignore[arg-type]
+    result = simulate(lower(SENDING) if spelled_out else SENDING, costs)
+    ends = [[span.end for span in result.trace.compute(rank)] for rank in (0, 1)]
+    assert ends == [list(first), list(second)]
+    assert result.busy_per_rank == (3, 3)
+
+
+@given(computed_programs(max_ranks=3), st.booleans(), st.booleans())
+def test_what_is_in_turn_is_never_earlier(program: Program, overlap: bool, in_turn: bool) -> None:
+    costs = Costs(message_bytes=1, bandwidth=4, latency=0.25)
+    held_up = Costs(
+        message_bytes=1,
+        bandwidth=4,
+        latency=0.25,
+        transfers_overlap=overlap,
+        one_message_at_a_time=in_turn,
+    )
+    plain, slower = simulate(program, costs), simulate(program, held_up)
+    for early, late in zip(plain.ends, slower.ends, strict=True):
+        assert len(early) == len(late)
+        assert all(a <= b for a, b in zip(early, late, strict=True))
+    # Where sends are spelled out at once after what they send, nothing is different.
+    spelled = simulate(lower(program), held_up)
+    for rank in range(program.num_ranks):
+        assert [s.end for s in spelled.trace.compute(rank)] == [
+            s.end for s in slower.trace.compute(rank)
+        ]
+
+
+@given(computed_programs(max_ranks=3), st.integers(0, 3), st.booleans(), st.booleans())
+def test_the_critical_path_has_no_gap_but_messages(
+    program: Program, latency: int, overlap: bool, in_turn: bool
+) -> None:
+    costs = Costs(
+        forward=2,
+        latency=latency,
+        message_bytes=1,
+        bandwidth=2,
+        transfers_overlap=overlap,
+        one_message_at_a_time=in_turn,
+    )
+    result = simulate(program, costs)
+    path = result.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == result.makespan
+    for one, two in pairwise(path):
+        if one.rank != two.rank:
+            assert one.end + latency <= two.start or result.waited_for(two) is None
+        assert one.start <= two.start
+    lowered = simulate(lower(program), costs)
+    assert {s.action for s in path} == {s.action for s in lowered.critical_path}
+
+
+def test_what_was_waited_for() -> None:
+    result = simulate(build("1f1b", ranks=2, microbatches=2))
+    waits = {str(s.action): result.waited_for(s) for s in result.trace.spans}
+    assert {name: str(other) for name, other in waits.items() if other is not None} == {
+        "1F0": "0F0",
+        "0B0": "1B0",
+        "0B1": "1B1",
+    }
+    assert [str(s.action) for s in result.critical_path] == [
+        "0F0",
+        "1F0",
+        "1B0",
+        "1F1",
+        "1B1",
+        "0B1",
+    ]
+    other = build("gpipe", ranks=1, microbatches=9)
+    with pytest.raises(ScheduleError, match="is not in program '1f1b'"):
+        result.waited_for(simulate(other).trace.spans[-1])
+
+
+@given(computed_programs())
+def test_the_curve_of_memory_agrees_with_the_count(program: Program) -> None:
+    result = simulate(program)
+    assert result.peak_bytes == result.peak_in_flight
+    for curve in result.memory:
+        times = [time for time, _ in curve]
+        assert times == sorted(times)
+        assert curve[-1][1] == 0
+
+
+def test_memory_over_time_in_bytes() -> None:
+    program = one_rank("F0 F1 I0 W0 I1 W1", 2)
+    result = simulate(program, Costs(activation_bytes=8, weight_grad_bytes=2))
+    assert result.memory == (((0, 0), (0, 8), (1, 16), (3, 10), (4, 8), (5, 2), (6, 0)),)
+    assert result.peak_bytes == (16,)
+
+
+def test_what_is_recomputed_holds_little_and_takes_a_second_forward() -> None:
+    program = one_rank("F0 F1 RECOMPUTE0 B0 RECOMPUTE1 B1", 2)
+    result = simulate(program, Costs(activation_bytes=8, recompute_bytes=1, recompute=0.5))
+    assert result.makespan == 7
+    assert result.memory == (((0, 0), (0, 1), (1, 2), (2, 9), (4.5, 8), (7, 0)),)
+    assert simulate(program).makespan == 8
+
+
+def test_copies_run_beside_the_compute_and_the_backward_waits_for_them() -> None:
+    program = one_rank("F0 OFFLOAD0 F1 F2 B2 RELOAD0 B1 B0", 3)
+    costs = Costs(activation_bytes=8, offload_bandwidth=4, reload=5)
+    result = simulate(program, costs)
+    times = {str(s.action): (s.start, s.end) for s in result.trace.spans}
+    assert times["0OFFLOAD0"] == (1, 3)
+    assert times["0F1"] == (1, 2)
+    assert times["0RELOAD0"] == (5, 10)
+    assert times["0B1"] == (5, 7)
+    assert times["0B0"] == (10, 12)
+    assert result.busy == 9
+    assert result.peak_bytes == (24,)
+    last = result.trace.spans[-1]
+    assert str(result.waited_for(last)) == "0RELOAD0"
+
+
+def test_jitter_only_lengthens_and_is_the_same_for_a_seed() -> None:
+    program = build("zbv", ranks=3, microbatches=6)
+    plain, one = simulate(program), simulate(program, jitter=0.5, seed=1)
+    assert one == simulate(program, jitter=0.5, seed=1)
+    assert one.makespan != simulate(program, jitter=0.5, seed=2).makespan
+    for starts, ends in zip(one.starts, one.ends, strict=True):
+        assert all(
+            b - a + 1e-9 >= 1 and b - a <= 1.5 + 1e-9 for a, b in zip(starts, ends, strict=True)
+        )
+    assert plain.makespan < one.makespan <= 1.5 * plain.makespan
+    assert one.bounds.makespan <= plain.makespan
+
+
+@pytest.mark.parametrize("jitter", [-1, math.nan, math.inf])
+def test_what_is_no_jitter_is_refused(jitter: float) -> None:
+    with pytest.raises(ScheduleError, match="expected a finite number ≥ 0"):
+        simulate(build("gpipe", ranks=1, microbatches=1), jitter=jitter)
+
+
+def test_a_deadlock_is_worded_alike_whatever_messages_take() -> None:
+    program = parse_csv("0F0,0B0\n1B0,1F0\n")
+    costs = Costs(message_bytes=1, bandwidth=1, one_message_at_a_time=True)
+    with pytest.raises(ScheduleError, match=r"rank 0, step 1 of 2 \(0B0\) waits for 1I0"):
+        simulate(program, costs, jitter=0.5)
+
+
+def test_idle_shares_per_rank() -> None:
+    result = simulate(build("1f1b", ranks=2, microbatches=2), Costs(forward=[1, 2]))
+    assert result.bubble_per_rank == tuple(1 - b / result.makespan for b in result.busy_per_rank)
+    assert sum(result.bubble_per_rank) / 2 == pytest.approx(result.bubble_ratio)
+    assert all(span.action.op in COMPUTE for span in result.critical_path)
