@@ -78,6 +78,18 @@ def test_other_costs_are_given_by_name(penstock: Command) -> None:
     assert "--cost 'bandwith=2': expected NAME=VALUE; names are: " in wrong.err
 
 
+def test_jitter_makes_it_longer_and_a_seed_repeats_it(penstock: Command) -> None:
+    jittered = [
+        json.loads(
+            penstock("simulate", "1f1b", "--jitter", "0.2", "--jitter-seed", seed, "--json").out
+        )["makespan"]
+        for seed in ("1", "1", "2")
+    ]
+    assert jittered[0] == jittered[1] != jittered[2]
+    assert 33 < jittered[0] < 33 * 1.2
+    assert penstock("simulate", "1f1b", "--jitter", "-1").code == 2
+
+
 def test_a_memory_limit_is_compared_with_the_peak(penstock: Command) -> None:
     said = penstock("simulate", "1f1b", "--memory", "2")
     assert (said.code, said.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from penstock import Costs, build, schedules, simulate
+from penstock import Costs, build, check, schedules, simulate
 from penstock.schedule.family import Family
+from penstock.schedule.passes import lower
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.result import Simulation
 from penstock.trace import Span, Trace
@@ -58,6 +59,15 @@ def test_causes_seen_from_times_are_those_of_the_simulation(name: str, latency: 
     assert path[-1].end == pytest.approx(result.makespan)
     gaps = [b.start - a.end for a, b in pairwise(path)]
     assert all(math.isclose(gap, 0, abs_tol=1e-9) or gap == pytest.approx(latency) for gap in gaps)
+
+
+def test_transfers_that_are_spelled_out_change_nothing_that_is_drawn() -> None:
+    program = build("interleaved-1f1b", ranks=4, microbatches=8)
+    costs = Costs(latency=0.3)
+    plain = arrange(simulate(program, costs))
+    spelled = arrange(simulate(lower(check(program)), costs))
+    for name in ("action", "left", "right", "waited"):
+        assert spelled.boxes[name] == plain.boxes[name]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv", "chimera"])

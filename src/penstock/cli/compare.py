@@ -15,7 +15,6 @@ from penstock.cli.terminal import number, percent, stdout, table
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
 from penstock.simulate.shares import share_out
 
@@ -98,5 +97,5 @@ def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row:
     return _Row(
         label=source if ":" in source else program.name,
         share=share,
-        result=simulate(program, share_out(costs, share) if per is Per.RANK else costs),
+        result=setting.play(program, share_out(costs, share) if per is Per.RANK else costs),
     )

@@ -45,7 +45,7 @@ def render(
         beside = None if alone or found.unit != "s" else _simulated(found)
         _write(found, beside, output)
     else:
-        _write(simulate(check(found), setting.costs()), None, output)
+        _write(setting.play(check(found)), None, output)
     stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
 
 

@@ -49,8 +49,8 @@ def search(
     """Search for the best program within --memory, and prove how far from the best it may be."""
     from penstock.search.engine import search as find
 
-    if setting.option:
-        raise PenstockError("search takes no --option; it is no schedule's")
+    if setting.option or setting.jitter:
+        raise PenstockError("search takes no --option, which is a schedule's, and no --jitter")
     _refuse_unknown(output)
     with _bar() as bar:
         task = bar.add_task("search", total=1.0, best="")

@@ -16,7 +16,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from penstock.errors import ScheduleError
+from penstock.schedule.program import Program
 from penstock.simulate.costs import Cost, Costs
+from penstock.simulate.engine import simulate
+from penstock.simulate.result import Simulation
 
 __all__ = ["Setting", "read_options", "takes_setting"]
 
@@ -41,6 +44,8 @@ class Setting:
         latency: time of a message between ranks.
         overlap: time of an overlapped block; None for its parts' together.
         cost: other costs, each as ``name=value``.
+        jitter: by what share of its cost a computation may last longer.
+        jitter_seed: of the jitter.
         memory: the most that a rank may hold; None for any amount.
     """
 
@@ -100,6 +105,32 @@ class Setting:
             rich_help_panel=_PANEL,
         ),
     ] = None
+
+    jitter: Annotated[
+        float,
+        typer.Option(
+            help="By what share of its cost a computation may last longer, by chance.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 0.0
+    jitter_seed: Annotated[int, typer.Option(help="Of the jitter.", rich_help_panel=_PANEL)] = 0
+
+    def play(self, program: Program, costs: Costs | None = None) -> Simulation:
+        """Simulate a program in this setting.
+
+        Args:
+            program: what to simulate.
+            costs: other costs than the setting's.
+
+        Raises:
+            ScheduleError: as ``simulate``.
+        """
+        return simulate(
+            program,
+            self.costs() if costs is None else costs,
+            jitter=self.jitter,
+            seed=self.jitter_seed,
+        )
 
     def costs(self) -> Costs:
         """The costs, as numbers.

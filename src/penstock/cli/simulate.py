@@ -10,7 +10,6 @@ from penstock.cli.figures import figures_json, figures_text, peaks_text
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import load_program
 from penstock.cli.terminal import number, stdout, warn
-from penstock.simulate.engine import simulate as play
 from penstock.simulate.result import Simulation
 
 __all__ = ["simulate"]
@@ -27,7 +26,7 @@ def simulate(
 ) -> None:
     """Simulate a step: its timeline in colour, its bubble, its peak memory."""
     program = load_program(schedule, setting)
-    result = play(program, setting.costs())
+    result = setting.play(program)
     console = stdout()
     if json:
         console.print(figures_json(result), markup=False, soft_wrap=True)

@@ -109,6 +109,9 @@ def trace_of(step: Step) -> Trace:
 
 def _causes(result: Simulation, spans: Sequence[Span]) -> dict[Span, Span]:
     """For each computation, what it waited for, or the one before it on its rank."""
+    if result.program.has_transfers:
+        # There it waits for a receive, which is not drawn, and means a computation elsewhere.
+        return waited_for(result.trace)
     made = makers(spans)
     causes: dict[Span, Span] = {}
     before: dict[int, Span] = {}
