@@ -1,4 +1,4 @@
-"""How long it takes to plan a large step, and to import Penstock."""
+"""How long it takes to plan, prove and simulate a large step, and to import Penstock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ import sys
 import time
 
 from benchmarks.figures import Figure
-from penstock import build
+from penstock import build, simulate
 from penstock.schedule.check import check
 from penstock.schedule.passes import lower
 
-__all__ = ["measure_import", "measure_planning"]
+__all__ = ["measure_check", "measure_import", "measure_planning", "measure_simulation"]
+
+# Interleaved, backwards split: 3 x 64 x 4 x 1024 = 786,432 computations.
+_LARGE = {"ranks": 64, "microbatches": 1024, "virtual": 4}
+_PROVE = """
+import resource, time
+from penstock import build, check
+program = build("interleaved-zb", **{large})
+start = time.process_time()
+check(program)
+print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+# Simulated actions per second of CPU time that are asked for.
+_ACTIONS_PER_S = 300_000
 
 
 def measure_planning(rounds: int) -> list[Figure]:
@@ -34,6 +47,68 @@ def measure_planning(rounds: int) -> list[Figure]:
             unit="s",
         )
     ]
+
+
+def measure_check(rounds: int) -> list[Figure]:
+    """Prove a program of 786,432 computations, in a process of its own: CPU time, peak memory."""
+    found = []
+    for _ in range(rounds):
+        done = subprocess.run(
+            [sys.executable, "-c", _PROVE.format(large=_LARGE)],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        seconds, peak = map(float, done.stdout.split())
+        found.append((seconds, peak / 1024))
+    times, peaks = zip(*found, strict=True)
+    name = "786,432 computations, P=64 V=4 M=1024"
+    return [
+        Figure(
+            group="check",
+            name=name,
+            over="",
+            value=statistics.median(times),
+            bound=20.0,
+            unit="s",
+        ),
+        Figure(
+            group="check",
+            name=f"{name}: peak, with the program",
+            over="",
+            value=max(peaks),
+            bound=2048.0,
+            unit="MB",
+        ),
+    ]
+
+
+def measure_simulation(rounds: int) -> list[Figure]:
+    """Simulate programs without transfers: CPU time of 300,000 actions."""
+    figures = []
+    for name, numbers in (
+        ("1f1b", {"ranks": 8, "microbatches": 2048}),
+        ("interleaved-1f1b", {"ranks": 64, "microbatches": 512, "virtual": 2}),
+        ("dualpipev", {"ranks": 16, "microbatches": 512}),
+    ):
+        program = build(name, **numbers)
+        actions = sum(1 for _ in program.actions())
+        times = []
+        for _ in range(rounds):
+            start = time.process_time()
+            simulate(program)
+            times.append(time.process_time() - start)
+        figures.append(
+            Figure(
+                group="simulate",
+                name=f"{_ACTIONS_PER_S:,} actions of {name}",
+                over="",
+                value=statistics.median(times) / actions * _ACTIONS_PER_S,
+                bound=1.0,
+                unit="s",
+            )
+        )
+    return figures
 
 
 def measure_import(rounds: int) -> list[Figure]:
