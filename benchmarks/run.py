@@ -26,7 +26,13 @@ from rich.console import Console
 
 from benchmarks.figures import Figure, load_figures, save_figures, show_figures, write_page
 from benchmarks.memory import measure_memory
-from benchmarks.planning import measure_import, measure_planning
+from benchmarks.planning import (
+    measure_check,
+    measure_import,
+    measure_planning,
+    measure_simulation,
+)
+from benchmarks.search import measure_search
 from benchmarks.split_backward import measure as measure_split_widths
 from benchmarks.step_time import measure_compute_bound, measure_tiny
 
@@ -55,6 +61,9 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
         "split": lambda: measure_split(0.1 if quick else 1.0),
         "memory": measure_memory,
         "planning": lambda: measure_planning(rounds=1 if quick else 5),
+        "search": lambda: measure_search(quick),
+        "check": lambda: measure_check(rounds=1 if quick else 3),
+        "simulate": lambda: measure_simulation(rounds=1 if quick else 5),
         "import": lambda: measure_import(rounds=2 if quick else 7),
     }
 
