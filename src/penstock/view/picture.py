@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
-from penstock.schedule.action import Op
 from penstock.trace import Span, Trace
-from penstock.view.palette import COLOURS, NAMES, shade
+from penstock.view.palette import COLOURS, ink, name_of, shades
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,18 +112,18 @@ def _panels(traces: Sequence[Trace], width: float) -> tuple[Figure, list[Axes]]:
 
 
 def _draw_lanes(axes: Axes, trace: Trace, width: float) -> None:
-    chunk_of = _chunks(trace)
+    colours = shades(trace)
     spans = [span for rank in range(trace.num_ranks) for span in trace.compute(rank)]
     origin = min((span.start for span in spans), default=0.0)
     inches = (width - _MARGIN - 0.2) / axes.get_xlim()[1]
-    for op in COLOURS:
-        for stage in sorted({s.action.stage for s in spans if s.action.op is op}):
-            boxes = [s for s in spans if s.action.op is op and s.action.stage == stage]
-            _draw_boxes(axes, boxes, origin, shade(COLOURS[op], *chunk_of[stage]))
+    boxes: dict[str, list[Span]] = {}
+    for span in spans:
+        boxes.setdefault(colours[span.rank, span.action.op, span.action.stage], []).append(span)
+    for colour in sorted(boxes):
+        _draw_boxes(axes, boxes[colour], origin, colour)
     for span in spans:
         label = str(span.action.microbatch)
         if (span.end - span.start) * inches >= len(label) * _DIGIT_WIDTH + 0.04:
-            light = span.action.op is Op.INPUT_GRAD or chunk_of[span.action.stage][0] > 0
             axes.text(
                 (span.start + span.end) / 2 - origin,
                 span.rank + 0.5,
@@ -132,25 +131,13 @@ def _draw_lanes(axes: Axes, trace: Trace, width: float) -> None:
                 ha="center",
                 va="center_baseline",
                 fontsize=_FONT,
-                color="black" if light else "white",
+                color=ink(colours[span.rank, span.action.op, span.action.stage]),
             )
     axes.set_yticks([rank + 0.5 for rank in range(trace.num_ranks)])
     axes.set_yticklabels([f"rank {rank}" for rank in range(trace.num_ranks)])
     axes.tick_params(labelsize=8, length=0, axis="y")
     axes.tick_params(labelsize=8, axis="x")
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _chunks(trace: Trace) -> dict[int, tuple[int, int]]:
-    """For each stage: the how-manieth on its rank it is, and how many that rank holds."""
-    held: dict[int, set[int]] = {}
-    for span in trace.spans:
-        held.setdefault(span.rank, set()).add(span.action.stage)
-    return {
-        stage: (position, len(stages))
-        for stages in held.values()
-        for position, stage in enumerate(sorted(stages))
-    }
 
 
 def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float, colour: str) -> None:
@@ -173,7 +160,7 @@ def _draw_legend(figure: Figure, traces: Sequence[Trace]) -> None:
 
     used = {span.action.op for trace in traces for span in trace.spans}
     patches: list[Any] = [
-        Patch(facecolor=colour, label=NAMES[op]) for op, colour in COLOURS.items() if op in used
+        Patch(facecolor=colour, label=name_of(op)) for op, colour in COLOURS.items() if op in used
     ]
     patches.append(Patch(facecolor="white", edgecolor="#bbbbbb", label="idle"))
     figure.legend(handles=patches, loc="lower right", ncols=len(patches), fontsize=8, frameon=False)
