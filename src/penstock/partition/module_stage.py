@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.absent import Absent, Kind, Origin, Source, named, sources_of
-from penstock.partition.crossings import Call, Crossings
+from penstock.partition.absent import Kind, Source, named, sources_of
+from penstock.partition.crossings import Crossings
 from penstock.partition.dry_run import input_names
-from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.shell import build_shell, own_tree
+from penstock.partition.stage_player import Left, StagePlayer, absent
 from penstock.partition.units import Units
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.trees import flatten
@@ -30,10 +30,6 @@ from penstock.stage.trees import flatten
 __all__ = ["ModuleStage", "FindCrossings"]
 
 FindCrossings = Callable[[tuple[Any, ...], Mapping[str, Any], bool], Crossings]
-
-
-class Left(BaseException):  # no error: the stage's own parts have run
-    """Leaves the model's forward; not an Exception, so that no model catches it."""
 
 
 class ModuleStage(nn.Module):
@@ -170,7 +166,8 @@ class ModuleStage(nn.Module):
             else:
                 source = Source(Kind.INPUT, 0, i, f"number {i}")
                 leaves[i] = absent(leaf, self._player.device, source)
-        ((args, kwargs),) = rebuilt(plan.inputs.tree, leaves)
+        given: Any = optree.tree_unflatten(plan.inputs.tree, leaves)
+        ((args, kwargs),) = given
         return args, kwargs
 
     # --- running -----------------------------------------------------------------------------
@@ -183,16 +180,17 @@ class ModuleStage(nn.Module):
             _registry(self._shell, name)[0][last] = registry[last]
         player = self._player
         lent = self._lend(values)
-        player.begin(plan, values, self._is_last)
+        player.begin(plan, values)
         try:
-            output = self._shell(*args, **kwargs)
-        except Left:
-            output = None
+            try:
+                output = self._shell(*args, **kwargs)
+            except Left:
+                output = None
+            player.check_done()
         finally:
             player.end()
             for registry, name, hollow in lent:
                 registry[name] = hollow
-        player.check_done(plan)
         return output
 
     def _lend(self, values: dict[Source, Tensor]) -> list[tuple[Any, str, Any]]:
@@ -218,188 +216,3 @@ def _registry(module: nn.Module, name: str) -> tuple[Any, str]:
     path, _, last = name.rpartition(".")
     holder = module.get_submodule(path)
     return (holder._parameters if last in holder._parameters else holder._buffers), last
-
-
-def rebuilt(tree: optree.PyTreeSpec, leaves: list[Any]) -> Any:
-    """A tree of these leaves."""
-    return optree.tree_unflatten(tree, leaves)
-
-
-def absent(meta: TensorMeta, device: torch.device, source: Source) -> Absent:
-    """What stands for a tensor that ``meta`` describes."""
-    inner = torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta")
-    body = meta.unpack(inner)
-    if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
-        return Absent(body, device, Origin({source}))
-    made: Absent = _Guarded.apply(_anchor, body, device, source)  # type: ignore[no-untyped-call]
-    return made
-
-
-# Requires a gradient, so that what is made from it does.
-_anchor = torch.zeros(0, requires_grad=True)
-
-
-class _Guarded(torch.autograd.Function):
-    """Makes absent tensors that no gradient may reach: their real ones would not get it.
-
-    Nothing that is here is computed from them. But an autograd function of the model's own may
-    take one, leave its value alone, and have a gradient for it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, body: Tensor, device: torch.device, source: Source
-    ) -> Absent:
-        ctx.source = source
-        return Absent(body, device, Origin({source}))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise PartitionError(
-            f"a gradient is computed for {ctx.source} on a stage that does not have it: an "
-            "autograd function between the model's parts takes it without using its value; move "
-            "that into a module"
-        )
-
-
-class StagePlayer:
-    """Runs a stage's own units, and says what stands for the others' results (see ``Play``).
-
-    Args:
-        index: the stage.
-        device: where absent values claim to be.
-    """
-
-    def __init__(self, index: int, device: torch.device) -> None:
-        self.index = index
-        self.device = device
-        self._plan: Crossings | None = None
-        self._values: dict[Source, Tensor] = {}
-        self._versions: dict[Source, int] = {}
-        self._next = self._end = 0
-
-    def begin(self, plan: Crossings, values: dict[Source, Tensor], to_the_end: bool) -> None:
-        """A microbatch begins; ``values`` are those that are here, and are added to."""
-        self._plan = plan
-        self._values = values
-        self._next = 0
-        self._end = len(plan.calls) if to_the_end else plan.last_call(self.index) + 1
-        carried = () if to_the_end else plan.carried[self.index]
-        self._wanted = {(s.call, s.leaf): s for s in carried if s.kind is Kind.OUTPUT}
-        self._versions = {s: value._version for s, value in values.items()}
-        self._has_grad = torch.is_grad_enabled()
-
-    def end(self) -> None:
-        """It is through, or has failed."""
-        self._plan = None
-        self._checked, self._versions = self._versions, {}
-
-    def check_done(self, plan: Crossings) -> None:
-        """Have all own units run, and is what crosses as it was computed?
-
-        Raises:
-            PartitionError: no.
-        """
-        if self._next < self._end:
-            raise PartitionError(
-                f"stage {self.index} did not call {plan.calls[self._next].unit}, which it called "
-                "in its dry run; which parts a model calls may not depend on values"
-            )
-        for source, version in self._checked.items():
-            if self._values[source]._version != version:
-                raise PartitionError(
-                    f"stage {self.index}: {source} crosses to other stages, but was written into "
-                    "after it was computed; compute a new tensor instead"
-                )
-
-    def call(self, unit: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a unit."""
-        plan = self._plan
-        if plan is None:  # computed again in the backward, by checkpointing
-            return run(*args, **kwargs)
-        index = self._next
-        if index >= self._end and self._end < len(plan.calls):
-            raise Left
-        call = plan.calls[index] if index < len(plan.calls) else None
-        if call is None or call.unit != unit:
-            raise PartitionError(
-                f"stage {self.index} calls {unit} where its dry run called "
-                f"{'nothing more' if call is None else call.unit}; which parts a model calls may "
-                "not depend on values"
-            )
-        self._next = index + 1
-        if call.stage != self.index:
-            return self._stand_in(index, call)
-        missing = sources_of(flatten((args, kwargs))[0])
-        if missing:
-            raise PartitionError(
-                f"stage {self.index}: {unit} is called with {named(missing)}, which its dry run "
-                "did not show and which is not here; does what it is given depend on values?"
-            )
-        marked = mark()
-        result = run(*args, **kwargs)
-        if self._has_grad and not torch.is_grad_enabled() and self._crosses(index):
-            given = [*run.parameters(), *flatten((args, kwargs))[0]]
-            takes_grad = any(isinstance(x, Tensor) and x.requires_grad for x in given)
-            self._refuse_cut_off(takes_grad, unit)
-        return self._note(index, call, result, marked)
-
-    def _crosses(self, index: int) -> bool:
-        return any(call == index for call, _ in self._wanted)
-
-    def _refuse_cut_off(self, matters: bool, unit: str) -> None:
-        if matters and self._has_grad and not torch.is_grad_enabled():
-            raise PartitionError(
-                f"{unit} is called without gradients (in a checkpoint with use_reentrant=True, or "
-                "under no_grad), but what it returns crosses to another stage: its gradient would "
-                "be lost; use use_reentrant=False, freeze its parameters, or cut elsewhere"
-            )
-
-    def _stand_in(self, index: int, call: Call) -> Any:
-        leaves: list[Any] = list(call.output.leaves)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, TensorMeta):
-                source = Source(Kind.OUTPUT, index, i, call.unit)
-                value = self._values.get(source)
-                if value is None:
-                    leaves[i] = absent(leaf, self.device, source)
-                else:
-                    self._refuse_cut_off(value.requires_grad, call.unit)
-                    leaves[i] = value.clone() if i in call.written else value
-        ((result, captured),) = rebuilt(call.output.tree, leaves)
-        replay(captured)
-        return result
-
-    def _note(self, index: int, call: Call, result: Any, marked: Mapping[str, int] | None) -> Any:
-        output = ((result, capture_since(marked)),)
-        leaves, tree = flatten(output)
-        if tree != call.output.tree:
-            raise PartitionError(
-                f"stage {self.index}: {call.unit} returned {tree}, in its dry run "
-                f"{call.output.tree}; what it returns may not depend on values"
-            )
-        changed = False
-        for i, (leaf, expected) in enumerate(zip(leaves, call.output.leaves, strict=True)):
-            if not isinstance(expected, TensorMeta) or not isinstance(leaf, Tensor):
-                if isinstance(leaf, Tensor) or leaf != expected:
-                    raise self._differs(call, i, leaf, expected)
-                continue
-            if leaf.shape != expected.shape or leaf.dtype is not expected.dtype:
-                raise self._differs(call, i, tuple(leaf.shape), expected)
-            source = self._wanted.get((index, i))
-            if source is not None:
-                self._values[source] = leaf
-                self._versions[source] = leaf._version
-                if i in call.written:
-                    leaves[i] = leaf.clone()
-                    changed = True
-        if not changed:
-            return result
-        ((result, _),) = rebuilt(tree, leaves)
-        return result
-
-    def _differs(self, call: Call, leaf: int, got: Any, expected: Any) -> PartitionError:
-        return PartitionError(
-            f"stage {self.index}: output {leaf} of {call.unit} is {got}, in its dry run "
-            f"{expected}; other stages run by what the dry run showed"
-        )
