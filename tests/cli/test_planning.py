@@ -151,6 +151,8 @@ def test_one_model_is_compared_over_more_or_fewer_stages(penstock: Command) -> N
         (["simulate", "1f1b", "--forward", "one"], "--forward 'one': expected a number, or one"),
         (["simulate", "1f1b", "--forward", "1,2,3"], "has 3 numbers, but the program has 4"),
         (["simulate", "1f1b", "-O", "group=4"], "1f1b has no option 'group'"),
+        (["simulate", "interleaved-1f1b", "-O", "group=x"], "group='x' would leave ranks waiting"),
+        (["simulate", "interleaved-1f1b", "-O", "group=4.5"], "groups of 4 to 8 work"),
         (["simulate", "interleaved-1f1b", "-O", "group"], "option 'group': expected NAME=VALUE"),
         (["simulate", "no-such-file.csv"], "no-such-file.csv: No such file or directory"),
         (["compare", "1f1b", "zvb"], "did you mean 'zbv'?"),

@@ -54,14 +54,15 @@ def interleaved_1f1b(
         >>> " ".join(map(str, program.ranks[1]))
         '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
     """
-    if group is not None and not ranks <= group <= microbatches:
+    whole = isinstance(group, int) and not isinstance(group, bool)
+    if group is not None and not (whole and ranks <= group <= microbatches):
         works = (
             f"groups of {ranks} to {microbatches} work"
             if ranks <= microbatches
             else f"with fewer microbatches ({microbatches}) than ranks, leave it out"
         )
         raise ScheduleError(
-            f"interleaved-1f1b on {ranks} ranks: group={group} would leave ranks waiting; {works}"
+            f"interleaved-1f1b on {ranks} ranks: group={group!r} would leave ranks waiting; {works}"
         )
     groups = _groups(ranks, microbatches, group or ranks)
     order = looped_order(virtual=virtual, groups=groups)
