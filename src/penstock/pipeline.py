@@ -197,6 +197,7 @@ class Pipeline:
     ) -> list[PipelineStage]:
         if self._cut is None:
             given: list[Any] = list(model)  # type: ignore[arg-type]
+            self._ties = self._ties or given[0].ties
             return given
         placement = program.placement
         modules = self._cut.modules

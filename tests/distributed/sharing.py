@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Pipeline, PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from penstock import (
+    Pipeline,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    SplitPoint,
+    pipeline,
+)
 from penstock.errors import PenstockError
 from penstock.runtime import shared
 from penstock.testing.compare import assert_same, plain_step, snapshot
@@ -29,6 +36,7 @@ __all__ = [
     "TIED",
     "bitwise_equal",
     "by_hand",
+    "captured",
     "clip",
     "fail_in_backward",
     "faulty",
@@ -134,6 +142,17 @@ def by_hand(rank: int, num_ranks: int) -> dict[str, Tensor | None]:
     batch, target = TIED.batch(6, 0)
     schedule.step(*([batch] if rank == 0 else []), target=target)
     return {name: param.grad for name, param in part.named_parameters()}
+
+
+def captured(rank: int, num_ranks: int) -> dict[str, Tensor | None]:
+    """A step over the stages of a captured model, which know themselves what is tied."""
+    model = tied_gpt(4)
+    batch, target = TIED.batch(6, 0)
+    cut = pipeline(model, (batch[:2],), split_spec={"2": SplitPoint.BEGINNING})
+    stage = cut.build_stage(rank, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 3, token_loss, timeout_s=TIMEOUT_S)
+    schedule.step(*([batch] if rank == 0 else []), target=target)
+    return {name: param.grad for name, param in stage.submod.named_parameters()}
 
 
 class Part(nn.Sequential):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,13 +85,14 @@ def test_a_layer_in_three_stages_is_summed_in_one_order() -> None:
         assert all(bitwise_equal(each[name], grads[0][name]) for each in grads[1:])
 
 
-def test_ties_by_name_between_stages_cut_by_hand() -> None:
-    """Of all schedules one that splits its backward; the embedding's whole module is named."""
+@pytest.mark.parametrize("work", [sharing.by_hand, sharing.captured], ids=["by hand", "captured"])
+def test_ties_between_stages_that_are_given_to_a_schedule(work: Callable[..., Any]) -> None:
+    """Named for stages cut by hand, by their modules' names; known to those of a captured model."""
     whole = sharing.tied_gpt(4)
     batch, target = sharing.TIED.batch(6, 0)
     plain_step(whole, sharing.TIED.loss_fn, batch, target=target, n_microbatches=3)
     expected = {name: param.grad for name, param in whole.named_parameters()}
-    first, second = (o.result() for o in run_ranks(sharing.by_hand, 2))
+    first, second = (o.result() for o in run_ranks(work, 2))
     torch.testing.assert_close(first["0.tokens.weight"], expected["0.tokens.weight"])
     assert bitwise_equal(first["0.tokens.weight"], second["3.weight"])
     for name, grad in {**first, **second}.items():

@@ -60,7 +60,8 @@ class PipelineSchedule:
         shared: the parameters that several stages have in common, which ranks in processes of
             their own can't see: for each a mapping from stage to name there, such as
             ``{0: "embed.weight", 3: "head.weight"}``; the name of a module stands for all of its
-            parameters. The same on every rank. Each place then gets the whole gradient, and the
+            parameters. The same on every rank. Stages of a captured model know it by themselves.
+            Each place then gets the whole gradient, and the
             first stage's value before the first step.
         transports: the ranks that this process plays, if not just its own of the stages' group.
 
@@ -111,7 +112,8 @@ class PipelineSchedule:
                 )
             program = program or self._build(stages, transports[0].num_ranks)
             by_index = {s.stage_index: s for s in stages}
-            self.engine = Engine(program, by_index, transports, options, shared)
+            ties = shared or stages[0].ties
+            self.engine = Engine(program, by_index, transports, options, ties)
         except PenstockError as error:
             # The other ranks may be waiting for this one in their first step.
             for transport in transports:

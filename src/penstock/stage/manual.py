@@ -13,7 +13,7 @@ hand: they keep a slot per microbatch, and hand out ``dist.P2POp`` lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ class PipelineStage(Stage):
             self.static_inputs = static_spec(input_args, input_grads, "input", stage_index)
             self.static_outputs = static_spec(output_args, output_grads, "output", stage_index)
         self.get_mesh = get_mesh
+        # The parameters that several stages share, by stage and name, where that is known.
+        self.ties: Sequence[Mapping[int, str]] = ()
         self.group = group
         self.group_rank: int = group.rank() if group is not None else 0
         self.group_size: int = group.size() if group is not None else 1

@@ -33,6 +33,11 @@ class GraphInfo(Protocol):
         """How many stages there are."""
         ...
 
+    @property
+    def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """For each parameter that several stages hold, its places as (stage, name)."""
+        ...
+
 
 class TracedStage(PipelineStage):
     """A stage of a captured model.
@@ -55,6 +60,7 @@ class TracedStage(PipelineStage):
     ) -> None:
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group=group)
         self.pipe_info = pipe_info
+        self.ties = tuple(dict(reversed(places)) for places in pipe_info.shared)
         nodes = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
         self._stage_names = {str(node.target): i for i, node in enumerate(nodes)}
         self.name = nodes[stage_index].name
