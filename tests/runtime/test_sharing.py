@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, PipelineStage
+from penstock.runtime.loopback import loopback
+from penstock.runtime.sharing import Sharing
+from penstock.schedule.placement import bidirectional
 from penstock.stage.counted import counts_here
 from penstock.training.clip import clip_grad_norm_
 from tests.agreement import ROUNDING, Twins
@@ -197,3 +200,18 @@ def test_one_object_is_left_to_autograd(caplog: pytest.LogCaptureFixture) -> Non
     inputs, target = tokens(8, 0)
     both.step(inputs, target=target)
     assert all(counts_here(param) for param in both.pipe.parameters())
+
+
+def test_statistics_of_copies_in_several_processes_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    placement = bidirectional(2)
+    modules = [nn.BatchNorm1d(4), nn.Linear(4, 4)]
+    stages = {i: PipelineStage(modules[i % 2], i, 4, CPU) for i in placement.stages_of(0)}
+    Sharing([], placement, stages, loopback(2)[:1])
+    assert "the 2 copies of a batch norm each keep the statistics" in caplog.text
+    # All in one process, they are one module, which all microbatches pass.
+    caplog.clear()
+    every = {i: PipelineStage(modules[i % 2], i, 4, CPU) for i in range(4)}
+    Sharing([], placement, every, loopback(2))
+    assert not caplog.records
