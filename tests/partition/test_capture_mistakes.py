@@ -173,6 +173,20 @@ def test_memory_shared_across_a_cut_and_written_after_it() -> None:
         pipeline(Of(written_views), (X,))
 
 
+def written_parts(model: Of, x: Tensor) -> Tensor:
+    left, right = model.layers[0](x).split(2, dim=1)
+    whole = torch.cat((left, right), dim=1)
+    pipe_split()
+    left.mul_(2.0)
+    return model.layers[1](whole) + left.sum() + right.sum()
+
+
+def test_parts_of_one_tensor_of_which_one_is_written() -> None:
+    """They may overlap for all that is known, so they may not be sent apart."""
+    with pytest.raises(PartitionError, match="share memory, and mul_"):
+        pipeline(Of(written_parts), (X,))
+
+
 def counts(model: Of, x: Tensor) -> Tensor:
     x = model.layers[0](x) + model.count
     pipe_split()

@@ -35,19 +35,17 @@ def is_mutable(target: Any) -> bool:
 
 
 def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
-    """For each argument of an operation: its name, whether a result shares its memory, and whether
-    it is written into. None for what has no schema."""
+    """For each argument of an operation: its name, whether a result may share its memory, and
+    whether it is written into. None for what has no schema."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return None
-    shared: set[str] = set()
-    for result in schema.returns:
-        if result.alias_info is not None:
-            shared |= set(result.alias_info.before_set)
+    # An argument with a mark is written into, or is what a result is a view of. (The results
+    # themselves are not asked: where they are a list, as of split, they carry no mark.)
     return [
         (
             arg.name,
-            arg.alias_info is not None and bool(set(arg.alias_info.before_set) & shared),
+            arg.alias_info is not None,
             arg.alias_info is not None and bool(arg.alias_info.is_write),
         )
         for arg in schema.arguments
@@ -167,7 +165,8 @@ def _bound(value: Any, otherwise: float) -> float:
 
 
 def shape_text(value: Any) -> str:
-    """A captured value for messages: ``f32[4, 8]``-like for tensors, else its type."""
+    """A captured value for messages: ``float32[*, 8]``, open sizes as stars, or its type."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        sizes = ", ".join(str(size) if isinstance(size, int) else "*" for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
     return type(value).__name__

@@ -64,7 +64,7 @@ def pipeline(
         >>> pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.END})
         >>> pipe
         Pipe of 2 stages
-          stage 0: 40 parameters in 0; hands on relu float32[2, 8]
+          stage 0: 40 parameters in 0; hands on relu float32[*, 8]
           stage 1: 18 parameters in 2
         >>> [name for name, _ in pipe.get_stage_module(1).named_parameters()]
         ['2.weight', '2.bias']
