@@ -21,8 +21,11 @@ from penstock.testing.compare import PlainResult, Tolerance, assert_same, plain_
 __all__ = ["BIDIRECTIONAL", "TRAINING", "ROUNDING", "Twins", "virtuals"]
 
 # The schedules that train, in one direction: what they sum, they sum in the plain loop's order.
+# Those that split sequences want stages that hand on their state.
 TRAINING = tuple(
-    each.name for each in penstock.schedules() if each.name != "forward-only" and each.copies == 1
+    each.name
+    for each in penstock.schedules()
+    if each.name != "forward-only" and each.copies == 1 and not each.splits_sequences
 )
 # Those with a copy of the weights for each of two directions, which are summed apart.
 BIDIRECTIONAL = tuple(each.name for each in penstock.schedules() if each.copies > 1)

@@ -34,7 +34,12 @@ def plays_over(program: Program, channels: Channels) -> bool:
     def may(rank: int, act: Action) -> bool:
         if act.op in RECEIVES:
             return True
-        for before in prerequisites(act, program.placement, transfers=program.has_transfers):
+        for before in prerequisites(
+            act,
+            program.placement,
+            transfers=program.has_transfers,
+            num_splits=program.num_splits,
+        ):
             if before not in done:
                 return False
             # A message is there when as many have been sent as its receive's number says.

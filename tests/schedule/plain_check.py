@@ -126,7 +126,9 @@ def _plays_to_its_end(program: Program) -> bool:
 def _is_ready(act: Action, program: Program, done: set[Action], transfers: bool) -> bool:
     if act.op in RECEIVES:
         return True
-    for before in prerequisites(act, program.placement, transfers=transfers):
+    for before in prerequisites(
+        act, program.placement, transfers=transfers, num_splits=program.num_splits
+    ):
         if before not in done:
             return False
         # A posted receive is no value yet: the message must have been sent.

@@ -64,6 +64,17 @@ TIMELINES = [
         """,
     ),
     (
+        "seq1f1b",
+        3,
+        2,
+        1,
+        """
+        rank 0  F0 F1 F2 F3 .. .. .. .. B1 -- .. B0 -- .. B3 -- B2 --
+        rank 1  .. F0 F1 F2 .. .. B1 -- F3 B0 -- .. B3 -- B2 -- .. ..
+        rank 2  .. .. F0 F1 B1 -- F2 B0 -- F3 B3 -- B2 -- .. .. .. ..
+        """,
+    ),
+    (
         "interleaved-1f1b",
         2,
         4,
@@ -328,14 +339,22 @@ def test_simulation_ends_and_no_rank_is_busier_than_the_makespan(program: Progra
 @settings(deadline=None, max_examples=150)
 @given(programs(TRAINING))
 def test_gradients_are_summed_in_the_order_of_microbatches(program: Program) -> None:
-    """One device sums them in that order: only so are sums equal to the last bit."""
+    """One device sums them in that order: only so are sums equal to the last bit.
+
+    Where sequences are split there is no such order on one device: their last pieces come first.
+    """
     summed: dict[int, list[int | None]] = {}
     for act in program.actions():
         if act.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD):
             summed.setdefault(act.stage, []).append(act.microbatch)
-    placement = program.placement
+    placement, splits = program.placement, program.num_splits
+    order = [
+        piece
+        for whole in range(0, program.num_microbatches, splits)
+        for piece in reversed(range(whole, whole + splits))
+    ]
     assert summed == {
-        stage: [m for m in range(program.num_microbatches) if placement.passes(m, stage)]
+        stage: [m for m in order if placement.passes(m, stage)]
         for stage in range(program.num_stages)
     }
 
@@ -365,6 +384,7 @@ def test_memory_stays_in_its_bound(program: Program) -> None:
         bound = {
             "gpipe": microbatches,
             "1f1b": ranks - rank,
+            "seq1f1b": ranks - rank + 1,
             "interleaved-1f1b": (virtual - 1) * group + 2 * (ranks - rank - 1) + 1,
             "looped-bfs": virtual * microbatches,
             "interleaved-zb": (virtual - 1) * group + ranks,
@@ -440,7 +460,8 @@ def test_stages_lie_as_the_catalog_says(each: Family) -> None:
     assert program.placement == expected
     assert program.placement.copies == each.copies
     assert program.name == each.name
-    assert program.num_microbatches == microbatches
+    assert program.num_whole_microbatches == microbatches
+    assert (program.num_splits > 1) == each.splits_sequences
 
 
 @settings(deadline=None, max_examples=100)

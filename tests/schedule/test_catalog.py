@@ -81,6 +81,7 @@ def test_defaults_are_one_stage_per_rank_where_linear_and_two_elsewhere() -> Non
         "gpipe": 1,
         "1f1b": 1,
         "eager-1f1b": 1,
+        "seq1f1b": 1,
         "interleaved-1f1b": 2,
         "looped-bfs": 2,
         "zb-h1": 1,
@@ -124,6 +125,8 @@ def test_numbers_that_do_not_work_get_the_nearest_that_do(
 @pytest.mark.parametrize(
     ("name", "numbers", "said"),
     [
+        ("seq1f1b", {"splits": 1}, r"splits=1 must be a whole number from 2 on; 1f1b is"),
+        ("seq1f1b", {"splits": 2.0}, r"splits=2.0 must be a whole number from 2 on"),
         ("gis", {"group": 3}, r"group=3 does not work; whole numbers from 4 on do"),
         ("gis-h", {"group": 0}, r"group=0 does not work; whole numbers from 4 on do"),
         ("gis", {"group": 4.0}, r"group=4.0 does not work"),

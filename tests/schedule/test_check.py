@@ -42,7 +42,7 @@ def told(text: str, *, microbatches: int | None = None, ranks: int = 2) -> list[
     return [str(problem) for problem in problems(program)]
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_programs_drawn_by_the_rules_are_right_with_and_without_transfers(
     program: Program,
 ) -> None:
@@ -55,7 +55,7 @@ def test_programs_drawn_by_the_rules_are_right_with_and_without_transfers(
         assert lower(lowered, sharding=sharding) == lowered
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_passes_keep_programs_right(program: Program) -> None:
     lowered = lower(program, sharding=True)
     for made in (forward_only(lowered), merge_backward(program), merge_backward(lowered)):
@@ -68,7 +68,7 @@ def test_passes_keep_programs_right(program: Program) -> None:
 @st.composite
 def mutated(draw: st.DrawFn) -> Program:
     """A right program with a few changes, which may well leave it right."""
-    program = draw(computed_programs(max_ranks=3, max_stages=4, max_microbatches=3))
+    program = draw(computed_programs(max_ranks=3, max_stages=4, max_microbatches=3, max_splits=2))
     if draw(st.booleans()):
         program = lower(program, sharding=draw(st.booleans()), max_unsharded_stages=1)
     ranks = [list(steps) for steps in program.ranks]
@@ -78,6 +78,7 @@ def mutated(draw: st.DrawFn) -> Program:
         name="mutated",
         placement=program.placement,
         num_microbatches=program.num_microbatches,
+        num_splits=program.num_splits,
         ranks=tuple(map(tuple, ranks)),
     )
 
@@ -153,7 +154,7 @@ def test_changed_programs_are_rejected_or_still_simulated_right(program: Program
     for span in spans:
         # A send that was moved to later may hold up others, and nothing comes earlier for it.
         assert span.end >= ends[span.action] or in_a_block(program, span.action)
-        for before in prerequisites(span.action, program.placement):
+        for before in prerequisites(span.action, program.placement, num_splits=program.num_splits):
             assert any(other.end <= span.start for other in spans if does(other.action, before))
 
 

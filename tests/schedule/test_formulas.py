@@ -40,6 +40,28 @@ def test_linear_families_for_any_microbatches_and_costs(
     )
 
 
+@settings(deadline=None, max_examples=150)
+@given(
+    ranks=RANKS,
+    microbatches=st.integers(1, 12),
+    splits=st.integers(2, 5),
+    costs=st.tuples(COST, COST, COST),
+)
+def test_split_sequences_for_any_microbatches_and_costs(
+    ranks: int, microbatches: int, splits: int, costs: tuple[int, int, int]
+) -> None:
+    forward, input_grad, weight_grad = costs
+    result = simulate(
+        build("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits),
+        Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad),
+    )
+    # A piece costs so much: of whole microbatches, the bubble is (P - 1) T / k.
+    assert result.makespan == (microbatches * splits + ranks - 1) * sum(costs)
+    assert result.peak_in_flight == tuple(
+        min(microbatches * splits, ranks - rank + splits - 1) for rank in range(ranks)
+    )
+
+
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs"])
 @settings(deadline=None, max_examples=150)
 @given(ranks=RANKS, more=MORE, virtual=VIRTUAL, costs=st.tuples(COST, COST, COST))

@@ -15,7 +15,7 @@ from penstock.schedule.text import parse_csv
 from penstock.testing.programs import computed_programs
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_every_step_comes_after_all_that_it_needs(program: Program) -> None:
     for played in (program, lower(program)):
         order = global_order(played)
@@ -26,7 +26,12 @@ def test_every_step_comes_after_all_that_it_needs(program: Program) -> None:
             for act in step.parts:
                 # Posting a receive needs nothing; a send is told apart below.
                 if act.op not in (Op.RECV_F, Op.RECV_B):
-                    needed = prerequisites(act, played.placement, transfers=played.has_transfers)
+                    needed = prerequisites(
+                        act,
+                        played.placement,
+                        transfers=played.has_transfers,
+                        num_splits=played.num_splits,
+                    )
                     assert done.issuperset(needed)
                 if act.op is Op.SEND_F:
                     assert action(act.stage + 1, Op.RECV_F, act.microbatch) in done

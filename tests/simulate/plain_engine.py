@@ -24,7 +24,9 @@ def slowly(program: Program, costs: Costs) -> dict[Action, float]:
                 needs = [
                     (part, need)
                     for part in step.parts
-                    for need in prerequisites(part, program.placement)
+                    for need in prerequisites(
+                        part, program.placement, num_splits=program.num_splits
+                    )
                 ]
                 if not all(need in ends for _, need in needs):
                     break

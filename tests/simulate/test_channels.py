@@ -53,7 +53,7 @@ def test_messages_take_their_bytes_time(
     assert result.busy_per_rank == (3, 3)
 
 
-@given(computed_programs(max_ranks=3), st.booleans(), st.booleans())
+@given(computed_programs(max_ranks=3, max_splits=3), st.booleans(), st.booleans())
 def test_what_is_in_turn_is_never_earlier(program: Program, overlap: bool, in_turn: bool) -> None:
     costs = Costs(message_bytes=1, bandwidth=4, latency=0.25)
     held_up = Costs(
@@ -75,7 +75,9 @@ def test_what_is_in_turn_is_never_earlier(program: Program, overlap: bool, in_tu
         ]
 
 
-@given(computed_programs(max_ranks=3), st.integers(0, 3), st.booleans(), st.booleans())
+@given(
+    computed_programs(max_ranks=3, max_splits=3), st.integers(0, 3), st.booleans(), st.booleans()
+)
 def test_the_critical_path_has_no_gap_but_messages(
     program: Program, latency: int, overlap: bool, in_turn: bool
 ) -> None:
@@ -120,7 +122,7 @@ def test_what_was_waited_for() -> None:
         result.waited_for(simulate(other).trace.spans[-1])
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_the_curve_of_memory_agrees_with_the_count(program: Program) -> None:
     result = simulate(program)
     assert result.peak_bytes == result.peak_in_flight

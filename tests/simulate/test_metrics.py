@@ -24,7 +24,7 @@ def trace(*spans: Span) -> Trace:
     return Trace(name="test", num_ranks=1, unit="s", spans=spans)
 
 
-@given(computed_programs(), st.integers(1, 8))
+@given(computed_programs(max_splits=3), st.integers(1, 8))
 def test_the_same_step_in_another_unit_differs_in_nothing(program: object, scale: int) -> None:
     simulated = simulate(program).trace  # type: ignore[arg-type]
     moved = replace(

@@ -3,6 +3,7 @@
 Proven of a checked program:
 
 - every action names a stage and microbatch that exist, on the rank that holds the stage;
+- the pieces of a split sequence go forward in their order, and backward in reverse;
 - each forward runs once; so does each backward, whole (B) or in two (I, W), or there is none;
 - sends and receives stand exactly where a value crosses ranks, once each, and every directed pair
   of ranks has them in the same order at both ends;
@@ -87,6 +88,7 @@ def check(program: Program, channels: Channels = _RUNTIME) -> CheckedProgram:
         placement=program.placement,
         num_microbatches=program.num_microbatches,
         ranks=program.ranks,
+        num_splits=program.num_splits,
     )
 
 

@@ -86,10 +86,10 @@ def refuse_misfits(
     world: int | None,
 ) -> None:
     """What is asked for beside a program must be what the program says."""
-    if n_microbatches not in (None, program.num_microbatches):
+    if n_microbatches not in (None, program.num_whole_microbatches):
         raise ScheduleError(
             f"n_microbatches={n_microbatches}, but the program given as schedule has "
-            f"{program.num_microbatches}"
+            f"{program.num_whole_microbatches}"
         )
     if world not in (None, program.num_ranks):
         raise ScheduleError(

@@ -21,7 +21,15 @@ from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COVERS, RECEIVE_FOR, REQUIRES, TRANSFERS
+from penstock.schedule.rules import (
+    COMPUTE,
+    COVERS,
+    IN_SEQUENCE,
+    RECEIVE_FOR,
+    REQUIRES,
+    TRANSFERS,
+    next_piece,
+)
 
 __all__ = ["WHOLE_STAGE", "Coded", "Coding", "Tables", "encode", "fault_of"]
 
@@ -42,10 +50,12 @@ class Coding:
     Args:
         placement: which rank holds which stage.
         num_microbatches: microbatches per step, at least 1.
+        num_splits: into how many pieces sequences are split.
     """
 
     placement: Placement
     num_microbatches: int
+    num_splits: int = 1
 
     @property
     def size(self) -> int:
@@ -132,6 +142,23 @@ class Coding:
                 needed.append(posted)
             tables.append(tuple(self._distance(op, stage, *n) for n in needed))
         return tables
+
+    def needs_in_sequence(self) -> dict[int, int]:
+        """By code, beside ``needs``: the piece of the same sequence that must be done before.
+
+        Unlike all else it hangs on the microbatch, so that it is no fixed distance.
+        """
+        if self.num_splits == 1:
+            return {}
+        found: dict[int, int] = {}
+        for op, (wanted, offset) in IN_SEQUENCE.items():
+            for stage in range(self.placement.num_stages):
+                for microbatch in range(self.num_microbatches):
+                    other = next_piece(microbatch, offset, self.num_splits)
+                    if other is not None:
+                        code = self.code(op, stage, microbatch)
+                        found[code] = self.code(wanted, stage, other)
+        return found
 
     def gives(self) -> Tables:
         """By key: what is done when the action is: itself, and what it covers."""
@@ -247,7 +274,11 @@ def encode(program: Program) -> Coded:
         >>> encode(program).queues
         [[0, 1]]
     """
-    coding = Coding(placement=program.placement, num_microbatches=program.num_microbatches)
+    coding = Coding(
+        placement=program.placement,
+        num_microbatches=program.num_microbatches,
+        num_splits=program.num_splits,
+    )
     blocks: list[tuple[int, ...]] = []
     queues = [_encode_rank(program, rank, coding, blocks) for rank in range(program.num_ranks)]
     return Coded(coding=coding, queues=queues, blocks=blocks)

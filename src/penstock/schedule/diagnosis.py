@@ -69,6 +69,16 @@ def size_problems(program: Program) -> list[Problem]:
             f"{program.num_microbatches} microbatches for {program.placement.copies} copies of "
             "the model; each copy takes at least one"
         )
+    if program.num_splits < 1 or program.num_microbatches % program.num_splits:
+        messages.append(
+            f"{program.num_microbatches} microbatches for num_splits={program.num_splits}: each "
+            "sequence is so many of them, at least one"
+        )
+    elif program.num_splits > 1 and program.placement.copies > 1:
+        messages.append(
+            "sequences are split and the model is there in several copies; the pieces of one "
+            "sequence go through the same stages"
+        )
     return [Problem(rank=None, step=None, action=None, message=m) for m in messages]
 
 
@@ -210,7 +220,9 @@ def _backwards(program: Program, providers: dict[Action, Place]) -> Iterator[Pro
     """Steps that stand before something that they need of their own rank."""
     transfers = any(act.op in TRANSFERS for act in providers)
     for act, (rank, step) in _taken(program):
-        for needed in prerequisites(act, program.placement, transfers=transfers):
+        for needed in prerequisites(
+            act, program.placement, transfers=transfers, num_splits=program.num_splits
+        ):
             if needed not in providers:
                 yield _at(program, rank, step, f"{act} needs {needed}, which is not in the program")
                 continue

@@ -21,6 +21,7 @@ from penstock.schedule.builders.interleaved_zb import interleaved_zb
 from penstock.schedule.builders.looped_bfs import looped_bfs
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
 from penstock.schedule.builders.one_f_one_b_v import one_f_one_b_v
+from penstock.schedule.builders.seq1f1b import seq1f1b
 from penstock.schedule.builders.v_half import v_half
 from penstock.schedule.builders.v_min import v_min
 from penstock.schedule.builders.v_zb import v_zb
@@ -76,6 +77,17 @@ FAMILIES = (
         virtuals=(1,),
         summary="1F1B with twice the warm-up, so that messages travel while ranks compute",
         source="arXiv:2211.05322",
+    ),
+    Family(
+        name="seq1f1b",
+        builder=seq1f1b,
+        arrangement=Arrangement.LINEAR,
+        default_virtual=1,
+        virtuals=(1,),
+        summary="1F1B over pieces of sequences, for causal models: a smaller bubble, less memory",
+        source="arXiv:2406.03488",
+        options={"splits": "into how many pieces each sequence is split"},
+        splits_sequences=True,
     ),
     Family(
         name="interleaved-1f1b",

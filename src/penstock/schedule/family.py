@@ -46,6 +46,8 @@ class Family:
             "Schedule" alone.
         options: the builder's further arguments: each one's name, and in a line what it is.
         rule: which ranks P and microbatches M work, in words; empty where all do.
+        splits_sequences: whether its programs split sequences (``Program.num_splits``), so that
+            stages hand their state from piece to piece.
         nearest: for ranks and microbatches the nearest numbers that work, which are these
             themselves where they do.
     """
@@ -60,6 +62,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     rule: str = ""
+    splits_sequences: bool = False
     nearest: Callable[[int, int], tuple[int, int]] = _the_same
 
     @property

@@ -116,9 +116,10 @@ def _verified(name: str, builder: Callable[..., Program]) -> Callable[..., Progr
         made: object = builder(ranks=ranks, microbatches=microbatches, **more)
         if not isinstance(made, Program):
             raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
-        if (made.num_ranks, made.num_microbatches) != (ranks, microbatches):
+        whole = made.num_whole_microbatches
+        if (made.num_ranks, whole) != (ranks, microbatches):
             raise ScheduleError(
-                f"{name} made a program for {made.num_ranks} ranks and {made.num_microbatches} "
+                f"{name} made a program for {made.num_ranks} ranks and {whole} "
                 f"microbatches, asked for {ranks} and {microbatches}"
             )
         return check(replace(made, name=name))

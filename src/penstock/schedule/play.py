@@ -21,7 +21,8 @@ class Player:
 
     Args:
         coded: the program in integers.
-        needs: by key, what must be done before an action (``Coding.needs``).
+        needs: by key, what must be done before an action (``Coding.needs``). What the pieces of
+            a sequence need of each other is added here.
         more: by code, the codes that must be done beside that.
 
     Attributes:
@@ -54,12 +55,15 @@ class Player:
         self._gives = coded.coding.gives()
         # Codes with one key: all microbatches, unless what they wait for differs.
         self._width = coded.coding.num_microbatches
-        if more:
+        in_sequence = coded.coding.needs_in_sequence()
+        if more or in_sequence:
             self._needs = [row for row in needs for _ in range(self._width)]
             self._gives = [row for row in self._gives for _ in range(self._width)]
             self._width = 1
-            for code, awaited in more.items():
+            for code, awaited in (more or {}).items():
                 self._needs[code] += tuple(other - code for other in awaited)
+            for code, other in in_sequence.items():
+                self._needs[code] += (other - code,)
         self._done = bytearray(coded.coding.size)
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(num_ranks))

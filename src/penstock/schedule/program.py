@@ -22,14 +22,24 @@ class Program:
     Args:
         name: the schedule's canonical name, such as ``"1f1b"``.
         placement: which rank holds which stage.
-        num_microbatches: microbatches per step.
+        num_microbatches: microbatches per step. Where sequences are split, each piece of one is
+            a microbatch of its own: piece i of the batch's microbatch m has the number
+            m · num_splits + i.
         ranks: for each rank, its steps in order.
+        num_splits: into how many pieces each sequence is split, for models that look back along
+            it and never ahead; 1 where sequences are whole.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     ranks: tuple[tuple[Step, ...], ...]
+    num_splits: int = 1
+
+    @property
+    def num_whole_microbatches(self) -> int:
+        """Microbatches that the batch is split into, before their sequences are."""
+        return self.num_microbatches // self.num_splits
 
     @property
     def num_ranks(self) -> int:
@@ -55,6 +65,7 @@ class Program:
             placement=self.placement,
             num_microbatches=self.num_microbatches,
             ranks=ranks,
+            num_splits=self.num_splits,
         )
 
     def actions(self) -> Iterator[Action]:

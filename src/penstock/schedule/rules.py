@@ -11,6 +11,13 @@ The checker, the passes, the simulator and the runtime all read these tables.
 What F keeps for the backward may be dropped and made again (RECOMPUTE), or be copied to the host
 and back (OFFLOAD, RELOAD), both between F and the backward on the same rank.
 
+Where sequences are split (``Program.num_splits``), the pieces of one sequence follow each other
+in every stage: forward in their order, since a piece looks back at those before it, and backward
+in reverse (k = 2, microbatch 1):
+
+    forward      F2 ───► F3
+    backward     I2 ◄─── I3
+
 A full backward B stands for I and W at once. Which stages are neighbours, the placement says
 (``Placement.neighbour``). Between stages on different ranks an arrow is a pair SEND (on the
 producer's rank) and RECV (on the consumer's): RECV posts the receive, and what needs the value
@@ -22,7 +29,17 @@ from __future__ import annotations
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 
-__all__ = ["COMPUTE", "COPIES", "COVERS", "RECEIVE_FOR", "REQUIRES", "TRANSFERS", "prerequisites"]
+__all__ = [
+    "COMPUTE",
+    "COPIES",
+    "COVERS",
+    "IN_SEQUENCE",
+    "RECEIVE_FOR",
+    "REQUIRES",
+    "TRANSFERS",
+    "next_piece",
+    "prerequisites",
+]
 
 COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.RECOMPUTE})
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
@@ -48,6 +65,13 @@ REQUIRES: dict[Op, tuple[tuple[Op, int], ...]] = {
     Op.RELOAD: ((Op.OFFLOAD, 0),),
 }
 
+# op → (required op, offset of the piece), for the same stage, among the pieces of one sequence.
+IN_SEQUENCE: dict[Op, tuple[Op, int]] = {
+    Op.FORWARD: (Op.FORWARD, -1),
+    Op.FULL_BACKWARD: (Op.INPUT_GRAD, +1),
+    Op.INPUT_GRAD: (Op.INPUT_GRAD, +1),
+}
+
 # What an action counts as, beside itself.
 COVERS: dict[Op, tuple[Op, ...]] = {Op.FULL_BACKWARD: (Op.INPUT_GRAD, Op.WEIGHT_GRAD)}
 
@@ -58,8 +82,19 @@ RECEIVE_FOR: dict[tuple[Op, int], Op] = {
 }
 
 
+def next_piece(microbatch: int, offset: int, num_splits: int) -> int | None:
+    """The piece of a sequence that lies ``offset`` from another; None past the sequence's ends.
+
+    Example:
+        >>> next_piece(2, +1, 2), next_piece(3, +1, 2), next_piece(2, -1, 2)
+        (3, None, None)
+    """
+    other = microbatch + offset
+    return other if other // num_splits == microbatch // num_splits else None
+
+
 def prerequisites(
-    act: Action, placement: Placement, *, transfers: bool = False
+    act: Action, placement: Placement, *, transfers: bool = False, num_splits: int = 1
 ) -> tuple[Action, ...]:
     """The actions that must be complete before ``act`` may start.
 
@@ -68,6 +103,7 @@ def prerequisites(
         placement: which rank holds which stage.
         transfers: whether the program spells out its sends and receives: then what is needed
             from another rank is this rank's receive, else the producing action itself.
+        num_splits: into how many pieces the program splits sequences.
 
     Returns:
         The required actions, none twice. An INPUT_GRAD or WEIGHT_GRAD among them is also
@@ -88,4 +124,9 @@ def prerequisites(
             found.append(action(act.stage, receive, act.microbatch))
         else:
             found.append(action(stage, op, act.microbatch))
+    if num_splits > 1 and act.op in IN_SEQUENCE and act.microbatch is not None:
+        op, offset = IN_SEQUENCE[act.op]
+        other = next_piece(act.microbatch, offset, num_splits)
+        if other is not None:
+            found.append(action(act.stage, op, other))
     return tuple(found)

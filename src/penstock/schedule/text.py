@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 _JSON_FORMAT = "penstock program 1"
-_JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "copies", "ranks"}
+# Those that older files lack, and what they are there.
+_JSON_DEFAULTS: dict[str, object] = {"copies": 1, "num_splits": 1}
+_JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "ranks"}
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ def parse_csv(
     *,
     num_microbatches: int | None = None,
     placement: Placement | None = None,
+    num_splits: int = 1,
     name: str = "csv",
 ) -> Program:
     """Read a program.
@@ -55,6 +58,7 @@ def parse_csv(
         text: one line per rank, steps parted by commas; empty cells are skipped.
         num_microbatches: microbatches per step; None for the highest in the text, plus one.
         placement: which rank holds which stage; None to see it from who computes what.
+        num_splits: into how many pieces sequences are split, which the text does not tell.
         name: the program's name.
 
     Returns:
@@ -71,7 +75,7 @@ def parse_csv(
         >>> format_csv(program)
         '0F0,0B0\\n1F0,1B0\\n'
     """
-    return _parse(text, num_microbatches, placement, name, source="")
+    return _parse(text, num_microbatches, placement, num_splits, name, source="")
 
 
 def format_csv(program: Program) -> str:
@@ -91,6 +95,7 @@ def load_csv(
     *,
     num_microbatches: int | None = None,
     placement: Placement | None = None,
+    num_splits: int = 1,
 ) -> Program:
     """Read a program from a file, as ``parse_csv``; its name is the file's, without suffix.
 
@@ -103,7 +108,7 @@ def load_csv(
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path}: not a text file in UTF-8 ({error})") from error
-    return _parse(text, num_microbatches, placement, path.stem, source=f"{path}: ")
+    return _parse(text, num_microbatches, placement, num_splits, path.stem, source=f"{path}: ")
 
 
 def save_csv(program: Program, path: str | PathLike[str]) -> None:
@@ -124,6 +129,7 @@ def to_json(program: Program) -> str:
         "format": _JSON_FORMAT,
         "name": program.name,
         "num_microbatches": program.num_microbatches,
+        "num_splits": program.num_splits,
         "num_ranks": program.placement.num_ranks,
         "stage_ranks": program.placement.stage_ranks,
         "copies": program.placement.copies,
@@ -151,9 +157,10 @@ def from_json(text: str) -> Program:
         raise ScheduleError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
         raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
-    unknown = sorted(document.keys() - _JSON_FIELDS)
+    unknown = sorted(document.keys() - _JSON_FIELDS - _JSON_DEFAULTS.keys())
     if unknown:
         raise ScheduleError(f"not a program: unknown fields {unknown}")
+    document = {**_JSON_DEFAULTS, **document}
     rows = _field(document, "ranks", list)
     for row, cells in enumerate(rows):
         if not isinstance(cells, list) or not all(isinstance(cell, str) for cell in cells):
@@ -166,9 +173,10 @@ def from_json(text: str) -> Program:
         placement=Placement(
             num_ranks=_field(document, "num_ranks", int),
             stage_ranks=tuple(stage_ranks),
-            copies=_field({"copies": 1, **document}, "copies", int),
+            copies=_field(document, "copies", int),
         ),
         num_microbatches=_field(document, "num_microbatches", int),
+        num_splits=_field(document, "num_splits", int),
         ranks=tuple(_read_row(row, cells, source="") for row, cells in enumerate(rows)),
     )
 
@@ -184,6 +192,7 @@ def _parse(
     text: str,
     num_microbatches: int | None,
     placement: Placement | None,
+    num_splits: int,
     name: str,
     source: str,
 ) -> Program:
@@ -206,7 +215,13 @@ def _parse(
     if num_microbatches is None:
         used = [a.microbatch for steps in ranks for step in steps for a in step.parts]
         num_microbatches = 1 + max((m for m in used if m is not None), default=0)
-    return Program(name=name, placement=placement, num_microbatches=num_microbatches, ranks=ranks)
+    return Program(
+        name=name,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        ranks=ranks,
+        num_splits=num_splits,
+    )
 
 
 def _read_row(row: int, cells: list[str], source: str) -> tuple[Step, ...]:

@@ -25,6 +25,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.channels import add_copies, add_jitter, add_messages
 from penstock.simulate.costs import Costs
+from penstock.simulate.pieces import join_pieces
 from penstock.simulate.result import Simulation
 from penstock.simulate.tables import Tables, tabulate
 
@@ -69,11 +70,12 @@ def simulate(
         raise ScheduleError(f"simulate(jitter={jitter!r}): expected a finite number ≥ 0")
     plain = tabulate(program, costs)
     tables = add_messages(add_copies(plain, program, costs), program, costs)
-    engine = _Engine(add_jitter(tables, jitter, seed) if jitter else tables)
+    tables = add_jitter(tables, jitter, seed) if jitter else tables
+    engine = _Engine(join_pieces(tables, program))
     engine.play()
     if engine.parked or engine.posted:
         # Whether a program ends is no matter of times: told of steps alone, messages left out.
-        engine = _Engine(plain)
+        engine = _Engine(join_pieces(plain, program))
         engine.play()
         raise engine.deadlock()
     return engine.result(program, costs)

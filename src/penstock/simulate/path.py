@@ -133,7 +133,12 @@ class Waits:
         needed = [
             before
             for part in parts
-            for before in prerequisites(part, self._program.placement, transfers=self._transfers)
+            for before in prerequisites(
+                part,
+                self._program.placement,
+                transfers=self._transfers,
+                num_splits=self._program.num_splits,
+            )
             if before not in parts and before in self._places
         ]
         needed += [

@@ -41,6 +41,7 @@ def computed_programs(
     max_stages: int = 6,
     max_microbatches: int = 4,
     backward: bool | None = None,
+    max_splits: int = 1,
 ) -> Program:
     """Valid programs without transfers: actions taken one by one from those that are ready.
 
@@ -53,9 +54,14 @@ def computed_programs(
         max_stages: the most stages.
         max_microbatches: the most microbatches, at least 2.
         backward: whether there are backwards; None for either.
+        max_splits: into how many pieces sequences are split at most, where the model is there in
+            one copy; microbatches are then as many as there are pieces, up to so many times
+            ``max_microbatches``.
     """
     placement = draw(placements(max_ranks=max_ranks, max_stages=max_stages))
     num_microbatches = draw(st.integers(placement.copies, max_microbatches))
+    num_splits = draw(st.integers(1, max_splits)) if placement.copies == 1 else 1
+    num_microbatches *= num_splits
     if backward is None:
         backward = draw(st.booleans())
     waiting: list[Action] = []
@@ -71,7 +77,11 @@ def computed_programs(
     done: set[Action] = set()
     ranks: list[list[Step]] = [[] for _ in range(placement.num_ranks)]
     while waiting:
-        ready = [act for act in waiting if done.issuperset(prerequisites(act, placement))]
+        ready = [
+            act
+            for act in waiting
+            if done.issuperset(prerequisites(act, placement, num_splits=num_splits))
+        ]
         first = draw(st.sampled_from(ready))
         step: Step = first
         others = [act for act in ready if _may_overlap(first, act, placement)]
@@ -86,6 +96,7 @@ def computed_programs(
         name="drawn",
         placement=placement,
         num_microbatches=num_microbatches,
+        num_splits=num_splits,
         ranks=tuple(map(tuple, ranks)),
     )
 

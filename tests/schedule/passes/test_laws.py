@@ -34,14 +34,14 @@ def without(steps: tuple[Step, ...], ops: frozenset[Op]) -> tuple[Step, ...]:
     return tuple(step for step in steps if not any(act.op in ops for act in step.parts))
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_transfers_are_inserted_around_the_steps_as_they_are(program: Program) -> None:
     assert remove_transfers(insert_transfers(program)) == program
     reduced = reduce_gradients(program)
     assert remove_transfers(insert_transfers(reduced)) == reduced
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_a_send_stands_right_after_what_makes_its_value(program: Program) -> None:
     for steps in insert_transfers(program).ranks:
         made: set[Action] = set()
@@ -56,14 +56,16 @@ def test_a_send_stands_right_after_what_makes_its_value(program: Program) -> Non
                     made |= {act, *(action(act.stage, op, act.microbatch) for op in covered)}
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_a_receive_is_posted_one_computing_step_ahead_or_earlier(program: Program) -> None:
     lowered = insert_transfers(program)
     for steps in lowered.ranks:
         computing = [i for i, step in enumerate(steps) if step.parts[0].op in COMPUTE]
         for k, place in enumerate(computing):
             for act in steps[place].parts:
-                for needed in prerequisites(act, program.placement, transfers=True):
+                for needed in prerequisites(
+                    act, program.placement, transfers=True, num_splits=program.num_splits
+                ):
                     if needed.op in TRANSFERS:
                         assert steps.index(needed) < computing[max(k - 1, 0)]
 
@@ -79,7 +81,7 @@ def test_a_receive_is_hoisted_no_further_than_where_ranks_would_wait_for_each_ot
     assert text.index("1RECV_F3") == text.index("2SEND_F1") - 1
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_each_stage_is_reduced_once_right_after_its_last_weight_gradient(program: Program) -> None:
     reduced = reduce_gradients(program)
     for steps, before in zip(reduced.ranks, program.ranks, strict=True):
@@ -100,7 +102,7 @@ def test_each_stage_is_reduced_once_right_after_its_last_weight_gradient(program
                 ]
 
 
-@given(computed_programs(), st.integers(1, 4))
+@given(computed_programs(max_splits=3), st.integers(1, 4))
 def test_no_more_stages_are_unsharded_than_allowed(program: Program, most: int) -> None:
     for steps, before in zip(
         insert_sharding(program, max_unsharded_stages=most).ranks, program.ranks, strict=True
@@ -119,7 +121,7 @@ def test_no_more_stages_are_unsharded_than_allowed(program: Program, most: int) 
         assert not present
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_no_pair_is_left_to_merge_and_nothing_is_lost(program: Program) -> None:
     merged = merge_backward(program)
     for steps, before in zip(merged.ranks, program.ranks, strict=True):
@@ -179,7 +181,7 @@ def test_sharding_is_not_inserted_twice_and_allows_at_least_one_stage() -> None:
 KEEPING = frozenset({Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD})
 
 
-@given(computed_programs(), st.data())
+@given(computed_programs(max_splits=3), st.data())
 def test_activations_are_kept_otherwise_around_the_steps_as_they_are(
     program: Program, data: st.DataObject
 ) -> None:
@@ -196,7 +198,7 @@ def test_activations_are_kept_otherwise_around_the_steps_as_they_are(
     assert away.count(Op.OFFLOAD) == away.count(Op.RELOAD)
 
 
-@given(computed_programs())
+@given(computed_programs(max_splits=3))
 def test_receives_can_be_deferred_again_and_again(program: Program) -> None:
     deferred = defer_receives(insert_transfers(program))
     assert defer_receives(deferred) == deferred
