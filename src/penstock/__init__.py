@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.partition.balance import balance
+    from penstock.partition.by_module import split_by_module
     from penstock.partition.markers import SplitPoint, annotate_split_points, pipe_split
     from penstock.partition.pipe import Pipe, PipeInfo
     from penstock.partition.plan import Plan
@@ -94,6 +95,7 @@ __all__ = [
     "PipeInfo",
     "SplitPoint",
     "annotate_split_points",
+    "split_by_module",
     "pipe_split",
     "build_stage",
     "TracedStage",
@@ -143,6 +145,7 @@ _HOLDS = {
         "InternalError",
     ),
     "penstock.partition.balance": ("balance",),
+    "penstock.partition.by_module": ("split_by_module",),
     "penstock.partition.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
     "penstock.partition.pipe": ("Pipe", "PipeInfo"),
     "penstock.partition.plan": ("Plan",),
