@@ -28,7 +28,7 @@ from penstock.partition.cutting import (
 )
 from penstock.partition.materialize import materialize
 from penstock.partition.plan import Plan
-from penstock.partition.tied import Tie, find_ties
+from penstock.partition.tied import Tie, find_ties, first_name
 from penstock.runtime.group import (
     default_device,
     from_first_rank,
@@ -295,13 +295,13 @@ class Pipeline:
         in the plain model, also where that stage lies on another rank.
         """
         model_stage = self.program.placement.model_stage
-        first = {place: tie[min(tie)] for tie in self._ties for place in tie.items()}
         seen: set[int] = set()
         for stage in self.stages:
             for name, param in stage.submod.named_parameters():
                 if id(param) not in seen:
                     seen.add(id(param))
-                    yield first.get((model_stage(stage.stage_index), name), name), param
+                    place = model_stage(stage.stage_index)
+                    yield first_name(self._ties, place, name), param
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters."""

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["Tie", "find_ties"]
+__all__ = ["Tie", "find_ties", "first_name"]
 
 Tie: TypeAlias = Mapping[int, str]
 """For each stage that holds it, the name of a parameter there; or of a module, for all of its."""
@@ -42,3 +42,24 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
         for name, param in module.named_parameters():
             ties.setdefault(id(param), {})[stage] = name
     return tuple(tie for tie in ties.values() if len(tie) > 1)
+
+
+def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
+    """What the plain model calls a parameter of a stage: a tied one, as the first stage does.
+
+    Args:
+        ties: what is tied.
+        stage: the stage that holds the parameter.
+        name: its name there.
+
+    Example:
+        >>> first_name([{0: "embed", 3: "head"}], 3, "head.weight")
+        'embed.weight'
+        >>> first_name([{0: "embed", 3: "head"}], 2, "norm.weight")
+        'norm.weight'
+    """
+    for tie in ties:
+        here = tie.get(stage)
+        if here is not None and (name == here or name.startswith(f"{here}.")):
+            return tie[min(tie)] + name.removeprefix(here)
+    return name
