@@ -95,11 +95,11 @@ __all__ = [
     "PipeInfo",
     "SplitPoint",
     "annotate_split_points",
-    "split_by_module",
     "pipe_split",
     "build_stage",
     "TracedStage",
     # cutting
+    "split_by_module",
     "profile",
     "balance",
     "Plan",
