@@ -84,7 +84,7 @@ def _section(each: Family) -> str:
         f"### {each.name}\n\n"
         f"{summary}{source if each.source.startswith('arXiv:') else ''}; {'; '.join(facts)}.\n\n"
         f"```text\n{drawn}```\n\n"
-        f"{program.num_ranks} ranks, {program.num_microbatches} microbatches: {figures}.\n"
+        f"{program.num_ranks} ranks, {program.num_whole_microbatches} microbatches: {figures}.\n"
     )
 
 

@@ -8,6 +8,7 @@ import typer
 
 from penstock.cli.terminal import stdout, table
 from penstock.schedule.catalog import schedules as families
+from penstock.schedule.family import Family
 
 __all__ = ["schedules"]
 
@@ -21,23 +22,18 @@ def schedules(
         for each in families():
             console.print(each.name, markup=False)
         return
-    shown = table(
-        "schedule",
-        "stages lie",
-        "per rank",
-        "ranks P, microbatches M",
-        "options",
-        "what it is",
-        "source",
-    )
+    shown = table("schedule", "stages, ranks P, microbatches M", "what it is")
     for each in families():
         shown.add_row(
-            f"[bold]{each.name}[/]",
-            each.arrangement.value,
-            each.virtuals_text,
-            each.rule or "any",
-            ", ".join(each.options),
-            each.summary,
-            each.source,
+            f"[bold]{each.name}[/]", _rules(each), f"{each.summary} [dim]{each.source}[/]"
         )
     console.print(shown)
+
+
+def _rules(each: Family) -> str:
+    rules = [f"{each.arrangement.value}, {each.virtuals_text} per rank"]
+    if each.rule:
+        rules.append(each.rule)
+    if each.options:
+        rules.append(", ".join(f"{name}=" for name in each.options))
+    return "; ".join(rules)

@@ -34,9 +34,10 @@ def simulate(
     from penstock.view.terminal import legend, timeline
 
     coloured = console.color_system is not None
+    pieces = f" of {program.num_splits} pieces" if program.num_splits > 1 else ""
     console.print(
-        f"[bold]{program.name}[/], {program.num_ranks} ranks, "
-        f"{program.num_stages} stages, {program.num_microbatches} microbatches\n"
+        f"[bold]{program.name}[/], {program.num_ranks} ranks, {program.num_stages} stages, "
+        f"{program.num_whole_microbatches} microbatches{pieces}\n"
     )
     console.print(timeline(result.trace, width=console.width, colour=coloured), end="")
     if coloured:

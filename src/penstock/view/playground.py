@@ -145,7 +145,7 @@ class Playground:
         self.timeline.show(result)
         subtitle = (
             f"{program.num_ranks} ranks, {program.num_stages} stages, "
-            f"{program.num_microbatches} microbatches"
+            f"{program.num_whole_microbatches} microbatches"
         )
         self.heading.text = heading_html(program.name, subtitle)
         self.legend.text = legend_html([result.trace])
