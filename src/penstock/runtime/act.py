@@ -6,6 +6,7 @@ handles none; see ``engine.py``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from penstock.errors import ScheduleError, StageError, Where
 from penstock.runtime.batch import Batch
+from penstock.runtime.call import Call
 from penstock.runtime.executor import Executor
 from penstock.runtime.inbox import Inbox
 from penstock.runtime.outputs import join_outputs
-from penstock.runtime.player import Call, Player, Role
+from penstock.runtime.player import Player
+from penstock.runtime.role import Role
 from penstock.runtime.shapes import ShapeBook
 from penstock.runtime.transport import Transport
 from penstock.schedule.acknowledgements import acknowledgements
@@ -26,6 +29,9 @@ from penstock.schedule.program import CheckedProgram
 from penstock.stage.stage import Stage
 
 __all__ = ["Act"]
+
+# The ops that change how the forward of their microbatch runs.
+_SHAPES_FORWARD = frozenset({Op.INPUT_GRAD, Op.RECOMPUTE, Op.OFFLOAD})
 
 
 class Act:
@@ -72,11 +78,12 @@ class Act:
 
     def _make_players(self) -> dict[int, Player]:
         program, placement = self._program, self._program.placement
-        deferred: dict[int, set[int]] = {i: set() for i in self._stages}
+        # Stage → op → the microbatches for which the program has that op.
+        done: dict[int, dict[Op, set[int]]] = {i: defaultdict(set) for i in self._stages}
         for action in program.actions():
-            if action.op is Op.INPUT_GRAD and action.stage in deferred:
+            if action.op in _SHAPES_FORWARD and action.stage in done:
                 assert action.microbatch is not None
-                deferred[action.stage].add(action.microbatch)
+                done[action.stage][action.op].add(action.microbatch)
         players: dict[int, Player] = {}
         for transport in self._transports:
             stages = [self._stages[i] for i in placement.stages_of(transport.rank)]
@@ -92,7 +99,7 @@ class Act:
                     program.num_microbatches,
                     transport,
                     inboxes,
-                    frozenset(deferred[stage.stage_index]),
+                    done[stage.stage_index],
                     arrived,
                 )
         for index, player in players.items():

@@ -20,8 +20,9 @@ from penstock.errors import PeerError, PenstockError, ScheduleError, StageError,
 from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
 from penstock.runtime.batch import Batch
-from penstock.runtime.player import Call, LossFn, Role
+from penstock.runtime.call import Call
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
+from penstock.runtime.role import LossFn, Role
 from penstock.runtime.sharing import Sharing
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Op

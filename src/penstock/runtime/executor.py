@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from penstock.runtime.player import Call
+from penstock.runtime.call import Call
 from penstock.runtime.torch_private import profiler_is_on
 
 __all__ = ["Executor"]

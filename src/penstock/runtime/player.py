@@ -6,8 +6,7 @@ neighbours of its stage, but no schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, assert_never
 
@@ -18,8 +17,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import BoundaryError, StageError
 from penstock.runtime.batch import Batch
+from penstock.runtime.call import Call
 from penstock.runtime.inbox import Inbox
-from penstock.runtime.loss import needs_target, scalar_loss
+from penstock.runtime.keeping import Keeper
+from penstock.runtime.loss import scalar_loss
+from penstock.runtime.role import Role
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Action, Op
 from penstock.stage.boundary import BoundarySpec, describe
@@ -28,46 +30,7 @@ from penstock.stage.slots import Slot
 from penstock.stage.stage import Stage
 from penstock.stage.tensor_meta import TensorMeta
 
-__all__ = ["Call", "Player", "Role"]
-
-LossFn = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A bound piece of an action.
-
-    Args:
-        action: the action that it is a piece of.
-        run: what to call.
-        waits: whether it only waits for a message: such time is idle, not work.
-    """
-
-    action: Action
-    run: Callable[[], None]
-    waits: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """What the players of one mode (training, or evaluation) have in common.
-
-    Args:
-        train: whether gradients are computed.
-        loss_fn: ``loss_fn(output, target)`` gives a scalar, or ``(scalar, metrics)``.
-        loss_divisor: what each microbatch's loss is divided by in the backward.
-        dynamic_shapes: whether shapes may change from microbatch to microbatch.
-    """
-
-    train: bool
-    loss_fn: LossFn | None
-    loss_divisor: int
-    dynamic_shapes: bool
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether there is a loss that can't do without a target."""
-        return self.loss_fn is not None and needs_target(self.loss_fn)
+__all__ = ["Player"]
 
 
 class Player:
@@ -79,7 +42,8 @@ class Player:
         num_microbatches: how many slots it needs.
         transport: its rank's connection.
         inboxes: its rank's inboxes, by peer.
-        deferred: the microbatches whose weight gradients are left to W.
+        done: for each op that changes how forwards run, the microbatches for which the program
+            has it: INPUT_GRAD leaves weight gradients to W, RECOMPUTE and OFFLOAD are the keeper's.
         arrived: for each action that waits for a message, how many of its rank's messages to the
             sender have arrived by then (see ``schedule.acknowledgements``).
 
@@ -94,7 +58,7 @@ class Player:
         num_microbatches: int,
         transport: Transport,
         inboxes: dict[int, Inbox],
-        deferred: frozenset[int],
+        done: Mapping[Op, Set[int]],
         arrived: Mapping[Action, int],
     ) -> None:
         self.stage = stage
@@ -107,7 +71,8 @@ class Player:
         self._needs_target = role.needs_target
         self._transport = transport
         self._inboxes = inboxes
-        self._deferred = deferred
+        self._deferred = done.get(Op.INPUT_GRAD, frozenset())
+        self._keeper = Keeper(stage, done)
         self._arrived = arrived
         self.replicas: Replicas | None = None
         # Each neighbour is a player on this rank, or a peer with its inbox, or neither.
@@ -152,7 +117,14 @@ class Player:
         match action.op:
             case Op.FORWARD:
                 wait = self._wait_input if self._before_peer is not None else None
-                return self._calls(action, wait, self._forward, slot)
+                forward = self._keeper.forward_for(action.microbatch, self._forward)
+                return self._calls(action, wait, forward, slot)
+            case Op.RECOMPUTE:
+                return [Call(action, partial(self._keeper.recompute, slot, self._forward_again))]
+            case Op.OFFLOAD:
+                return [Call(action, partial(self._keeper.offload, slot))]
+            case Op.RELOAD:
+                return [Call(action, partial(self._keeper.reload, slot))]
             case Op.FULL_BACKWARD:
                 wait = self._wait_grads if self._after_peer is not None else None
                 return self._calls(action, wait, self._backward, slot)
@@ -252,6 +224,18 @@ class Player:
             self._finish(slot, output)
         else:
             self._pass_on(slot, output)
+
+    def _forward_again(self, slot: Slot) -> None:
+        """Run the forward for its graph alone: what it gave has been passed on already."""
+        args = self._arguments(slot)
+        mb = slot.microbatch
+        output = self.stage.forward(slot, args, self.batch.kwargs[mb], defer=mb in self._deferred)
+        if self._is_last:
+            self._finish(slot, output)  # what is known of the batch is found once more, the same
+        else:
+            assert slot.spec is not None
+            self.stage.leave(slot, output, slot.spec)
+            slot.outgoing = None
 
     def _pass_on(self, slot: Slot, output: Any) -> None:
         shape_id = self.batch.shape_ids[slot.microbatch]

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock.stage.boundary import BoundarySpec
+from penstock.stage.replay import Replay
+from penstock.stage.shelf import Shelf
 
 __all__ = ["Phase", "Slot", "WeightWork"]
 
@@ -54,6 +56,8 @@ class Slot:
         outgoing_grads: the gradients to send back.
         output: what the last stage returned, where it is asked for.
         work: the weight gradients left to W.
+        replay: what a forward that is run again depends on beside its inputs.
+        shelf: what the backward needs, where that can be put on the host.
         note: what the receiver must be told before ``outgoing`` comes.
         grads_present: for each of the roots, whether its gradient is sent at all.
         spec: what ``outgoing`` is; ``in_spec`` the same of the inputs.
@@ -71,7 +75,9 @@ class Slot:
         "outgoing_grads",
         "output",
         "phase",
+        "replay",
         "roots",
+        "shelf",
         "spec",
         "work",
     )
@@ -91,6 +97,8 @@ class Slot:
         self.outgoing_grads: Sequence[Tensor | None] | None = None
         self.output: Any = None
         self.work: WeightWork | None = None
+        self.replay: Replay | None = None
+        self.shelf: Shelf | None = None
         self.note: bytes | None = None
         self.grads_present: tuple[bool, ...] = ()
         self.spec: BoundarySpec | None = None

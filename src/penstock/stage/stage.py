@@ -90,6 +90,11 @@ class Stage:
             tensors = self._writer.lend(tensors)
         return spec.arguments(tensors)
 
+    @property
+    def may_write_inputs(self) -> bool:
+        """Whether the module writes into what it receives, or may do so for all that is known."""
+        return self._writer.may_write(self.submod)
+
     def forward(
         self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
     ) -> Any:

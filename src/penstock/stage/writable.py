@@ -43,7 +43,7 @@ class InputWriter:
         if module is not self._module:
             self._module = module
             self._writes = _says_in_place(module) if _is_compiled(module) else None
-        elif self._writes is None:
+        elif self._writes is None and self._lent:
             self._writes = any(tensor._version != version for tensor, version in self._lent)
         self._lent = []
         return self._writes is not False

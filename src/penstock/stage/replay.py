@@ -1,0 +1,128 @@
+"""What a forward depends on beside its inputs, so that it can be run again with the same outcome.
+
+Random numbers and buffers: dropout draws the same mask, and a BatchNorm layer counts a microbatch
+once. This module knows neither inputs nor outputs.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import StageError
+
+__all__ = ["Replay", "Replayer"]
+
+_Place: TypeAlias = tuple[nn.Module, str]
+
+
+class Replayer:
+    """Makes the replays of one module: it learns which of the buffers a forward writes into.
+
+    Example:
+        >>> module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+        >>> replay = Replayer(torch.device("cpu")).record(module)
+        >>> first = module(torch.eye(2))
+        >>> replay.close()
+        >>> with replay:
+        ...     second = module(torch.eye(2))
+        >>> torch.equal(first, second), module[0].num_batches_tracked.item()
+        (True, 1)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: nn.Module | None = None
+        # None as long as no forward has told.
+        self.written: set[_Place] | None = None
+
+    def record(self, module: nn.Module) -> Replay:
+        """Note what is there before a forward of ``module``."""
+        if module is not self._module:
+            self._module, self.written = module, None
+        return Replay(self, module, self._device)
+
+
+class Replay:
+    """What was there before one forward; entered around its repetition, once.
+
+    Args:
+        maker: what it learns and has learned.
+        module: the module that runs.
+        device: whose random numbers it draws, beside those of the CPU.
+    """
+
+    def __init__(self, maker: Replayer, module: nn.Module, device: torch.device) -> None:
+        self._maker = maker
+        self._device = device
+        self._random = _random_states(device)
+        places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._versions = {place: _buffer(place)._version for place in places}
+        wanted = places if maker.written is None else maker.written
+        self._before = {place: _buffer(place).clone() for place in wanted}
+        self._now: list[tuple[_Place, Tensor]] = []
+
+    def close(self) -> None:
+        """The forward is over: forget what it has left alone.
+
+        Raises:
+            StageError: it wrote into a buffer that forwards before it did not write into.
+        """
+        written = {
+            place for place, version in self._versions.items() if _buffer(place)._version != version
+        }
+        if self._maker.written is None:
+            # Some kernels, BatchNorm's among them, write without counting: compared once.
+            written |= {
+                place
+                for place, before in self._before.items()
+                if not torch.equal(_buffer(place), before)
+            }
+            self._maker.written = written
+        late = [name for _, name in written - self._before.keys()]
+        if late:
+            raise StageError(
+                f"this forward wrote into the buffer {late[0]!r}, and the first one did not: it "
+                "can't be recomputed; leave the stage out of the recomputed ones"
+            )
+        self._before = {place: self._before[place] for place in self._maker.written}
+        self._versions = {}
+
+    def __enter__(self) -> None:
+        self._now = [(place, _buffer(place)) for place in self._before]
+        for (owner, name), buffer in self._before.items():
+            owner._buffers[name] = buffer
+        now, self._random = self._random, _random_states(self._device)
+        _set_random_states(self._device, now)
+
+    def __exit__(self, *_: object) -> None:
+        _set_random_states(self._device, self._random)
+        for (owner, name), buffer in self._now:
+            owner._buffers[name] = buffer
+        self._before = {}
+
+
+def _buffer(place: _Place) -> Tensor:
+    buffer = place[0]._buffers[place[1]]
+    assert buffer is not None
+    return buffer
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -1,0 +1,146 @@
+"""Programs that recompute or offload activations: right, and without them in the meantime."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from penstock import Op, Pipeline, Program, StageError, build
+from penstock.schedule.passes import offload, recompute
+from penstock.testing.programs import computed_programs
+from tests.agreement import ROUNDING, TRAINING, Twins
+from tests.models import features, gpt, images, mlp, token_loss, tokens
+
+WAYS = {"recompute": recompute, "offload": offload}
+
+
+@given(computed_programs(backward=True), st.data())
+def test_any_program_trains_right(program: Program, data: st.DataObject) -> None:
+    stages = data.draw(st.sets(st.integers(0, program.num_stages - 1), min_size=1))
+    others = set(range(program.num_stages)) - stages
+    assume(program.placement.copies == 1)
+    program = offload(recompute(program, stages=stages), stages=others)
+    both = Twins(mlp(program.num_stages), F.mse_loss, schedule=program, tolerance=ROUNDING)
+    for step in range(2):
+        inputs, target = features(program.num_microbatches, step)
+        both.step(inputs, target=target)
+        both.eval(inputs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [n for n in TRAINING if not n.startswith("po-")])
+def test_every_schedule_trains_right(name: str, way: str) -> None:
+    """With attention, normalisation and embeddings, split backwards among them."""
+    program = WAYS[way](build(name, ranks=2, microbatches=4))
+    both = Twins(gpt(program.num_stages), token_loss, schedule=program)
+    for step in range(2):
+        inputs, target = tokens(8, step)
+        both.step(inputs, target=target)
+        both.eval(inputs)
+
+
+def norms() -> list[nn.Module]:
+    """Stages that begin with an operation in place, and count what they see."""
+    return [
+        nn.Sequential(
+            *([nn.ReLU(inplace=True)] if place else []), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        )
+        for place in range(4)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-zb", "zbv"])
+def test_buffers_are_written_once_and_inputs_are_left(name: str, way: str) -> None:
+    ranks = 4 if name in ("gpipe", "1f1b") else 2
+    program = WAYS[way](build(name, ranks=ranks, microbatches=4))
+    both = Twins(norms(), F.mse_loss, schedule=program)
+    for step in range(2):
+        inputs, target = images(8, step)
+        both.step(inputs, target=target)
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    """Masks are the same as without recomputation, and so are those drawn after it."""
+    grads = []
+    for way in (None, recompute, offload):
+        # Of several ranks in one process, the order in which they draw would change, too.
+        program = build("1f1b", ranks=1, microbatches=4)
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5))
+        pipe = Pipeline([model], loss_fn=F.mse_loss, schedule=way(program) if way else program)
+        torch.manual_seed(5)
+        for step in range(2):
+            inputs, target = features(8, step)
+            pipe.step(inputs, target=target)
+        grads.append([param.grad for param in pipe.parameters()])
+    for others in grads[1:]:
+        torch.testing.assert_close(others, grads[0], rtol=0, atol=0)
+
+
+class Watched(nn.Module):
+    """Notes the memory of what autograd has to save in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.hidden: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x).exp()
+        self.hidden.append(StorageWeakRef(hidden.untyped_storage()))
+        return hidden * hidden.sum()
+
+
+@pytest.mark.parametrize(("way", "held"), [(None, 4), (recompute, 0), (offload, 0)])
+def test_activations_are_gone_in_the_meantime(way: object, held: int) -> None:
+    watched, found = Watched(), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        found.append(sum(not ref.expired() for ref in watched.hidden[:4]))
+        return F.mse_loss(output, target)
+
+    program = build("gpipe", ranks=2, microbatches=4)
+    if way is not None:
+        program = way(program, stages=[0])  # type: ignore[operator]
+    pipe = Pipeline([watched, nn.Linear(6, 6)], loss_fn=loss_fn, schedule=program)
+    inputs, target = features(8, 0)
+    pipe.step(inputs, target=target)
+    # Not before the last microbatch has followed the others through the first stage.
+    assert found[-1] <= held + (way is offload)
+    assert (found[-1] >= held) and len(found) == 4
+
+
+def test_a_buffer_that_changes_late_can_not_be_recomputed() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.linear = nn.Linear(6, 6)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                self.count += 1
+            return self.linear(x)
+
+    program = recompute(build("gpipe", ranks=2, microbatches=4), stages=[0])
+    pipe = Pipeline([Late(), nn.Linear(6, 6)], loss_fn=F.mse_loss, schedule=program)
+    inputs, target = features(8, 0)
+    with pytest.raises(StageError, match=r"stage 0, microbatch 2, action 0F2: .*buffer 'count'"):
+        pipe.step(inputs, target=target)
+
+
+def test_forwards_alone_keep_nothing_to_recompute() -> None:
+    program = recompute(build("1f1b", ranks=2, microbatches=4))
+    pipe = Pipeline(mlp(2), loss_fn=F.mse_loss, schedule=program)
+    assert pipe.eval(features(8, 0)[0]).shape == (8, 6)
+    assert {a.op for a in replace(program).actions()} >= {Op.RECOMPUTE}
