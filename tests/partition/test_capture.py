@@ -435,6 +435,32 @@ def test_modules_that_are_not_cut_may_be_anything() -> None:
     pair.evaluate(x)
 
 
+class SkipOver(nn.Module):
+    """A skip around modules that export can't see into, with a write in place after the cut."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.odd = Rounded()
+        self.act = nn.ReLU(inplace)
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        view = x[:, :1]
+        y = self.odd(x)
+        y = y + self.act(x) + view
+        return self.last(y)
+
+
+def test_modules_that_write_in_place_are_minded_where_modules_are_whole() -> None:
+    example = (torch.randn(2, 3, DIM),)
+    pair = Pair(SkipOver(False), example, spec=cuts_before("act", "last"), tolerance=ROUNDING)
+    pair.train(F.mse_loss, torch.randn(8, 3, DIM), target=torch.zeros(8, 3, DIM))
+    with pytest.raises(penstock.PartitionError, match="share memory, and act writes into it"):
+        pipeline(SkipOver(True), example, split_spec=cuts_before("act", "last"))
+
+
 # --- calls that differ from the example ----------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ def capture_modules(
         raise PartitionError(f"torch.fx can't trace it{place}: {error}") from error
     output = called.seen.output
     assert output is not None
-    return Captured(graph=_flat(graph, form), form=form, output=output, by_modules=True)
+    return Captured(graph=_flat(graph, form, model), form=form, output=output, by_modules=True)
 
 
 def _refuse(what: str) -> None:
@@ -92,7 +92,7 @@ class _Tracer(fx.Tracer):
         self.create_node("call_function", MARK, (label,), {})
 
 
-def _flat(traced: fx.Graph, form: CallForm) -> fx.Graph:
+def _flat(traced: fx.Graph, form: CallForm, model: nn.Module) -> fx.Graph:
     """The traced graph with a placeholder for each tensor, and names as in the model."""
     graph = fx.Graph()
     inputs = [graph.placeholder(n.replace(".", "_")) for n in form.names]
@@ -103,11 +103,40 @@ def _flat(traced: fx.Graph, form: CallForm) -> fx.Graph:
         if node.target is operator.getitem and node.args[0].op == "placeholder":
             env[node] = inputs[node.args[1]]
             continue
-        new = graph.node_copy(node, lambda n: env[n])
+        target = node.target
+        if isinstance(target, str) and node.op != "call_method":
+            target = target.removeprefix(f"{MODEL}.")
+        new = graph.create_node(
+            node.op,
+            target,
+            fx.node.map_arg(node.args, env.__getitem__),
+            fx.node.map_arg(node.kwargs, env.__getitem__),
+            name=node.name.removeprefix(f"{MODEL}_"),
+        )
         env[node] = new
-        if new.op in ("get_attr", "call_module"):
-            assert isinstance(new.target, str)
-            new.target = new.target.removeprefix(f"{MODEL}.")
-        new.meta = {"modules": (new.target,) if new.op == "call_module" else ()}
+        new.meta = {"modules": ()}
+        if new.op == "call_module":
+            module = model.get_submodule(str(new.target))
+            new.meta = {
+                "modules": (new.target,),
+                "fresh": _makes_anew(module),
+                "writes": _writes_into_input(module),
+            }
     graph.lint()
     return graph
+
+
+# Modules of torch's own that may hand their input on, or a view of it.
+_VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Sequential, nn.ModuleList)
+
+
+def _makes_anew(module: nn.Module) -> bool:
+    """Whether what a module returns certainly shares no memory with its input."""
+    own = type(module).__module__.startswith("torch.nn.")
+    return own and not isinstance(module, _VIEWS) and not _writes_into_input(module)
+
+
+def _writes_into_input(module: nn.Module) -> bool:
+    """Whether a module, or the first layer in it, says that it writes into its input."""
+    first = next((m for m in module.modules() if not any(m.children())), module)
+    return getattr(first, "inplace", False) is True

@@ -168,8 +168,9 @@ class _Memory:
             self._join(node, node.args[0])
         elif effects is None or node.target in MAY_RETURN_INPUT:
             for source in node.all_input_nodes:  # it may be anything: think the worst
-                self._join(node, source)
-            if effects is None and _writes_by_name(node):
+                if not node.meta.get("fresh"):
+                    self._join(node, source)
+            if effects is None and (node.meta.get("writes") or _writes_by_name(node)):
                 self.writes.append((node, node.all_input_nodes[0]))
         else:
             for place, (name, shares, written) in enumerate(effects):
