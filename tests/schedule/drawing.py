@@ -10,6 +10,7 @@ drawn over the block's length.
 
 from penstock.schedule.action import Overlap
 from penstock.schedule.program import Program
+from penstock.schedule.rules import COPIES
 from penstock.simulate.engine import simulate
 
 
@@ -23,6 +24,8 @@ def draw(program: Program) -> str:
         times = zip(result.starts[rank], result.ends[rank], strict=True)
         for step in steps:
             spans = [next(times) for _ in step.parts]
+            if step.parts[0].op in COPIES:
+                continue  # beside the compute
             start, end = int(spans[0][0]), int(spans[-1][1])
             cells[start:end] = ["--"] * (end - start)
             for (at, _), part in zip(spans, step.parts, strict=True):

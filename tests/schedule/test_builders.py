@@ -15,6 +15,7 @@ from penstock.schedule.check import check
 from penstock.schedule.passes import lower
 from penstock.schedule.placement import bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
+from penstock.schedule.rules import COPIES
 from penstock.simulate.engine import simulate
 from penstock.simulate.memory import peak_in_flight
 from tests.schedule.drawing import draw
@@ -214,6 +215,16 @@ TIMELINES = [
         """,
     ),
     (
+        "po-f",
+        2,
+        3,
+        2,
+        """
+        rank 0  F0 .. f0 F1 .. .. b0 -- f1 F2 .. .. b1 -- f2 B0 -- .. b2 -- B1 -- B2 --
+        rank 1  .. F0 .. f0 b0 -- F1 .. .. f1 b1 -- F2 B0 -- f2 b2 -- B1 -- B2 -- .. ..
+        """,
+    ),
+    (
         "v-zb",
         2,
         4,
@@ -299,6 +310,8 @@ def whole(program: Program) -> list[str]:
     """What every step of training does, once each: F, and B or else I and W."""
     found = []
     for act in program.actions():
+        if act.op in COPIES:
+            continue
         found.append(f"{act.stage} {act.op.value} {act.microbatch}")
         if act.op is Op.FULL_BACKWARD:
             found[-1:] = [f"{act.stage} {half} {act.microbatch}" for half in "IW"]
@@ -399,6 +412,8 @@ def test_memory_stays_in_its_bound(program: Program) -> None:
             "zb-2p": 2 * ranks,
             "gis": ranks * virtual - rank,
             "gis-h": -(-ranks // 2) * (virtual - 1) + ranks - rank,
+            "po-h": (virtual + 2) * ranks / 8 + 4,
+            "po-f": 3,
             "v-zb": 2 * ranks,
             "v-half": 2 * ((ranks + 2) // 2),
             "v-min": 2 * ((ranks + 4) // 3),

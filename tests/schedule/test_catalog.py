@@ -91,6 +91,8 @@ def test_defaults_are_one_stage_per_rank_where_linear_and_two_elsewhere() -> Non
         "interleaved-zb": 2,
         "gis": 2,
         "gis-h": 2,
+        "po-h": 2,
+        "po-f": 2,
         "zbv": 2,
         "v-zb": 2,
         "v-half": 2,

@@ -107,6 +107,22 @@ def test_gis(ranks: int, times: int, virtual: int, costs: tuple[int, int, int]) 
     )
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    name=st.sampled_from(["po-h", "po-f"]),
+    ranks=RANKS,
+    microbatches=st.integers(1, 24),
+    virtual=VIRTUAL,
+)
+def test_offloaded_activations_do_not_count(
+    name: str, ranks: int, microbatches: int, virtual: int
+) -> None:
+    result = run(name, ranks, microbatches, virtual, (1, 1, 1))
+    assert result.makespan - 3 * microbatches * virtual <= 3 * virtual * (ranks - 1)
+    stay = (virtual + 2) * ranks / 8 if name == "po-h" else 0
+    assert max(result.peak_in_flight) <= stay + 4
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     ranks=RANKS,

@@ -21,6 +21,7 @@ from penstock.schedule.builders.interleaved_zb import interleaved_zb
 from penstock.schedule.builders.looped_bfs import looped_bfs
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
 from penstock.schedule.builders.one_f_one_b_v import one_f_one_b_v
+from penstock.schedule.builders.po import po_f, po_h
 from penstock.schedule.builders.seq1f1b import seq1f1b
 from penstock.schedule.builders.v_half import v_half
 from penstock.schedule.builders.v_min import v_min
@@ -34,6 +35,7 @@ from penstock.schedule.family import Arrangement, Family
 __all__ = ["FAMILIES"]
 
 _GROUP = "how many microbatches go round the loop together"
+_AHEAD = "how many computations a reload is asked for ahead of its backward"
 _COSTS = {
     "forward": "what a forward costs: a number, or one per stage",
     "input_grad": "what an input gradient costs: a number, or one per stage",
@@ -176,6 +178,26 @@ FAMILIES = (
         summary="GIS in groups of P / 2: about half the memory of interleaved 1F1B",
         source="arXiv:2503.01328",
         options={"group": _GROUP},
+    ),
+    Family(
+        name="po-h",
+        builder=po_h,
+        arrangement=Arrangement.LOOPED,
+        default_virtual=2,
+        virtuals=None,
+        summary="interleaved, the activations of the earlier stages offloaded to the host",
+        source="arXiv:2503.01328",
+        options={"ahead": _AHEAD},
+    ),
+    Family(
+        name="po-f",
+        builder=po_f,
+        arrangement=Arrangement.LOOPED,
+        default_virtual=2,
+        virtuals=None,
+        summary="interleaved, all activations offloaded to the host",
+        source="arXiv:2503.01328",
+        options={"ahead": _AHEAD},
     ),
     Family(
         name="zbv",

@@ -1,0 +1,119 @@
+"""PO-H and PO-F: interleaved schedules whose activations wait on the host.
+
+PO-F, P = 2, V = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second stage. Copies run beside
+the compute; of rank 0 what F0, F1 and F2 keep is away in the meantime:
+
+    rank 0  F0 .. f0 F1 .. .. b0 -- f1 F2 .. .. b1 -- f2 B0 -- .. b2 -- B1 -- B2 --
+    rank 1  .. F0 .. f0 b0 -- F1 .. .. f1 b1 -- F2 B0 -- f2 b2 -- B1 -- B2 -- .. ..
+
+One building block, repeated for every microbatch: forwards follow one another down all stages,
+full backwards up again. An activation of stage s of S = PV lives for 3(S - s) units, so that of
+the V stages of a rank the later ones hold theirs but briefly: half of the stages, the earlier
+ones, hold three quarters of what all hold.
+
+    po-h    the earlier half of each rank's stages is offloaded    about (V + 2) P / 8 stay
+    po-f    all stages are                                         3 stay at most
+
+beside which at most four are being copied. Copies take no compute time; the bubble is at most
+V(P - 1)T for unit costs, as long as an activation is copied there and back while a rank runs one
+F and one B.
+
+Any P ≥ 1, V ≥ 1, M ≥ 1. Source: arXiv:2503.01328 (PipeOffload).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.schedule.action import Op
+from penstock.schedule.builders.repeating import Block, place_block, repeat
+from penstock.schedule.passes.offload import offload
+from penstock.schedule.placement import Placement, looped
+from penstock.schedule.program import Program
+
+__all__ = ["po_f", "po_h"]
+
+
+def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
+    """The activations of the earlier half of each rank's stages are offloaded.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank; of an odd number, the greater half.
+        ahead: how many computations a reload is asked for ahead of its backward.
+
+    Raises:
+        ScheduleError: ``ahead`` is below 1.
+
+    Example:
+        >>> " ".join(map(str, po_h(ranks=2, microbatches=2, virtual=2).ranks[1]))
+        '1F0 1OFFLOAD0 3F0 3B0 1F1 1OFFLOAD1 3F1 1RELOAD0 3B1 1RELOAD1 1B0 1B1'
+    """
+    earlier = range(ranks * -(-virtual // 2))
+    return _offloaded("po-h", ranks, microbatches, virtual, earlier, ahead)
+
+
+def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
+    """All activations are offloaded, but those that are needed again at once.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank.
+        ahead: how many computations a reload is asked for ahead of its backward.
+
+    Raises:
+        ScheduleError: ``ahead`` is below 1.
+
+    Example:
+        >>> " ".join(map(str, po_f(ranks=2, microbatches=2, virtual=2).ranks[1]))
+        '1F0 1OFFLOAD0 3F0 3B0 1F1 1OFFLOAD1 3F1 1RELOAD0 3B1 1RELOAD1 1B0 1B1'
+    """
+    every = range(ranks * virtual)
+    return _offloaded("po-f", ranks, microbatches, virtual, every, ahead)
+
+
+def _offloaded(
+    name: str, ranks: int, microbatches: int, virtual: int, stages: Iterable[int], ahead: int
+) -> Program:
+    placement = looped(ranks, virtual)
+    orders = repeat(_block(placement, virtual), microbatches=microbatches)
+    program = Program(
+        name=name,
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(map(tuple, orders)),
+    )
+    return offload(program, stages=stages, ahead=ahead)
+
+
+def _block(placement: Placement, virtual: int) -> Block:
+    """The block whose activations live shortest, by how forwards come round from rank to rank.
+
+    Passes of one rank must not meet, modulo the interval; some ways round leave the others less
+    to step aside.
+    """
+    ranks, stages = placement.num_ranks, placement.num_stages
+    blocks = []
+    for around in range(1, 2 * virtual + 2):
+        forward = [1 if stage % ranks else around for stage in range(1, stages)]
+        gaps = (*forward, 1, *[2] * (stages - 1))
+        blocks.append(
+            place_block(placement, gaps=gaps, interval=3 * virtual, backward=Op.FULL_BACKWARD)
+        )
+    later = range(ranks * -(-virtual // 2) % stages, stages)
+    return min(blocks, key=lambda block: (_lifetime(block, later), _length(block)))
+
+
+def _lifetime(block: Block, stages: range) -> int:
+    """How long the activations of ``stages`` live, on the rank where that is longest."""
+    sums = []
+    for passes in block.ranks:
+        starts = [(p.start, p.op is Op.FORWARD) for p in passes if p.stage in stages]
+        sums.append(sum(-start if is_forward else start for start, is_forward in starts))
+    return max(sums)
+
+
+def _length(block: Block) -> int:
+    return max(each.start for passes in block.ranks for each in passes)
