@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -172,9 +173,11 @@ def test_nothing_of_the_model_changes() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modules = dict(model.named_modules())
     given = batch("Loose")
-    state = torch.get_rng_state()
+    draws = Layerwise(lambda x: x + torch.rand(()) + random.random())
+    state, other = torch.get_rng_state(), random.getstate()
     split_by_module(inner, [2, 2], given)
-    assert torch.equal(torch.get_rng_state(), state)
+    split_by_module(draws, [2, 2], given)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == other
     assert dict(model.named_modules()) == modules
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -306,9 +309,7 @@ def test_gradients_that_would_be_lost() -> None:
     model = Checkpointed()
     model.reentrant = True
     pipe = Pipeline(model, loss_fn=square, ranks=2, n_microbatches=1)
-    with pytest.raises(
-        PartitionError, match=r"blocks\.1 is called without gradients.*be lost"
-    ):
+    with pytest.raises(PartitionError, match=r"blocks\.1 is called without gradients.*be lost"):
         pipe.step(torch.ones(2, DIM))
 
 

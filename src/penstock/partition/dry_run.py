@@ -9,6 +9,7 @@ changes, and no random number is drawn. This module does not know where the mode
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -102,7 +103,7 @@ class DryRunner:
         given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
         for module in (self._shell, *self._bare.values()):
             module.train(training)
-        with torch.no_grad(), _same_random_state(self._on_values), warnings.catch_warnings():
+        with torch.no_grad(), _same_random_state(self._device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
             positional, named = optree.tree_unflatten(tree, given)
             output = self._shell(*positional, **named)
@@ -255,10 +256,9 @@ def _has_loss(output: Any) -> bool:
 
 
 @contextmanager
-def _same_random_state(on_values: bool) -> Iterator[None]:
-    """Real parts may draw; nobody shall notice."""
-    if not on_values:
+def _same_random_state(device: torch.device) -> Iterator[None]:
+    """The model may draw, as it does when it skips layers at random; nobody shall notice."""
+    state = random.getstate()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-        return
-    with torch.random.fork_rng():
-        yield
+    random.setstate(state)
