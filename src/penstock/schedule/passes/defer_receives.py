@@ -30,9 +30,10 @@ def defer_receives(program: Program) -> Program:
 
     Example:
         >>> from penstock.schedule.text import format_csv, parse_csv
-        >>> eager = parse_csv("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F0,1RECV_F1,1F0,1F1\\n")
+        >>> ahead = "1RECV_F0,1RECV_F1,1RECV_F2,1F0,1F1,1F2\\n"
+        >>> eager = parse_csv("0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2\\n" + ahead)
         >>> print(format_csv(defer_receives(eager)), end="")
-        0F0,0SEND_F0,0F1,0SEND_F1
-        1RECV_F0,1F0,1RECV_F1,1F1
+        0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2
+        1RECV_F0,1RECV_F1,1F0,1RECV_F2,1F1,1F2
     """
     return insert_transfers(remove_transfers(program))
