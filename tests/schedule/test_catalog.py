@@ -67,6 +67,12 @@ def test_stages_per_rank_that_do_not_work_are_refused(name: str, wrong: int, wor
         build(name, ranks=2, microbatches=4, virtual=0)
 
 
+@pytest.mark.parametrize("name", [None, 4, build])
+def test_only_a_name_names_a_schedule(name: object) -> None:
+    with pytest.raises(ScheduleError, match="by its name, not by"):
+        build(name, ranks=2, microbatches=4)  # type: ignore[arg-type]
+
+
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ScheduleError, match="gpipe has no option 'group'; it has none"):
         build("gpipe", ranks=2, microbatches=4, group=2)

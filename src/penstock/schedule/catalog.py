@@ -105,12 +105,14 @@ def family(name: str) -> Family:
             torch's class names are understood too.
 
     Raises:
-        ScheduleError: there is no such family.
+        ScheduleError: there is no such family, or ``name`` is not a string.
 
     Example:
         >>> family("ScheduleInterleavedZeroBubble").name
         'interleaved-zb'
     """
+    if not isinstance(name, str):
+        raise ScheduleError(f"a schedule is asked for by its name, not by {name!r}")
     found = _lookup(name)
     if found is None:
         faults = "".join(f"; {fault}" for fault in _discover())
