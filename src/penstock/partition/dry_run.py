@@ -56,6 +56,7 @@ class DryRunner:
         self._bare = {name: skeleton(unit) for name, unit in parts.units.items()}
         # Held until it is known that no dry run needs values: a rank may drop the rest.
         self._units: Mapping[str, nn.Module] | None = parts.units
+        self._where = device
         self._on_values = False
         self.captures = False
         self._calls: list[Recorded] = []
@@ -97,13 +98,14 @@ class DryRunner:
 
     def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> DryRun:
         self._calls, self._given, self._absent = [], [], []
+        self._where = self._values_at() if self._on_values else self._device
         inputs = describe(((args, dict(kwargs)),))
         leaves, tree = flatten((args, dict(kwargs)))
         names = input_names(args, kwargs)
         given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
         for module in (self._shell, *self._bare.values()):
             module.train(training)
-        with torch.no_grad(), _same_random_state(self._device), warnings.catch_warnings():
+        with torch.no_grad(), _same_random_state(self._where), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
             positional, named = optree.tree_unflatten(tree, given)
             output = self._shell(*positional, **named)
@@ -135,18 +137,26 @@ class DryRunner:
             loss=_has_loss(output),
         )
 
+    def _values_at(self) -> torch.device:
+        """Where the model's values are now: not yet where its stages will be."""
+        units = (self._units or {}).values()
+        return next((p.device for unit in units for p in unit.parameters()), self._device)
+
     def _enter(self, index: int, leaf: Any, name: str) -> Any:
         """An input as the model gets it: those that are not floating point have values."""
         if not isinstance(leaf, Tensor):
             return leaf
         floating = leaf.is_floating_point()
-        inner = on_meta(leaf) if floating and not self._on_values else leaf.detach().clone()
+        if floating and not self._on_values:
+            inner = on_meta(leaf)
+        else:
+            inner = leaf.detach().to(self._where, copy=True)
         self._given.append((None, index, inner, inner._version))
         if not floating:
             return inner
         origin = Origin({Source(Kind.INPUT, 0, index, name)})
         self._absent.append((None, index, origin))
-        return Absent(inner, self._device, origin)
+        return Absent(inner, self._where, origin)
 
     def call(self, unit: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit on shapes, or on values, and note what it was given (see ``Play``)."""
@@ -207,7 +217,7 @@ class DryRunner:
                 self._given.append((index, i, leaf, leaf._version))
                 origin = Origin({Source(Kind.OUTPUT, index, i, unit)})
                 self._absent.append((index, i, origin))
-                leaves[i] = Absent(leaf, self._device, origin)
+                leaves[i] = Absent(leaf, self._where, origin)
         return optree.tree_unflatten(tree, leaves)
 
 
