@@ -59,6 +59,7 @@ class Pair:
         schedule: str = "1f1b",
         n_microbatches: int = 4,
         target: Any = None,
+        dynamic_shapes: bool = False,
         **kwargs: Any,
     ) -> Pipeline:
         """One step of a fresh copy of both; losses, gradients and buffers must agree."""
@@ -66,14 +67,21 @@ class Pair:
         expected = plain_step(
             plain, loss_fn, *args, target=target, n_microbatches=n_microbatches, **kwargs
         )
-        pipe = self.pipe(loss_fn, schedule, n_microbatches)
+        pipe = self.pipe(loss_fn, schedule, n_microbatches, dynamic_shapes=dynamic_shapes)
         loss = pipe.step(*args, target=target, **kwargs)
         assert loss is not None
         torch.testing.assert_close(loss, expected.loss)
         assert_same(snapshot(pipe), snapshot(plain), tolerance=self.tolerance)
         return pipe
 
-    def pipe(self, loss_fn: Callable[..., Any] | None, schedule: str, num: int) -> Pipeline:
+    def pipe(
+        self,
+        loss_fn: Callable[..., Any] | None,
+        schedule: str,
+        num: int,
+        *,
+        dynamic_shapes: bool = False,
+    ) -> Pipeline:
         """The stages, copied, on as many ranks as the schedule lays them on."""
         modules: Sequence[nn.Module] = copy.deepcopy(self.modules)
         per_rank = next(e.default_virtual for e in penstock.schedules() if e.name == schedule)
@@ -86,7 +94,7 @@ class Pair:
             PipelineStage(modules[placement.model_stage(i)], i, program.num_stages, device)
             for i in range(program.num_stages)
         ]
-        return Pipeline(stages, loss_fn=loss_fn, schedule=program)
+        return Pipeline(stages, loss_fn=loss_fn, schedule=program, dynamic_shapes=dynamic_shapes)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Outputs in eval mode must agree, exactly, and change no buffer."""

@@ -461,6 +461,77 @@ def test_modules_that_write_in_place_are_minded_where_modules_are_whole() -> Non
         pipeline(SkipOver(True), example, split_spec=cuts_before("act", "last"))
 
 
+class Nested(nn.Module):
+    """Arguments of all kinds, and an output that is a tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, *xs: Tensor, config: dict[str, Any], **more: Tensor) -> Any:
+        x = self.layers[0](xs[0]) - xs[1]
+        pipe_split()
+        y = self.layers[1](x) * config["weights"]["z"]
+        pipe_split()
+        return [self.layers[2](y), {"kept": (x, config["flag"])}, more["extra"].sum(), None]
+
+
+def test_one_tensor_passed_as_several_arguments_is_several() -> None:
+    """As ids and labels are, in the example: in the next batch they may differ."""
+    model, x = Nested(), torch.randn(2, DIM)
+    example = {"config": {"weights": {"z": x}, "flag": "yes"}, "extra": x}
+    cut = pipeline(model, (x, x), example)
+    args = (torch.randn(3, DIM), torch.randn(3, DIM))
+    kwargs = {
+        "config": {"weights": {"z": torch.randn(3, DIM)}, "flag": "yes"},
+        "extra": torch.randn(3, DIM),
+    }
+    expected = model(*args, **kwargs)
+    for output in (cut(*args, **kwargs), cut.split_gm(*args, **kwargs)):
+        assert output[1]["kept"][1] == "yes" and output[3] is None
+        for mine, theirs in zip(
+            (output[0], output[1]["kept"][0], output[2]),
+            (expected[0], expected[1]["kept"][0], expected[2]),
+            strict=True,
+        ):
+            assert torch.equal(mine, theirs)
+
+
+class Values(nn.Module):
+    """Sizes and numbers that only data tells, which cross as numbers and tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        longest = lengths.max().item()
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            chosen = (x[:, 0] > 0.2 * i).nonzero()[:, 0]
+            out = out.index_add(0, chosen, expert(x[chosen]))
+        return out * longest
+
+
+def test_sizes_that_only_data_tells() -> None:
+    torch.manual_seed(0)
+    x, lengths = torch.randn(4, DIM), torch.tensor([3, 1, 2, 2])
+    pair = Pair(
+        Values(),
+        (x, lengths),
+        spec=cuts_before("experts.1", "experts.2"),
+        tolerance=ROUNDING,
+    )
+    pair.train(
+        F.mse_loss,
+        torch.randn(8, DIM),
+        torch.tensor([3, 1, 3, 2, 1, 3, 3, 0]),
+        target=torch.randn(8, DIM),
+        n_microbatches=2,
+        dynamic_shapes=True,
+    )
+
+
 # --- calls that differ from the example ----------------------------------------------------------
 
 

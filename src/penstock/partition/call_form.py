@@ -59,9 +59,9 @@ class CallForm:
         self._tensor_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         self.names = tuple(paths[i] for i in self._tensor_slots)
-        self.examples: tuple[Tensor, ...] = tuple(leaves[i] for i in self._tensor_slots)
+        self.examples: tuple[Tensor, ...] = _distinct([leaves[i] for i in self._tensor_slots])
         self._dtypes = tuple(t.dtype for t in self.examples)
-        self._place_in_example = self._places(self._tensor_slots, len(leaves))
+        self._place_in_example = self._places()
         self._checks: list[ShapeCheck] = []
         self._known_good: set[tuple[Any, ...]] = set()
 
@@ -77,17 +77,15 @@ class CallForm:
                 named[name] = value
         return named
 
-    def _places(self, slots: Sequence[int], num_leaves: int) -> list[int]:
+    def _places(self) -> list[int]:
         """For each tensor, its place among the leaves of the example as it was passed."""
-        leaves, _ = flatten((self._args, self._kwargs))
-        # The same tensor may be passed twice: places are given out once each.
-        free = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        places = []
-        for example in self.examples:
-            place = next(i for i, leaf in free.items() if leaf is example)
-            del free[place]
-            places.append(place)
-        return places
+        # One tensor may be passed twice (as ids and as labels, say): places stand in for tensors.
+        leaves, tree = flatten((self._args, self._kwargs))
+        places = [_Place(i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
+        rebuilt: Any = optree.tree_unflatten(tree, places)
+        args, kwargs = rebuilt
+        found, _ = flatten(self._canonical(args, kwargs))
+        return [place.index for place in found if isinstance(place, _Place)]
 
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example call with other tensors."""
@@ -100,9 +98,9 @@ class CallForm:
 
     def argument_names(self) -> tuple[list[str], list[str]]:
         """Names for the arguments that the example passes by position, and by keyword."""
-        positional = [
-            p.name for p in self._signature.parameters.values() if p.kind is not p.VAR_POSITIONAL
-        ]
+        parameters = self._signature.parameters.values()
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [p.name for p in parameters if p.kind in by_position]
         extra = [f"argument_{i}" for i in range(len(positional), len(self._args))]
         return [*positional, *extra][: len(self._args)], list(self._kwargs)
 
@@ -161,6 +159,23 @@ class CallForm:
             if told is not None:
                 raise BoundaryError(told)
         self._known_good.add(key)
+
+
+def _distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors, each an object of its own: a tracer takes one that comes twice for one input."""
+    seen: set[int] = set()
+    apart = []
+    for tensor in tensors:
+        apart.append(tensor.detach().clone() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return tuple(apart)
+
+
+class _Place:
+    """Stands for a tensor of the example."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 def _is_default(value: Any, default: Any) -> bool:
