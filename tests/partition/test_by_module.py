@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -180,6 +182,18 @@ def test_nothing_of_the_model_changes() -> None:
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == other
     assert dict(model.named_modules()) == modules
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_rank_lets_go_of_what_others_hold() -> None:
+    model = odd_model("NetBase")
+    split = split_by_module(model, [2, 2], batch("NetBase"))
+    first, second = split.stages
+    others = weakref.ref(model.head)
+    del model, split, second
+    gc.collect()
+    assert others() is None
+    first(**batch("NetBase"))
+    first(**batch("NetBase", rows=3))
 
 
 def test_training_mode_reaches_the_modules_and_the_code_between() -> None:

@@ -120,7 +120,9 @@ def split_by_module(
     light = [name for name, home in homes.items() if home is None]
     own = [frozenset([*each, *light]) for each in names]
     stages = tuple(
-        ModuleStage(model, parts, own[i], i, num_stages, find, device) for i in range(num_stages)
+        # The first stage alone meets inputs of a new shape; a dry run may hold the whole model.
+        ModuleStage(model, parts, own[i], i, num_stages, None if i else find, device)
+        for i in range(num_stages)
     )
     if example is not None and crossings is not None:
         stages[0].prepare(*as_call(example), crossings)

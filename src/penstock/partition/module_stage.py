@@ -41,7 +41,7 @@ class ModuleStage(nn.Module):
         own: the names of the units, and of parameters by themselves, that this stage holds.
         index: which stage it is.
         num_stages: of how many.
-        find: finds out what crosses, for inputs of a new shape.
+        find: finds out what crosses, for inputs of a new shape; needed on the first stage alone.
         device: where it will live.
     """
 
@@ -56,7 +56,7 @@ class ModuleStage(nn.Module):
         own: frozenset[str],
         index: int,
         num_stages: int,
-        find: FindCrossings,
+        find: FindCrossings | None,
         device: torch.device,
     ) -> None:
         super().__init__()
@@ -144,6 +144,7 @@ class ModuleStage(nn.Module):
         """What is known of inputs like these, and their tensors by name."""
         key = self._key(args, kwargs)
         if key not in self._entries:
+            assert self._find is not None
             self.prepare(args, kwargs, self._find(args, kwargs, self.training))
         data, plan, sources = self._entries[key]
         leaves, _ = flatten((args, kwargs))
