@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.auto import Forecast, find_program
 from penstock.errors import PartitionError, ScheduleError
+from penstock.partition.carrying import carrying
 from penstock.partition.cutting import (
     Example,
     ModelCut,
@@ -79,6 +81,7 @@ class Pipeline:
         group: the process group; the default group if None.
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
+        sequence_dim: along which dimension sequences run, where the schedule splits them.
         shared: the parameters that several stages have in common, where ``model`` is a list of
             ``PipelineStage`` (see ``PipelineSchedule``); in other models they are found.
         timeout_s: how long a rank waits for another before it gives up.
@@ -112,6 +115,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
+        sequence_dim: int = 1,
         shared: Sequence[Tie] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -155,9 +159,11 @@ class Pipeline:
             else program.placement.stages_of(self.rank)
         )
         self._ties: Sequence[Tie] = shared
-        self._cut = self._cut_model(model, split, program, example)
-        stages = self._stages(model, program, list(local), init_fn)
-        if loss_fn is None and self._cut is not None and self._cut.has_loss:
+        cut = self._cut_model(model, split, program, example)
+        stages = self._stages(model, cut, program, list(local), init_fn)
+        # Of the cut no more is kept: it holds the modules of other ranks' stages.
+        self._whole_call = cut is not None and cut.whole_call
+        if loss_fn is None and cut is not None and cut.has_loss:
             loss_fn = own_loss
         self.stages: tuple[PipelineStage, ...] = tuple(stages)
         self._schedule = ScheduleProgram(
@@ -167,6 +173,7 @@ class Pipeline:
             transports=self._transports(),
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
+            sequence_dim=sequence_dim,
             shared=self._ties,
             timeout_s=timeout_s,
         )
@@ -186,21 +193,23 @@ class Pipeline:
                 self._group, lambda: balanced_plan(whole, num, example).to_json()
             )
             split = Plan.from_json(plan)
-        return cut_model(whole, split, num, example=example, device=self.device)
+        cut = cut_model(whole, split, num, example=example, device=self.device)
+        return cut if program.num_splits == 1 else replace(cut, modules=carrying(cut.modules))
 
     def _stages(
         self,
         model: Model,
+        cut: ModelCut | None,
         program: Program,
         local: list[int],
         init_fn: Callable[[nn.Module], Any] | None,
     ) -> list[PipelineStage]:
-        if self._cut is None:
+        if cut is None:
             given: list[Any] = list(model)  # type: ignore[arg-type]
             self._ties = self._ties or given[0].ties
             return given
         placement = program.placement
-        modules = self._cut.modules
+        modules = cut.modules
         self._ties = [*self._ties, *find_ties(modules)]
         mine = [modules[placement.model_stage(i)] for i in local]
         materialize(mine, self.device, init_fn or getattr(model, "_init_weights", None))
@@ -232,7 +241,7 @@ class Pipeline:
             PenstockError: this rank failed, or another one did; see its type.
         """
         kwargs.setdefault("return_outputs", False)
-        if target is None and self._cut is not None and self._cut.whole_call:
+        if target is None and self._whole_call:
             # The model may compute its loss itself, from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         if self._forecast is None:

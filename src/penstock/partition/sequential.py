@@ -35,13 +35,18 @@ class Chain(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
         self._layers = tuple(layers)
-        self._last = last
+        self.last = last
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers by name, in order."""
+        return {name: self.get_submodule(name) for name in self._layers}
 
     def forward(self, value: Any) -> Any:
         """Run the layers one after the other."""
         for name in self._layers:
             value = self._modules[name](value)  # type: ignore[misc]
-        return value if self._last else (value,)
+        return value if self.last else (value,)
 
 
 def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:

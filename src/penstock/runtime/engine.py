@@ -249,6 +249,7 @@ class Engine:
             "the schedule": self.program.name,
             "the number of microbatches": self.num_microbatches,
             "the number of stages": self.program.num_stages,
+            "the number of pieces of a sequence": self.program.num_splits,
             "the program": hashlib.sha256(format_csv(self.program).encode()).hexdigest()[:16],
             "dynamic_shapes": self.options.dynamic_shapes,
             "having a loss_fn": self.options.loss_fn is not None,

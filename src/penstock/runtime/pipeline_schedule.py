@@ -24,6 +24,7 @@ from penstock.runtime.microbatch import (
     split_args_kwargs_into_chunks,
     split_tree,
 )
+from penstock.runtime.pieces import Pieces
 from penstock.runtime.transport import Transport
 from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
@@ -56,6 +57,9 @@ class PipelineSchedule:
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``, so that
             gradients are those of the mean loss over the batch.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
+        sequence_dim: along which dimension of inputs, targets and outputs sequences run, where
+            the program splits them (``Program.num_splits``); tensors with fewer dimensions go to
+            every piece as they are.
         timeout_s: how long a rank waits for another before it gives up.
         shared: the parameters that several stages have in common, which ranks in processes of
             their own can't see: for each a mapping from stage to name there, such as
@@ -88,6 +92,7 @@ class PipelineSchedule:
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
+        sequence_dim: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
         transports: Sequence[Transport] | None = None,
@@ -111,6 +116,8 @@ class PipelineSchedule:
                     f"loss_fn is {loss_fn!r}, expected something callable: loss_fn(output, target)"
                 )
             program = program or self._build(stages, transports[0].num_ranks)
+            self._pieces = Pieces(program.num_splits, sequence_dim)
+            self._pieces.prepare(stages, program)
             by_index = {s.stage_index: s for s in stages}
             ties = shared or stages[0].ties
             self.engine = Engine(program, by_index, transports, options, ties)
@@ -261,7 +268,7 @@ class PipelineSchedule:
         length = num_chunks(ready)
         if length is not None and length != n:
             raise ValueError(f"{length} ready microbatches, expected n_microbatches={n}")
-        batch = Batch(n)
+        batch = Batch(self.engine.num_microbatches)
         batch.keep_outputs = keep_outputs
         batch.loss_kwargs = loss_kwargs or {}
         split_args, split_kwargs = split_args_kwargs_into_chunks(
@@ -273,16 +280,18 @@ class PipelineSchedule:
         batch.targets = target_mbs
         if target_mbs is None and target is not None and self.engine.has_last:
             batch.targets = split_tree(target, n)
+        self._pieces.split(batch, even=self._has_loss and self.scale_grads)
         return batch
 
     def _finish(self, batch: Batch, losses: Tensor | None, asked: list[Tensor] | None) -> Any:
-        self.losses = losses
+        self.losses = self._pieces.join_losses(losses, mean=self.scale_grads)
         self.metrics = batch.metrics if self.engine.has_last else []
         if asked is not None:
-            asked[:] = () if losses is None else losses.unbind()
+            asked[:] = () if self.losses is None else self.losses.unbind()
         if not (batch.keep_outputs and self.engine.has_last):
             return None
-        return merge_chunks(batch.outputs, self._output_merge_spec)
+        outputs = self._pieces.join_outputs(batch.outputs)
+        return merge_chunks(outputs, self._output_merge_spec)
 
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""

@@ -214,7 +214,9 @@ class ScheduleProgram(PipelineSchedule):
         loss_fn: LossFn | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(stages, program.num_microbatches, loss_fn, program=program, **options)
+        super().__init__(
+            stages, program.num_whole_microbatches, loss_fn, program=program, **options
+        )
 
 
 _CLASSES: tuple[type[PipelineSchedule], ...] = (

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec
+from penstock.stage.carry import Carry
 from penstock.stage.deferred import DeferredWeights, find_leaks
 from penstock.stage.slots import Slot
 from penstock.stage.torch_private import run_backward
@@ -60,6 +61,8 @@ class Stage:
         self.dw_builder = dw_builder
         on_cpu = self.device.type == "cpu"
         self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
+        # What pieces of a sequence hand on to each other here, where sequences are split.
+        self.carry: Carry | None = None
         # What crosses its boundaries, where the user has said so in advance.
         self.static_inputs: BoundarySpec | None = None
         self.static_outputs: BoundarySpec | None = None
@@ -106,6 +109,14 @@ class Stage:
             kwargs: keyword arguments.
             defer: whether weight gradients are to be left to W.
         """
+        if self.carry is not None:
+            kwargs = self.carry.take(slot.microbatch, kwargs)
+        output = self._run_module(slot, args, kwargs, defer=defer)
+        return output if self.carry is None else self.carry.give(slot.microbatch, output)
+
+    def _run_module(
+        self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
+    ) -> Any:
         if not defer or not self.defers_weights:
             return self.submod(*args, **kwargs)
         known = self._leaks is not None and self._leaks[0] is self.submod
@@ -185,6 +196,8 @@ class Stage:
 
     def _run_backward(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
         roots, slot.roots = slot.roots, ()
+        if self.carry is not None:
+            roots, grads = self.carry.join(slot.microbatch, roots, grads)
         if len(roots) != 1 or roots[0] is None or grads[0] is None:
             pairs = zip(roots, grads, strict=True)
             kept = [(r, g) for r, g in pairs if r is not None and g is not None]

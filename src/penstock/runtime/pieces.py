@@ -1,0 +1,150 @@
+"""Sequences split into pieces: each microbatch of a batch becomes several, and one again.
+
+    batch            microbatches              pieces, k = 2
+    (rows, length) ─► (rows/M, length) ─────► (rows/M, length/2), (rows/M, length/2)
+
+Programs know pieces as microbatches (``Program.num_splits``). Losses and outputs are put together
+again, so that a caller sees microbatches alone. This module runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from penstock.errors import ScheduleError
+from penstock.runtime.batch import Batch
+from penstock.runtime.microbatch import merge_chunks
+from penstock.schedule.action import Op
+from penstock.schedule.program import Program
+from penstock.stage.carry import Carry, takes_state
+from penstock.stage.stage import Stage
+from penstock.stage.trees import flatten
+
+__all__ = ["Pieces"]
+
+_REPLAYED = frozenset({Op.RECOMPUTE, Op.OFFLOAD})
+
+
+class Pieces:
+    """How a program splits sequences, if it does.
+
+    Args:
+        num_splits: into how many pieces; 1 leaves all as it is.
+        sequence_dim: along which dimension sequences run.
+    """
+
+    def __init__(self, num_splits: int, sequence_dim: int) -> None:
+        self._num = num_splits
+        self._dim = sequence_dim
+
+    def prepare(self, stages: Sequence[Stage], program: Program) -> None:
+        """Let stages hand their state from piece to piece, or no longer do so.
+
+        Raises:
+            ScheduleError: a stage's module takes no state, or the program runs forwards again.
+        """
+        for stage in stages:
+            stage.carry = Carry(self._num) if self._num > 1 else None
+        if self._num == 1:
+            return
+        for stage in stages:
+            if not takes_state(stage.submod):
+                raise ScheduleError(
+                    f"stage {stage.stage_index}: {program.name} splits sequences into {self._num} "
+                    f"pieces, and the forward of {type(stage.submod).__name__} takes no state; "
+                    "let it take state=None, what it returned for the piece before, and return "
+                    "(output, state)"
+                )
+        replayed = next((act for act in program.actions() if act.op in _REPLAYED), None)
+        if replayed is not None:
+            raise ScheduleError(
+                f"{replayed}: forwards of pieces of sequences can't be recomputed or offloaded; "
+                "use checkpointing within the modules, or whole sequences"
+            )
+
+    def split(self, batch: Batch, *, even: bool) -> None:
+        """Make pieces of a batch's microbatches.
+
+        Args:
+            batch: arguments and targets by microbatch; after this, by piece.
+            even: whether pieces must be of one length, as for means of their losses.
+
+        Raises:
+            ValueError: a sequence has fewer positions than there are pieces, or can't be split
+                evenly where it has to.
+        """
+        if self._num == 1:
+            return
+        if batch.args is not None:
+            batch.args = self._split(batch.args, "input", even)
+        batch.kwargs = self._split(batch.kwargs, "keyword argument", even)
+        if batch.targets is not None:
+            batch.targets = self._split(batch.targets, "target", even)
+
+    def _split(self, trees: Sequence[Any], what: str, even: bool) -> list[Any]:
+        return list(chain.from_iterable(self._split_tree(tree, what, even) for tree in trees))
+
+    def _split_tree(self, tree: Any, what: str, even: bool) -> list[Any]:
+        leaves, treedef = flatten(tree)
+        columns = [self._split_leaf(leaf, what, even) for leaf in leaves]
+        return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(self._num)]
+
+    def _split_leaf(self, leaf: Any, what: str, even: bool) -> Sequence[Any]:
+        if not self._has_sequence(leaf):
+            return [leaf] * self._num
+        length = leaf.size(self._dim)
+        shown = f"a {what} of shape {tuple(leaf.shape)} can't be split"
+        if length < self._num:
+            raise ValueError(
+                f"{shown} into {self._num} pieces along dimension {self._dim}; pass sequences of "
+                f"at least {self._num} positions, or split them into fewer pieces"
+            )
+        if even and length % self._num:
+            raise ValueError(
+                f"{shown} evenly into {self._num} pieces along dimension {self._dim}, and the "
+                "mean of uneven pieces' losses is not that of the sequence; pad it, or sum in the "
+                "loss and pass scale_grads=False"
+            )
+        return torch.tensor_split(leaf, self._num, dim=self._dim)
+
+    def _has_sequence(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and -leaf.dim() <= self._dim < leaf.dim()
+
+    def join_losses(self, losses: Tensor | None, *, mean: bool) -> Tensor | None:
+        """The microbatches' losses: of their pieces the mean, or the sum where none is scaled."""
+        if self._num == 1 or losses is None:
+            return losses
+        by_microbatch = losses.reshape(-1, self._num)
+        return by_microbatch.mean(1) if mean else by_microbatch.sum(1)
+
+    def join_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """The microbatches' outputs, each of its pieces'.
+
+        Tensors in which sequences do not run are stacked, in a dimension after all others.
+        """
+        if self._num == 1:
+            return outputs
+        return [
+            self._join_tree(outputs[first : first + self._num])
+            for first in range(0, len(outputs), self._num)
+        ]
+
+    def _join_tree(self, pieces: Sequence[Any]) -> Any:
+        flats = [flatten(piece) for piece in pieces]
+        if any(tree != flats[0][1] for _, tree in flats):
+            raise ValueError("the pieces' outputs differ in structure and can't be joined")
+        columns = zip(*(leaves for leaves, _ in flats), strict=True)
+        return optree.tree_unflatten(flats[0][1], [self._join_leaf(c) for c in columns])
+
+    def _join_leaf(self, column: tuple[Any, ...]) -> Any:
+        if self._has_sequence(column[0]):
+            return torch.cat(column, dim=self._dim)
+        if isinstance(column[0], Tensor):
+            return torch.stack(column, dim=-1)
+        return merge_chunks(column)
