@@ -24,7 +24,7 @@ from penstock.schedule.placement import Placement
 from penstock.search.asked import problems_of
 from penstock.search.budget import Budget
 from penstock.search.known import Known
-from penstock.search.methods import Effort, closed_forms, exchange, polish, retime, tune
+from penstock.search.methods import Effort, closed_forms, exchange, first, polish, retime, tune
 from penstock.search.problem import Objective, Problem, slack
 from penstock.search.result import Progress, SearchResult
 from penstock.simulate.costs import Costs
@@ -116,8 +116,9 @@ def search(
 def _go(known: Known, effort: Effort) -> None:
     """All methods, as long as there is something to gain."""
     known.tell(known.done_share, "closed forms")
-    for problem in known.problems:
-        closed_forms(known, problem)
+    first(known)
+    if not known.done_share:
+        closed_forms(known)
     if not known.is_over():
         retime(known)
     if not known.is_over():

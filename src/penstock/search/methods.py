@@ -1,5 +1,6 @@
 """The methods of searching, each from what those before it found; nothing worse is ever taken.
 
+    first          one block for each placement, so that there is an answer
     closed_forms   every schedule of the catalog on a problem's placement
     retime         list scheduling in their order
     tune           building blocks, tuned on few microbatches, stretched to all
@@ -12,12 +13,14 @@ Shares are parts of all the work of a search. How a method works is the affair o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.catalog import build, schedules
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
+from penstock.search.blocks import Knobs, legs
 from penstock.search.exact import Exact, improve
 from penstock.search.greedy import Placed, place, played
 from penstock.search.known import Known, meets
@@ -25,7 +28,7 @@ from penstock.search.problem import Problem, order_of
 from penstock.search.swaps import Swapper
 from penstock.search.tune import Tuner, run_block
 
-__all__ = ["Effort", "closed_forms", "exchange", "polish", "retime", "tune"]
+__all__ = ["Effort", "closed_forms", "exchange", "first", "polish", "retime", "tune"]
 
 # Up to how many actions exact search takes all of a step, and windows of it; actions of a window.
 _WHOLE, _WINDOWED, _WINDOW = 400, 4_000, 150
@@ -70,30 +73,43 @@ class Effort:
         return tuning, exchanging, polishing
 
 
-def closed_forms(known: Known, problem: Problem) -> None:
-    """Every schedule of the catalog that is a program of this problem, unless that is done."""
-    if any(found.placement == problem.placement for found in known.found):
-        return
-    for family in schedules():
+def first(known: Known) -> None:
+    """A program within the limit for each placement: from then on the clock may end the search."""
+    for problem in known.problems:
+        tight = Knobs(stretch=(0.0,) * (2 * max(legs(problem)) + 2), packed=True, width=1.0)
+        known.note_order(problem, run_block(problem, tight).order, "building blocks")
+
+
+def closed_forms(known: Known) -> None:
+    """Every schedule of the catalog that is a program of one of the problems."""
+    some = known.problems[0]
+    virtuals = sorted({problem.virtual for problem in known.problems})
+    # Those that are made for given costs are searched for themselves: they come last.
+    families = sorted(schedules(), key=lambda family: "forward" in family.options)
+    for family, virtual in product(families, virtuals):
         if known.is_late(times=2):
             return
+        if family.copies > 1:
+            continue
         try:
             program = build(
                 family.name,
-                ranks=problem.placement.num_ranks,
-                microbatches=problem.num_microbatches,
-                virtual=problem.virtual,
+                ranks=some.placement.num_ranks,
+                microbatches=some.num_microbatches,
+                virtual=virtual,
             )
         except ScheduleError:
             continue
-        if _solves(program, problem):
-            known.note(problem, program, f"closed form: {family.name}")
+        for problem in known.problems:
+            if _solves(program, problem):
+                known.note(problem, program, f"closed form: {family.name}")
 
 
 def retime(known: Known) -> None:
     """List scheduling in the order of the best closed forms, within the limit or not."""
     for problem in known.problems:
-        closed = [each for each in known.found if each.placement == problem.placement]
+        mine = [each for each in known.found if each.placement == problem.placement]
+        closed = [each for each in mine if each.method.startswith("closed form")]
         for each in sorted(closed, key=lambda found: found.value)[:3]:
             if known.is_late(times=2):
                 return
@@ -235,10 +251,9 @@ def _improved(
 
 def _solves(program: Program, problem: Problem) -> bool:
     """Whether a program of the catalog is one of those that are searched among."""
-    return (
-        program.placement == problem.placement
-        and program.num_microbatches == problem.num_microbatches
-        and all(act.op in COMPUTE for act in program.actions())
-        and any(act.op is Op.FORWARD for act in program.actions())
-        and any(act.op in (Op.FULL_BACKWARD, Op.INPUT_GRAD) for act in program.actions())
-    )
+    if program.placement != problem.placement:
+        return False
+    if program.num_microbatches != problem.num_microbatches:
+        return False
+    ops = {act.op for act in program.actions()}
+    return ops <= COMPUTE and bool(ops & {Op.FULL_BACKWARD, Op.INPUT_GRAD})
