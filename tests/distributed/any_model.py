@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from penstock import Pipeline
+from penstock import Pipeline, PipelineStage, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, own_loss
 
-__all__ = ["others", "train", "whole_size"]
+__all__ = ["others", "train", "whole_size", "wrapped"]
 
 TIMEOUT_S = 20.0
 
@@ -98,6 +102,33 @@ def _from_meta() -> int:
     assert loss is not None and torch.equal(loss, expected.loss)
     assert_same(snapshot(pipe), snapshot(plain), partial=True)
     return sum(p.numel() for p in pipe.parameters())
+
+
+def wrapped(rank: int, num_ranks: int, kind: str) -> None:
+    """Stages cut by module within DDP, or sharded: parameters are exchanged for others there."""
+    case = REAL_MODELS["llama"]
+    model = case.model()
+    plain = copy.deepcopy(model)
+    modules: list[Any] = list(split_by_module(model, [2, 2], case.example()).stages)
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    if kind == "ddp":
+        modules = [DistributedDataParallel(module) for module in modules]
+    for module in modules if kind == "fsdp" else ():
+        for layer in module.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    stages = [PipelineStage(module, i, 2, torch.device("cpu")) for i, module in enumerate(modules)]
+    pipe = Pipeline(stages, loss_fn=lambda out, _: own_loss(out), schedule="zbv", n_microbatches=2)
+    batch = case.example(rows=4, seed=1)
+    loss = pipe.step(**batch, target_mbs=[None, None])
+    expected = plain_step(plain, lambda out, _: own_loss(out), n_microbatches=2, **batch)
+    assert loss is not None and torch.equal(loss, expected.loss)
+    wanted = dict(plain.named_parameters())
+    for name, param in pipe.named_parameters():
+        grad: Any = param.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert torch.equal(grad, wanted.pop(name.removeprefix("module.")).grad)
+    assert not wanted
 
 
 def whole_size(model: nn.Module) -> int:

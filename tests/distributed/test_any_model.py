@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.testing.processes import run_ranks
 from tests.distributed import any_model
 from tests.real_models import REAL_MODELS
@@ -16,6 +18,12 @@ def test_trains_over_two_processes() -> None:
         wanted = {each for each, _ in REAL_MODELS[name].model().named_parameters()}
         assert {*first, *second} == wanted
         assert first and second
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_wrapped_stages(kind: str) -> None:
+    for outcome in run_ranks(any_model.wrapped, 1, kind):
+        outcome.result()
 
 
 def test_states_balance_and_models_without_memory() -> None:
