@@ -92,8 +92,8 @@ def _refuse_options_of_none(sources: list[str], setting: Setting) -> None:
 
 def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row:
     program = load_program(source, setting, each_its_own=True)
-    # Of two copies of a model, a microbatch passes one.
-    share = program.placement.num_model_stages // program.num_ranks
+    # Of two copies of a model, a microbatch passes one; a piece is so much of its sequence.
+    share = program.placement.num_model_stages // program.num_ranks * program.num_splits
     return _Row(
         label=source if ":" in source else program.name,
         share=share,

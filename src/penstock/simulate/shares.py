@@ -24,7 +24,7 @@ def share_out(costs: Costs, virtual: int) -> Costs:
 
     Args:
         costs: one number each; what messages take is left as it is.
-        virtual: stages per rank.
+        virtual: stages per rank; where sequences are split, times the pieces of each.
 
     Raises:
         ScheduleError: a cost that is given per stage.

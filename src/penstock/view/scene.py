@@ -79,7 +79,8 @@ def _play(
         costs, name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options)
     )
     if per_rank:
-        costs = share_out(costs, program.placement.num_model_stages // program.num_ranks)
+        virtual = program.placement.num_model_stages // program.num_ranks
+        costs = share_out(costs, virtual * program.num_splits)
     return simulate(program, costs)
 
 
