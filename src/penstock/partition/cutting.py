@@ -224,16 +224,21 @@ def balanced_plan(
     return measured.plan(balance(measured, num_stages).counts, made="balanced on this machine")
 
 
-def own_loss(output: Any, target: object = None) -> Tensor:
+def own_loss(output: Any, target: object = None) -> Tensor | None:
     """The loss that a model has computed itself: a loss function for such models.
 
     Args:
         output: what the model returns, with an attribute or a key ``loss``.
         target: not looked at.
 
+    Returns:
+        The loss; None where there is none, as in an evaluation without labels.
+
     Example:
         >>> own_loss({"loss": torch.tensor(2.0)})
         tensor(2.)
     """
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    loss: Tensor | None = getattr(output, "loss", None)
     return loss
