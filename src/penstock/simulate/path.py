@@ -144,7 +144,7 @@ class Waits:
         needed += [
             back
             for part in parts
-            if part.op in COMPUTE
+            if part.op in COMPUTE - {Op.FORWARD}
             and (back := action(part.stage, Op.RELOAD, part.microbatch)) in self._places
         ]
         return max(needed, key=lambda before: self._arrival(before, rank), default=None)
