@@ -7,17 +7,9 @@ loads none. This module knows where names live, and nothing else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
-
-# Not lazy: subpackages have the same names. Importing any part of one binds the subpackage here, so
-# it is imported first, once, and the function bound over it for good. (The subpackage's parts are
-# reached with ``from penstock.simulate.costs import Costs`` and the like.)
-from penstock.schedule.own import schedule
-from penstock.search.engine import search
-from penstock.simulate.engine import simulate
 
 if TYPE_CHECKING:
     from penstock.errors import (
@@ -60,10 +52,13 @@ if TYPE_CHECKING:
     from penstock.schedule.action import Action, Op
     from penstock.schedule.catalog import build, schedules
     from penstock.schedule.check import check
+    from penstock.schedule.own import schedule
     from penstock.schedule.program import CheckedProgram, Program
     from penstock.schedule.text import load_csv, save_csv
+    from penstock.search.engine import search
     from penstock.search.result import Point, Progress, SearchResult
     from penstock.simulate.costs import Costs
+    from penstock.simulate.engine import simulate
     from penstock.simulate.result import Simulation
     from penstock.stage.manual import PipelineStage
     from penstock.stage.traced import TracedStage, build_stage
@@ -196,22 +191,33 @@ def __getattr__(name: str) -> object:
     return value
 
 
-class _Package(ModuleType):
-    """This package, whose ``pipeline`` is the function, although a module in it has that name.
+class _Function:
+    """A function of this package that a module in it shares its name with.
 
-    Importing the module, as ``Pipeline`` needs, would bind it over the function.
+    Importing the module binds it here by that name; the function stays.
     """
 
-    @property
-    def pipeline(self) -> Callable[..., Pipe]:
-        """See ``penstock.partition.split_model.pipeline``."""
-        from penstock.partition import split_model
+    def __init__(self, home: str) -> None:
+        self._home = home
 
-        return split_model.pipeline
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    @pipeline.setter
-    def pipeline(self, module: ModuleType) -> None:
+    def __get__(self, package: ModuleType | None, owner: type) -> object:
+        return getattr(import_module(self._home), self._name)
+
+    def __set__(self, package: ModuleType, module: ModuleType) -> None:
         pass
+
+
+class _Package(ModuleType):
+    """This package. The modules' own parts are reached by ``from penstock.simulate.costs import``
+    and the like."""
+
+    pipeline = _Function("penstock.partition.split_model")
+    schedule = _Function("penstock.schedule.own")
+    search = _Function("penstock.search.engine")
+    simulate = _Function("penstock.simulate.engine")
 
 
 sys.modules[__name__].__class__ = _Package
