@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.auto import Forecast, find_program
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.carrying import carrying
 from penstock.partition.cutting import (
@@ -45,6 +44,9 @@ from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
 from penstock.stage.manual import PipelineStage
 from penstock.trace import Trace
+
+if TYPE_CHECKING:
+    from penstock.auto import Forecast
 
 __all__ = ["Pipeline"]
 
@@ -81,6 +83,7 @@ class Pipeline:
         group: the process group; the default group if None.
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
+        microbatch_rng: whether dropout draws the plain loop's masks (see ``PipelineSchedule``).
         sequence_dim: along which dimension sequences run, where the schedule splits them.
         shared: the parameters that several stages have in common, where ``model`` is a list of
             ``PipelineStage`` (see ``PipelineSchedule``); in other models they are found.
@@ -115,6 +118,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
+        microbatch_rng: bool = False,
         sequence_dim: int = 1,
         shared: Sequence[Tie] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -125,6 +129,8 @@ class Pipeline:
         self._forecast: Forecast | None = None
         self._num_steps = 0
         if schedule == "auto":
+            from penstock.auto import find_program  # with a search, which few need
+
             found = find_program(
                 model,
                 split=split,
@@ -173,6 +179,7 @@ class Pipeline:
             transports=self._transports(),
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
+            microbatch_rng=microbatch_rng,
             sequence_dim=sequence_dim,
             shared=self._ties,
             timeout_s=timeout_s,

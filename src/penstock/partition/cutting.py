@@ -20,14 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.balance import balance
 from penstock.partition.by_module import NotByModule, as_call, computes_loss, split_by_module
 from penstock.partition.homes import Cuts
-from penstock.partition.markers import SplitPoint
 from penstock.partition.plan import Plan
-from penstock.partition.profile import profile
 from penstock.partition.sequential import cut, even_split, layers_of
-from penstock.partition.split_model import pipeline
 from penstock.partition.units import find_blocks
 
 __all__ = [
@@ -183,6 +179,10 @@ def _starts(split: Cuts, blocks: Sequence[str]) -> list[str]:
 def _captured(
     model: nn.Module, starts: Sequence[str] | None, num_stages: int, example: Example, why: str
 ) -> ModelCut:
+    # Imported by the few who need them: capturing and measuring are half of all that is imported.
+    from penstock.partition.markers import SplitPoint
+    from penstock.partition.split_model import pipeline
+
     args, kwargs = as_call(example)
     spec = dict.fromkeys(starts, SplitPoint.BEGINNING) if starts else None
     pipe = pipeline(model, args, kwargs, split_spec=spec)
@@ -220,6 +220,9 @@ def balanced_plan(
             "split='auto' measures the model: pass example=, one microbatch as a tuple of "
             "positional or a dict of keyword arguments"
         )
+    from penstock.partition.balance import balance
+    from penstock.partition.profile import profile
+
     measured = profile(model, tuple(example) if not isinstance(example, Mapping) else example)
     return measured.plan(balance(measured, num_stages).counts, made="balanced on this machine")
 
