@@ -66,7 +66,9 @@ def test_evaluates_as_the_plain_model(name: str) -> None:
         del batch["labels"]
     output = pipe.eval(**batch)
     model.eval()
-    halves = [{key: value[rows] for key, value in batch.items()} for rows in (slice(2), slice(2, 4))]
+    halves = [
+        {key: value[rows] for key, value in batch.items()} for rows in (slice(2), slice(2, 4))
+    ]
     with torch.no_grad():
         expected = torch.cat([logits(model(**half)) for half in halves])
     assert torch.equal(logits(output), expected)

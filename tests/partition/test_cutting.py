@@ -103,7 +103,9 @@ def test_what_is_neither_says_both() -> None:
             x = super().forward(x)
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(PartitionError, match=r"needs the value of output 0 of head.*nor can it be capt"):
+    with pytest.raises(
+        PartitionError, match=r"needs the value of output 0 of head.*nor can it be capt"
+    ):
         Pipeline(Worse(), ranks=2, example=(X[:3],), n_microbatches=2)
 
 
