@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from penstock.simulate.engine import simulate
     from penstock.simulate.result import Simulation
     from penstock.stage.manual import PipelineStage
+    from penstock.stage.random_stream import draw_step_seed, microbatch_rng
     from penstock.stage.traced import TracedStage, build_stage
     from penstock.trace import Span, Trace
 
@@ -84,6 +85,8 @@ __all__ = [
     "TensorChunkSpec",
     "split_args_kwargs_into_chunks",
     "merge_chunks",
+    "draw_step_seed",
+    "microbatch_rng",
     # cutting by capture
     "pipeline",
     "Pipe",
@@ -175,6 +178,7 @@ _HOLDS = {
     "penstock.simulate.costs": ("Costs",),
     "penstock.simulate.result": ("Simulation",),
     "penstock.stage.manual": ("PipelineStage",),
+    "penstock.stage.random_stream": ("draw_step_seed", "microbatch_rng"),
     "penstock.stage.traced": ("TracedStage", "build_stage"),
     "penstock.trace": ("Trace", "Span"),
 }

@@ -24,6 +24,7 @@ from penstock.runtime.call import Call
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
 from penstock.runtime.role import LossFn, Role
 from penstock.runtime.sharing import Sharing
+from penstock.runtime.streams import make_streams, share_step_seed
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Op
 from penstock.schedule.check import check
@@ -46,11 +47,13 @@ class Options:
         loss_fn: ``loss_fn(output, target)`` gives a scalar, or ``(scalar, metrics)``.
         scale_grads: whether each microbatch's loss is divided by their number.
         dynamic_shapes: whether shapes may change from microbatch to microbatch.
+        microbatch_rng: whether random numbers are those of one device.
     """
 
     loss_fn: LossFn | None = None
     scale_grads: bool = True
     dynamic_shapes: bool = False
+    microbatch_rng: bool = False
 
 
 class Engine:
@@ -86,6 +89,7 @@ class Engine:
         # Of what was asked for: ranks may differ in whether their stages are sharded.
         self._digest = hashlib.sha256(format_csv(program).encode()).hexdigest()[:16]
         self._check_stages(program)
+        make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
         self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
         self._wrapped = {i: s.submod for i, s in self.stages.items()}
         # A module that is a stage several times (one copy per direction) is wrapped once.
@@ -163,6 +167,8 @@ class Engine:
             transport.begin()
         self._agree()
         act.open(batch, self._num_steps)
+        if train and self.options.microbatch_rng:
+            share_step_seed(self.stages.values(), self.transports, self.program.placement)
         with self._sharing.summed() if train else nullcontext():
             self._play(act)
         losses = act.close(batch)
@@ -252,6 +258,7 @@ class Engine:
             "the number of pieces of a sequence": self.program.num_splits,
             "the program": hashlib.sha256(format_csv(self.program).encode()).hexdigest()[:16],
             "dynamic_shapes": self.options.dynamic_shapes,
+            "microbatch_rng": self.options.microbatch_rng,
             "having a loss_fn": self.options.loss_fn is not None,
             "what stages share": self._sharing.facts,
         }

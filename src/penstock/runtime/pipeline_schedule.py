@@ -57,6 +57,9 @@ class PipelineSchedule:
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``, so that
             gradients are those of the mean loss over the batch.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
+        microbatch_rng: whether stages draw random numbers (dropout) as the plain loop does in which
+            ``penstock.microbatch_rng`` stands around each forward: whatever the schedule, the cut
+            and the number of ranks. If not, each rank draws in the order in which it runs.
         sequence_dim: along which dimension of inputs, targets and outputs sequences run, where
             the program splits them (``Program.num_splits``); tensors with fewer dimensions go to
             every piece as they are.
@@ -92,6 +95,7 @@ class PipelineSchedule:
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
+        microbatch_rng: bool = False,
         sequence_dim: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
@@ -108,7 +112,12 @@ class PipelineSchedule:
         if transports is None:
             with announced(default_group()):
                 transports = _transports(stages, timeout_s)
-        options = Options(loss_fn=loss_fn, scale_grads=scale_grads, dynamic_shapes=dynamic_shapes)
+        options = Options(
+            loss_fn=loss_fn,
+            scale_grads=scale_grads,
+            dynamic_shapes=dynamic_shapes,
+            microbatch_rng=microbatch_rng,
+        )
         try:
             check_indices(stages)
             if loss_fn is not None and not callable(loss_fn):

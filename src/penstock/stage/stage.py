@@ -17,6 +17,7 @@ from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.carry import Carry
 from penstock.stage.deferred import DeferredWeights, find_leaks
+from penstock.stage.random_stream import RandomStream
 from penstock.stage.slots import Slot
 from penstock.stage.torch_private import run_backward
 from penstock.stage.trees import flatten
@@ -63,6 +64,8 @@ class Stage:
         self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
         # What pieces of a sequence hand on to each other here, where sequences are split.
         self.carry: Carry | None = None
+        # Its part of the microbatches' random numbers, where these are to be one device's.
+        self.random: RandomStream | None = None
         # What crosses its boundaries, where the user has said so in advance.
         self.static_inputs: BoundarySpec | None = None
         self.static_outputs: BoundarySpec | None = None
@@ -109,6 +112,18 @@ class Stage:
             kwargs: keyword arguments.
             defer: whether weight gradients are to be left to W.
         """
+        random = self.random
+        if random is None or not torch.is_grad_enabled():
+            return self._run_piece(slot, args, kwargs, defer=defer)
+        args = random.begin(slot.microbatch, args)
+        try:
+            return random.end(self._run_piece(slot, args, kwargs, defer=defer))
+        finally:
+            random.leave()
+
+    def _run_piece(
+        self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
+    ) -> Any:
         if self.carry is not None:
             kwargs = self.carry.take(slot.microbatch, kwargs)
         output = self._run_module(slot, args, kwargs, defer=defer)
