@@ -20,11 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.by_module import NotByModule, as_call, computes_loss, split_by_module
 from penstock.partition.homes import Cuts
 from penstock.partition.plan import Plan
 from penstock.partition.sequential import cut, even_split, layers_of
-from penstock.partition.units import find_blocks
 
 __all__ = [
     "Example",
@@ -116,6 +114,11 @@ def cut_model(
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential):
         return _cut_row(model, split, num_stages)
+    # What rows of layers do without is imported when it is needed, here and below: it is half of
+    # all that Pipeline would import.
+    from penstock.partition.by_module import NotByModule, computes_loss, split_by_module
+    from penstock.partition.units import find_blocks
+
     name = type(model).__name__
     if num_stages == 1 and split is None:
         has_loss = example is not None and computes_loss(model, example)
@@ -179,7 +182,7 @@ def _starts(split: Cuts, blocks: Sequence[str]) -> list[str]:
 def _captured(
     model: nn.Module, starts: Sequence[str] | None, num_stages: int, example: Example, why: str
 ) -> ModelCut:
-    # Imported by the few who need them: capturing and measuring are half of all that is imported.
+    from penstock.partition.by_module import as_call
     from penstock.partition.markers import SplitPoint
     from penstock.partition.split_model import pipeline
 

@@ -13,7 +13,6 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from penstock.errors import ScheduleError
-from penstock.schedule.families import FAMILIES
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
 
@@ -29,7 +28,17 @@ def _normal(name: str) -> str:
     return plain.removeprefix("schedule")
 
 
-_BY_NAME = {_normal(name): each for each in FAMILIES for name in (each.name, *each.aliases)}
+@cache
+def _own() -> tuple[Family, ...]:
+    """Penstock's own: imported with the first question, for they are many modules."""
+    from penstock.schedule.families import FAMILIES
+
+    return FAMILIES
+
+
+@cache
+def _by_name() -> dict[str, Family]:
+    return {_normal(name): each for each in _own() for name in (each.name, *each.aliases)}
 
 
 # Added by users, by canonical name in normal form.
@@ -44,7 +53,7 @@ def schedules() -> tuple[Family, ...]:
         ['forward-only', 'gpipe', '1f1b']
     """
     _discover()
-    return (*FAMILIES, *_ADDED.values())
+    return (*_own(), *_ADDED.values())
 
 
 def add(new: Family) -> None:
@@ -59,7 +68,7 @@ def add(new: Family) -> None:
     key = _normal(new.name)
     for name in (new.name, *new.aliases):
         holder = _lookup(name)
-        if (holder is not None and _normal(holder.name) != key) or _normal(name) in _BY_NAME:
+        if (holder is not None and _normal(holder.name) != key) or _normal(name) in _by_name():
             raise ScheduleError(
                 f"a schedule can't be called {name!r}: Penstock has one of that name already"
             )
@@ -73,8 +82,8 @@ def remove(name: str) -> None:
 
 def _lookup(name: str) -> Family | None:
     wanted = _normal(name)
-    if wanted in _BY_NAME:
-        return _BY_NAME[wanted]
+    if wanted in _by_name():
+        return _by_name()[wanted]
     for each in _ADDED.values():
         if wanted in map(_normal, (each.name, *each.aliases)):
             return each
