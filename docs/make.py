@@ -29,7 +29,7 @@ from penstock.schedule.program import Program
 from penstock.view.text import to_text
 
 HERE = Path(__file__).resolve().parent
-PAGES = (HERE / "schedules.md", HERE / "cli.md")
+PAGES = (HERE / "schedules.md", HERE / "cli.md", HERE / "sequences.md")
 
 _WIDTH = 118
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.S | re.M)

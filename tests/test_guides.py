@@ -51,7 +51,7 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["schedules.md", "cli.md"])
+@pytest.mark.parametrize("name", ["schedules.md", "cli.md", "sequences.md"])
 def test_what_commands_print_is_what_the_page_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
