@@ -254,6 +254,24 @@ def test_a_module_that_returns_no_state_is_told(returned: str, told: str) -> Non
         pipe.step(torch.ones(1, 2))
 
 
+def test_a_state_whose_tensors_can_not_be_seen_is_refused() -> None:
+    class Cache:
+        """Keeps tensors to itself."""
+
+    class Hiding(nn.Module):
+        def forward(self, x: Tensor, state: Any = None) -> Any:
+            return x, {"keys": [Cache()]}
+
+    pipe = Pipeline(
+        [PipelineStage(Hiding(), 0, 1, CPU)],
+        loss_fn=lambda out: out.sum(),
+        schedule="seq1f1b",
+        n_microbatches=1,
+    )
+    with pytest.raises(StageError, match=r"0F0: the state holds a .*Cache, expected tensors"):
+        pipe.step(torch.ones(1, 2))
+
+
 def test_recomputation_is_refused() -> None:
     program = build("seq1f1b", ranks=1, microbatches=1)
     (steps,) = program.ranks

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import StageError
+from penstock.stage.tensor_meta import plain_tag
 from penstock.stage.trees import flatten
 
 __all__ = ["Carry", "takes_state"]
@@ -65,7 +66,8 @@ class Carry:
             The output without the state.
 
         Raises:
-            StageError: the module did not return an output and a state.
+            StageError: the module did not return an output and a state, or the state holds
+                something whose tensors can't be seen.
         """
         if type(returned) is not tuple or len(returned) != 2:
             what = f"{len(returned)} values" if type(returned) is tuple else type(returned).__name__
@@ -85,6 +87,12 @@ class Carry:
                 if value.requires_grad:
                     leaves.append(values[i].requires_grad_())
                     edges.append(get_gradient_edge(value))
+            elif plain_tag(value) is None:
+                # Tensors hidden in it would tie the backwards of both pieces together.
+                raise StageError(
+                    f"the state holds a {type(value).__qualname__}, expected tensors, numbers, "
+                    "strings, None and containers of these"
+                )
         handed: Any = optree.tree_unflatten(tree, values)
         self._handed[piece] = _Handed(handed, leaves, edges)
         return output
