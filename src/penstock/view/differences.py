@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from bokeh.models import ColumnDataSource
@@ -14,9 +14,9 @@ from bokeh.models.widgets.tables import (
     TableColumn,
 )
 
-from penstock.schedule.action import Action
 from penstock.schedule.rules import COMPUTE
-from penstock.trace import Span, Trace
+from penstock.simulate.metrics import Difference, compare_traces
+from penstock.trace import Trace
 from penstock.view.palette import name_of
 from penstock.view.style import time_text
 
@@ -41,42 +41,37 @@ class Differences:
     names: tuple[str, str]
 
     @cached_property
-    def pairs(self) -> tuple[tuple[Span, Span], ...]:
-        """The spans of each action that both computed, each step begun at 0."""
-        here, there = _from_zero(self.one), _from_zero(self.other)
-        return tuple((span, there[act]) for act, span in here.items() if act in there)
+    def rows(self) -> tuple[Difference, ...]:
+        """Of each action that both computed, how it differs; each step begun at 0."""
+        compared = compare_traces(self.one, self.other, scale=1.0)
+        return tuple(row for row in compared.rows if row.action.op in COMPUTE)
 
     @cached_property
     def texts(self) -> dict[str, str]:
         """For each action, a line for its tooltip."""
         unit = self.one.unit
-        found = {}
-        for mine, its in self.pairs:
-            lasts = (mine.end - mine.start) - (its.end - its.start)
-            found[str(mine.action)] = (
-                f"{self.names[0]} − {self.names[1]}: starts "
-                f"{_signed(mine.start - its.start, unit)}, lasts {_signed(lasts, unit)}"
-            )
-        return found
+        return {
+            str(row.action): f"{self.names[0]} − {self.names[1]}: starts "
+            f"{_signed(row.later, unit)}, lasts {_signed(row.longer, unit)}"
+            for row in self.rows
+        }
 
     def table(self) -> DataTable:
         """All actions, to be sorted by any column."""
         scale = 1e3 if self.one.unit == "s" else 1.0
         suffix = ", ms" if self.one.unit == "s" else ""
         first, second = self.names
-        pairs = self.pairs
+        rows = self.rows
         data = {
-            "action": [str(mine.action) for mine, _ in pairs],
-            "kind": [name_of(mine.action.op) for mine, _ in pairs],
-            "rank": [mine.rank for mine, _ in pairs],
-            "start": [mine.start * scale for mine, _ in pairs],
-            "start_other": [its.start * scale for _, its in pairs],
-            "later": [(mine.start - its.start) * scale for mine, its in pairs],
-            "lasts": [(mine.end - mine.start) * scale for mine, _ in pairs],
-            "lasts_other": [(its.end - its.start) * scale for _, its in pairs],
-            "longer": [
-                ((mine.end - mine.start) - (its.end - its.start)) * scale for mine, its in pairs
-            ],
+            "action": [str(row.action) for row in rows],
+            "kind": [name_of(row.action.op) for row in rows],
+            "rank": [row.rank for row in rows],
+            "start": [row.measured.start * scale for row in rows],
+            "start_other": [row.simulated.start * scale for row in rows],
+            "later": [row.later * scale for row in rows],
+            "lasts": [(row.measured.end - row.measured.start) * scale for row in rows],
+            "lasts_other": [(row.simulated.end - row.simulated.start) * scale for row in rows],
+            "longer": [row.longer * scale for row in rows],
         }
         plain, number = StringFormatter(), NumberFormatter(format="0,0.000", text_align="right")
         signed = HTMLTemplateFormatter(template=_SIGNED)
@@ -102,16 +97,6 @@ class Differences:
             sizing_mode="stretch_width",
             name="differences",
         )
-
-
-def _from_zero(trace: Trace) -> dict[Action, Span]:
-    """By action what was computed, counted from the first computation on."""
-    computes = [span for span in trace.spans if span.action.op in COMPUTE]
-    origin = min((span.start for span in computes), default=0.0)
-    return {
-        span.action: replace(span, start=span.start - origin, end=span.end - origin)
-        for span in computes
-    }
 
 
 def _signed(value: float, unit: str) -> str:
