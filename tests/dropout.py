@@ -13,7 +13,7 @@ from penstock import Pipeline, draw_step_seed, microbatch_rng
 from penstock.testing.compare import Tolerance, assert_same, snapshot
 from tests.models import DIM, features
 
-__all__ = ["MICROBATCHES", "compare_dropout", "dropping"]
+__all__ = ["MICROBATCHES", "compare_dropout", "dropping", "plain_steps"]
 
 MICROBATCHES = 4
 

@@ -6,6 +6,9 @@ sees is left as the plain loop leaves it.
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,10 +17,11 @@ from torch.nn import functional as F
 import penstock
 from penstock import Pipeline, build, draw_step_seed, microbatch_rng
 from penstock.errors import ScheduleError
+from penstock.schedule.catalog import family
 from penstock.schedule.passes import recompute
 from penstock.stage.manual import PipelineStage
 from tests.agreement import BIDIRECTIONAL, ROUNDING, TRAINING, virtuals
-from tests.dropout import MICROBATCHES, compare_dropout, dropping
+from tests.dropout import MICROBATCHES, compare_dropout, dropping, plain_steps
 from tests.models import DIM, features, token_loss
 from tests.sequences import causal, token_batch
 
@@ -47,6 +51,23 @@ def test_uneven_cuts_draw_alike() -> None:
 def test_what_is_recomputed_draws_the_same_again() -> None:
     program = build("1f1b", ranks=2, microbatches=MICROBATCHES)
     compare_dropout(4, schedule=recompute(program), ranks=2)
+
+
+@pytest.mark.parametrize(
+    "made", [penstock.Schedule1F1B, penstock.ScheduleLoopedBFS, penstock.ScheduleZBVZeroBubble]
+)
+def test_schedules_as_classes_take_the_option(made: Any) -> None:
+    virtual = family(made.schedule_name).default_virtual
+    layers = dropping(virtual)
+    stages = [PipelineStage(m, i, virtual, torch.device("cpu")) for i, m in enumerate(layers)]
+    schedule = made(
+        stages if virtual > 1 else stages[0], MICROBATCHES, F.mse_loss, microbatch_rng=True
+    )
+    expected, _ = plain_steps(copy.deepcopy(layers), 1)
+    torch.manual_seed(5)
+    inputs, target = features(2 * MICROBATCHES, 0)
+    schedule.step(inputs, target=target)
+    assert all(map(torch.equal, schedule.losses, expected))
 
 
 def test_microbatches_and_steps_draw_apart() -> None:

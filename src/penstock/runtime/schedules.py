@@ -47,6 +47,7 @@ class _Single(PipelineSchedule):
         scale_grads: bool = True,
         *,
         dynamic_shapes: bool = False,
+        microbatch_rng: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
     ) -> None:
@@ -59,6 +60,7 @@ class _Single(PipelineSchedule):
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
+            microbatch_rng=microbatch_rng,
             timeout_s=timeout_s,
             shared=shared,
         )
@@ -98,6 +100,7 @@ class _Multi(PipelineSchedule):
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         dynamic_shapes: bool = False,
+        microbatch_rng: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
     ) -> None:
@@ -111,6 +114,7 @@ class _Multi(PipelineSchedule):
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
+            microbatch_rng=microbatch_rng,
             timeout_s=timeout_s,
             shared=shared,
         )
@@ -140,6 +144,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
         defer_pp_recv: bool = False,
         *,
         dynamic_shapes: bool = False,
+        microbatch_rng: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
     ) -> None:
@@ -152,6 +157,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
+            microbatch_rng=microbatch_rng,
             timeout_s=timeout_s,
             shared=shared,
         )
