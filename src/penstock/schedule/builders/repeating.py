@@ -78,7 +78,7 @@ def place_block(
         >>> from penstock.schedule.placement import v_shape
         >>> block = place_block(v_shape(2), gaps=(1,) * 7, interval=6)
         >>> [[f"{p.stage}{p.op.value}@{p.start}" for p in passes] for passes in block.ranks]
-        [['0F@0', '3F@3', '3I@4', '0I@8'], ['1F@1', '2F@2', '2I@5', '1I@6']]
+        [['0F@0', '3F@3', '3I@4', '0I@7'], ['1F@1', '2F@2', '2I@5', '1I@6']]
     """
     stages = range(placement.num_stages)
     length = 2 if backward is Op.FULL_BACKWARD else 1
