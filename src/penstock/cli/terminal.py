@@ -29,7 +29,8 @@ def stderr() -> Console:
 def _console(*, error: bool) -> Console:
     stream = sys.stderr if error else sys.stdout
     piped = not stream.isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=error, width=_PIPED_WIDTH if piped else None, highlight=False)
+    width = _PIPED_WIDTH if piped else None
+    return Console(stderr=error, width=width, highlight=False, emoji=False)
 
 
 def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) -> Table:
