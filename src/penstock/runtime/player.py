@@ -317,8 +317,10 @@ class Player:
         elif self._role.dynamic_shapes or shape_id not in self._grads_in:
             return None
         slot.grads_present = present = self._grads_in[shape_id]
-        # A receive may be posted before this microbatch's forward has described its own output.
-        spec = slot.spec or self._out_specs[shape_id]
+        # A receive may be posted before this step's forward, when the slot still tells of the last
+        # step's; where shapes always come with a note, it is posted after it.
+        spec = slot.spec if self._role.dynamic_shapes else self._out_specs[shape_id]
+        assert spec is not None
         if all(present):
             return spec.grad_metas
         return [meta for meta, there in zip(spec.grad_metas, present, strict=True) if there]
