@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock import Costs
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.search.problem import Objective, Problem
+from tests.simulate.edges import per_edge
 
 __all__ = ["problem_of", "problems"]
 
@@ -48,7 +49,9 @@ def problems(draw: st.DrawFn) -> Problem:
         forward=draw(times),
         input_grad=draw(times),
         weight_grad=draw(times),
-        latency=draw(st.sampled_from([0.0, 0.5, 3.0])),
+        latency=draw(
+            st.sampled_from([0.0, 0.5, 3.0]) | per_edge(stages, st.sampled_from([0.5, 2.0]))
+        ),
         activation_bytes=before,
         weight_grad_bytes=list(map(min, before, behind)),
     )

@@ -194,6 +194,15 @@ def test_a_seed_gives_the_same_program_again(exact: bool, monkeypatch: pytest.Mo
     assert first == again and first.reproducible
 
 
+def test_a_slow_edge_is_searched_around_and_must_be_there() -> None:
+    costs = Costs(latency={(0, 1): 2})
+    found = search(costs, ranks=2, microbatches=3, time_limit_s=1)
+    assert found.simulation.trace == simulate(found.program, costs).trace
+    assert found.bound <= found.value == found.simulation.makespan
+    with pytest.raises(ScheduleError, match=r"the edge \(4, 5\) leads to stage 5"):
+        search(Costs(latency={(4, 5): 2}), ranks=2, microbatches=3)
+
+
 def test_progress_is_told() -> None:
     told: list[Progress] = []
     found = search(UNEVEN, ranks=4, microbatches=8, time_limit_s=1, progress=told.append)

@@ -16,6 +16,7 @@ from penstock.simulate.bounds import Argument, least_memory, lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.testing.programs import computed_programs
+from tests.simulate.edges import per_edge
 
 COST = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
@@ -28,10 +29,10 @@ def costs_for(draw: st.DrawFn, num_stages: int) -> Costs:
         forward=draw(per_stage),
         input_grad=draw(per_stage),
         weight_grad=draw(per_stage),
-        latency=draw(st.just(0.0) | per_stage),
+        latency=draw(st.just(0.0) | per_stage | per_edge(num_stages, COST)),
         overlap=draw(st.none() | per_stage),
         message_bytes=draw(per_stage),
-        bandwidth=draw(st.none() | st.integers(1, 4)),
+        bandwidth=draw(st.none() | st.integers(1, 4) | per_edge(num_stages, st.integers(1, 4))),
     )
 
 

@@ -101,6 +101,15 @@ def test_the_critical_path_has_no_gap_but_messages(
     assert {s.action for s in path} == {s.action for s in lowered.critical_path}
 
 
+def test_a_block_waited_for_what_came_last_not_for_what_was_made_last() -> None:
+    program = parse_csv("0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n2F0,2B0,2F1,2B1\n")
+    # 2B0 is done at 19 and there at 24; 0F1 is done, and there, at 20.
+    result = simulate(program, Costs(forward=[10, 1, 1], latency={(1, 2): 5}))
+    (block,) = (span for span in result.trace.spans if span.action == action(1, Op.FORWARD, 1))
+    assert block.start == 24
+    assert str(result.waited_for(block)) == "2B0"
+
+
 def test_what_was_waited_for() -> None:
     result = simulate(build("1f1b", ranks=2, microbatches=2))
     waits = {str(s.action): result.waited_for(s) for s in result.trace.spans}

@@ -1,6 +1,7 @@
 """Costs: numbers or one per stage, by value, checked when made."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,56 @@ def test_what_is_no_cost_is_refused(name: str, wrong: object) -> None:
 def test_no_cost_at_all_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"Costs\(forward=\.\.\.\) is empty"):
         Costs(forward=[])
+
+
+def test_a_mapping_per_edge_is_kept_by_value_and_holds_both_ways() -> None:
+    costs = Costs(latency={(2, 1): 5, (0, 1): 1}, bandwidth={(1, 2): 2}, message_bytes=6)
+    assert costs == Costs(
+        latency={(0, 1): 1.0, (1, 2): 5.0}, bandwidth={(2, 1): 2.0}, message_bytes=6
+    )
+    assert hash(costs) == hash(replace(costs))
+    assert costs == replace(costs)
+    assert costs != replace(costs, latency={(1, 2): 5})
+    ways = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    latencies = [costs.latency_between(*way, num_stages=4) for way in ways]
+    assert latencies == [1, 1, 5, 5, 0, 0]
+    assert [costs.transfer(*way, num_stages=4) for way in ways] == [0, 0, 3, 3, 0, 0]
+    by_sender = Costs(latency=[1, 2, 3])
+    assert by_sender.latency_between(1, 2, num_stages=3) == 2
+    assert by_sender.latency_between(1, 0, num_stages=3) == 2
+    assert Costs(latency={}).latency_between(0, 1, num_stages=2) == 0
+
+
+@pytest.mark.parametrize("name", ["latency", "bandwidth"])
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ({(0, 2): 1}, r"\(0, 2\) is no edge; give two neighbouring stages"),
+        ({(1, 1): 1}, r"\(1, 1\) is no edge"),
+        ({(-1, 0): 1}, r"\(-1, 0\) is no edge"),
+        ({(0, 1, 2): 1}, r"\(0, 1, 2\) is no edge"),
+        ({1: 1}, "1 is no edge"),
+        ({"12": 1}, "'12' is no edge"),
+        ({(0.0, 1.0): 1}, r"\(0.0, 1.0\) is no edge"),
+        ({(0, 1): 1, (1, 0): 1}, r"the edge \(0, 1\) is given twice"),
+        ({(0, 1): -1}, "-1 is not a finite number"),
+        ({(0, 1): math.nan}, "nan is not a finite number"),
+        ({(0, 1): math.inf}, "inf is not a finite number"),
+        ({(0, 1): None}, "None is not a finite number"),
+    ],
+)
+def test_what_is_no_cost_of_an_edge_is_refused(name: str, edges: object, message: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): {message}"):
+        Costs(**{name: edges})  # type: ignore[arg-type]
+
+
+def test_other_costs_take_no_edges_and_no_edge_takes_a_bandwidth_of_0() -> None:
+    with pytest.raises(ScheduleError, match=r"Costs\(forward=.* is not a finite number"):
+        Costs(forward={(0, 1): 1})  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"Costs\(bandwidth=.* 0 moves nothing"):
+        Costs(bandwidth={(0, 1): 0})
+    with pytest.raises(ScheduleError, match="given per edge; ask latency_between"):
+        Costs(latency={(0, 1): 1}).per_stage("latency", num_stages=2)
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

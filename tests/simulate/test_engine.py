@@ -1,5 +1,8 @@
 """The engine: against a slow simulation that is right by inspection, and case by case."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +14,11 @@ from penstock.schedule.passes import lower
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 from penstock.schedule.text import parse_csv
+from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
+from penstock.testing.programs import computed_programs
+from tests.simulate.edges import per_edge
 from tests.simulate.plain_engine import slowly
 
 COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
@@ -20,7 +26,7 @@ COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
-    """A program of any family, and any costs per stage."""
+    """A program of any family, and any costs per stage; latencies per edge, too."""
     name = draw(st.sampled_from([each.name for each in schedules()]))
     ranks, microbatches = family(name).nearest(draw(st.integers(1, 5)), draw(st.integers(1, 9)))
     program = build(
@@ -34,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
         forward=draw(per_stage),
         input_grad=draw(per_stage),
         weight_grad=draw(per_stage),
-        latency=draw(per_stage),
+        latency=draw(per_stage | per_edge(program.num_stages, COST)),
         overlap=draw(st.none() | per_stage),
     )
 
@@ -208,6 +214,69 @@ def test_a_receive_without_its_send_is_named() -> None:
     )
     with pytest.raises(ScheduleError, match=r"rank 1 \(1RECV_F0\) waits for 0SEND_F0, to which"):
         simulate(program)
+
+
+def test_a_slow_edge_delays_both_directions_and_nothing_else() -> None:
+    program = build("gpipe", ranks=3, microbatches=1)
+
+    def gaps(costs: Costs) -> list[float]:
+        """How long each message is on its way: 0 to 1, 1 to 2, 2 to 1, 1 to 0."""
+        starts, ends = (
+            {span.action: getattr(span, at) for span in simulate(program, costs).trace.spans}
+            for at in ("start", "end")
+        )
+        chain = [(stage, Op.FORWARD) for stage in range(3)]
+        chain += [(stage, Op.FULL_BACKWARD) for stage in (2, 1, 0)]
+        steps = [action(stage, op, 0) for stage, op in chain]
+        found = [starts[two] - ends[one] for one, two in pairwise(steps)]
+        assert found.pop(2) == 0, "a stage waits for no message from itself"
+        return found
+
+    assert gaps(Costs(latency={(1, 2): 5})) == [0, 5, 5, 0]
+    assert gaps(Costs(latency={(1, 0): 5})) == [5, 0, 0, 5]
+    # Per sending stage there is no such thing.
+    assert gaps(Costs(latency=[0, 5, 0])) == [0, 5, 0, 5]
+    slow = Costs(message_bytes=[6, 8, 0], bandwidth={(1, 2): 4})
+    for switches in ({}, {"transfers_overlap": False}, {"one_message_at_a_time": True}):
+        assert gaps(replace(slow, **switches)) == [0, 2, 2, 0]
+        assert gaps(replace(slow, latency={(0, 1): 1}, **switches)) == [1, 2, 2, 1]
+
+
+def test_edges_between_stages_of_one_rank_delay_nothing() -> None:
+    program = build("zbv", ranks=2, microbatches=3)
+    assert simulate(program, Costs(latency={(1, 2): 5})).trace == simulate(program).trace
+
+
+@settings(deadline=None, max_examples=60)
+@given(computed_programs(max_ranks=3), st.data(), st.booleans(), st.booleans())
+def test_edges_as_slow_as_each_other_are_one_number(
+    program: Program, data: st.DataObject, overlap: bool, in_turn: bool
+) -> None:
+    latency, bandwidth = data.draw(COST), data.draw(st.sampled_from([0.5, 1.0, 4.0]))
+    edges = [(stage, stage + 1) for stage in range(program.num_stages - 1)]
+    one = Costs(
+        latency=latency,
+        message_bytes=3,
+        bandwidth=bandwidth,
+        transfers_overlap=overlap,
+        one_message_at_a_time=in_turn,
+    )
+    each = replace(
+        one, latency=dict.fromkeys(edges, latency), bandwidth=dict.fromkeys(edges, bandwidth)
+    )
+    for every in (program, lower(program)):
+        assert simulate(every, each).trace == simulate(every, one).trace
+
+
+@pytest.mark.parametrize("program", [build("gpipe", ranks=n, microbatches=1) for n in (1, 2)])
+@pytest.mark.parametrize("name", ["latency", "bandwidth"])
+def test_edges_to_stages_that_are_not_there_are_refused(program: Program, name: str) -> None:
+    costs = Costs(**{name: {(1, 2): 5}})  # type: ignore[arg-type]
+    last = program.num_stages - 1
+    with pytest.raises(ScheduleError, match=rf"{name}.* edge \(1, 2\) .* stages are 0 to {last}"):
+        simulate(program, costs)
+    with pytest.raises(ScheduleError, match=rf"{name}.* edge \(1, 2\) .* stages are 0 to {last}"):
+        lower_bounds(costs, ranks=program.num_ranks, microbatches=1)
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

@@ -97,12 +97,12 @@ class Problem:
     def needs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         """For each kind, the kinds that it needs of its microbatch, and how long they travel."""
         stages = self.placement.num_stages
-        latency = self.costs.per_stage("latency", num_stages=stages)
 
         def travel(producer: int, stage: int) -> float:
             if self.placement.same_rank(producer, stage):
                 return 0.0
-            return latency[producer] + self.costs.transfer(producer, stage, num_stages=stages)
+            latency = self.costs.latency_between(producer, stage, num_stages=stages)
+            return latency + self.costs.transfer(producer, stage, num_stages=stages)
 
         found = []
         for kind in range(self.num_kinds):

@@ -202,13 +202,14 @@ class _Stage:
 def _chains(costs: Costs, placement: Placement, microbatches: int, backward: bool) -> list[_Stage]:
     """All stages, by number; each copy of a model is a chain of its own."""
     size = placement.num_stages
+    costs.refuse_misfits(num_stages=size)
     stages = _stages(costs, placement, microbatches)
-    latency = costs.per_stage("latency", num_stages=size)
 
     def hop(stage: int, other: int) -> float:
         if placement.same_rank(stage, other):
             return 0.0
-        return latency[stage] + costs.transfer(stage, other, num_stages=size)
+        latency = costs.latency_between(stage, other, num_stages=size)
+        return latency + costs.transfer(stage, other, num_stages=size)
 
     for number, stage in enumerate(stages):
         ahead = placement.neighbour(number, -1)

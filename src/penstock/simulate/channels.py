@@ -59,7 +59,6 @@ def add_messages(tables: Tables, program: Program, costs: Costs) -> Tables:
         return _with_slow_sends(tables, program, costs)
     size, width, placement = tables.num_stages, tables.width, program.placement
     first = len(tables.durations)
-    latency = costs.per_stage("latency", num_stages=size)
     forward, backward = Op.FORWARD, Op.INPUT_GRAD
     if program.has_transfers:
         forward, backward = Op.SEND_F, Op.SEND_B
@@ -75,13 +74,14 @@ def add_messages(tables: Tables, program: Program, costs: Costs) -> Tables:
             if other is None or placement.same_rank(stage, other):
                 continue
             durations[-1] = costs.transfer(stage, other, num_stages=size)
+            latency = costs.latency_between(stage, other, num_stages=size)
             feeds[row] = message, placement.rank_of(other)
             if op is Op.INPUT_GRAD:
                 feeds[_NUMBER[Op.FULL_BACKWARD] * size + stage] = feeds[row]
             for taker in _takers(op):
                 user = _NUMBER[taker] * size + other
                 needs[user] = tuple(
-                    ((message - user) * width, latency[stage])
+                    ((message - user) * width, latency)
                     if user + distance // width == row
                     else (distance, delay)
                     for distance, delay in needs[user]
@@ -239,13 +239,13 @@ def _entries(
 def _with_slow_sends(tables: Tables, program: Program, costs: Costs) -> Tables:
     """Sends that are steps of their rank take the transfer's time; its receive, the latency."""
     size, placement = tables.num_stages, program.placement
-    latency = costs.per_stage("latency", num_stages=size)
     needs, durations = list(tables.needs), list(tables.durations)
     for receive, send, offset in ((Op.RECV_F, Op.SEND_F, -1), (Op.RECV_B, Op.SEND_B, +1)):
         for stage in range(size):
             row, source = _NUMBER[receive] * size + stage, placement.neighbour(stage, offset)
             if source is not None:
-                needs[row] = tuple((distance, latency[source]) for distance, _ in needs[row])
+                latency = costs.latency_between(source, stage, num_stages=size)
+                needs[row] = tuple((distance, latency) for distance, _ in needs[row])
                 sending = costs.transfer(source, stage, num_stages=size)
                 durations[_NUMBER[send] * size + source] = sending
     return replace(tables, needs=tuple(needs), durations=tuple(durations))

@@ -8,18 +8,40 @@ in which anything runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 
-__all__ = ["Cost", "Costs"]
+__all__ = ["Cost", "Costs", "PerEdge"]
 
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerEdge:
+    """What ``Costs`` keeps of a mapping per edge: hashable, and compared by value.
+
+    Args:
+        costs: pairs of neighbouring stages, the lower one first, and the cost both ways; sorted.
+    """
+
+    costs: tuple[tuple[tuple[int, int], float], ...]
+
+    def between(self, stage: int, to_stage: int, *, others: float) -> float:
+        """The cost from one stage to another; ``others`` where there is none for the two."""
+        edge = (min(stage, to_stage), max(stage, to_stage))
+        return next((cost for known, cost in self.costs if known == edge), others)
+
+
+MessageCost: TypeAlias = Cost | Mapping[tuple[int, int], float] | PerEdge
+"""A cost by sending stage, or a mapping from pairs of neighbouring stages, both ways alike."""
+
+_PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 _POSITIVE = ("bandwidth", "offload_bandwidth")
 
@@ -34,7 +56,8 @@ class Costs:
         weight_grad: a weight-gradient backward W. A full backward B takes ``input_grad`` and
             ``weight_grad`` together.
         latency: from the end of an action to the arrival of its result on another rank; per
-            sending stage. It takes no compute time.
+            sending stage, or per edge: ``{(1, 2): 5.0}`` is 5 between the neighbouring stages 1
+            and 2, both ways, and 0 between others. It takes no compute time.
         overlap: a block that overlaps a forward and a backward, at the stage of its first part;
             None where it lasts as long as its parts one after the other.
         recompute: a second forward, ahead of the backward; None for what ``forward`` costs.
@@ -43,8 +66,9 @@ class Costs:
         reload: the copy back; None likewise.
         message_bytes: what a stage sends to the next one for a microbatch; the gradient that
             comes back is as large. Of the last stage it means nothing.
-        bandwidth: bytes per unit of time between two ranks, per sending stage; a message takes
-            its bytes ÷ bandwidth, then the latency. None where messages take the latency alone.
+        bandwidth: bytes per unit of time between two ranks, per sending stage or, as the
+            latency, per edge (other edges: no limit); a message takes its bytes ÷ bandwidth, then
+            the latency. None where messages take the latency alone.
         activation_bytes: what a stage holds of a microbatch from the start of F to the end of I;
             None to count activations instead of bytes, 1 each.
         weight_grad_bytes: what of it is held from there to the end of W; None for all of it.
@@ -56,29 +80,32 @@ class Costs:
             if not, each travels as if it were alone.
 
     A cost is one number for all stages, or a sequence of one number per stage. They are kept as
-    floats and tuples of floats, so that costs are hashable and compare by value.
+    floats, tuples of floats and ``PerEdge``, so that costs are hashable and compare by value.
 
     Raises:
         ScheduleError: a cost that is negative, infinite, not a number, or an empty sequence; a
-            bandwidth of 0.
+            bandwidth of 0; an edge between stages that are no neighbours, or one told twice.
 
     Example:
         >>> Costs(forward=[1, 2]).of(Op.FORWARD, num_stages=2)
         (1.0, 2.0)
         >>> Costs(input_grad=1, weight_grad=0.5).of(Op.FULL_BACKWARD, num_stages=3)
         (1.5, 1.5, 1.5)
+        >>> slow = Costs(latency={(1, 2): 5})
+        >>> [slow.latency_between(*edge, num_stages=3) for edge in ((0, 1), (1, 2), (2, 1))]
+        [0.0, 5.0, 5.0]
     """
 
     forward: Cost = 1.0
     input_grad: Cost = 1.0
     weight_grad: Cost = 1.0
-    latency: Cost = 0.0
+    latency: MessageCost = 0.0
     overlap: Cost | None = None
     recompute: Cost | None = None
     offload: Cost | None = None
     reload: Cost | None = None
     message_bytes: Cost = 0.0
-    bandwidth: Cost | None = None
+    bandwidth: MessageCost | None = None
     activation_bytes: Cost | None = None
     weight_grad_bytes: Cost | None = None
     recompute_bytes: Cost = 0.0
@@ -92,7 +119,7 @@ class Costs:
             if given is None or field.name in _SWITCHES:
                 continue
             value = _normal(field.name, given)
-            if field.name in _POSITIVE and 0.0 in (value if isinstance(value, tuple) else (value,)):
+            if field.name in _POSITIVE and 0.0 in _numbers(value):
                 raise ScheduleError(
                     f"Costs({field.name}=...): 0 moves nothing; leave it out where it is no limit"
                 )
@@ -142,13 +169,34 @@ class Costs:
         )
         return offload, reload
 
+    def latency_between(self, stage: int, to_stage: int, *, num_stages: int) -> float:
+        """The latency of a message from ``stage`` to a neighbour on another rank.
+
+        Args:
+            stage: the sending stage.
+            to_stage: the receiving one.
+            num_stages: number of stages of the program.
+
+        Raises:
+            ScheduleError: latencies for another number of stages, or of stages that are not there.
+        """
+        return self._between("latency", stage, to_stage, num_stages, others=0.0)
+
     def transfer(self, stage: int, to_stage: int, *, num_stages: int) -> float:
         """How long a message from ``stage`` to a neighbour is on its way, without the latency."""
         if self.bandwidth is None:
             return 0.0
         # The gradient that comes back to a stage is as large as what the stage sent on.
         size = self.per_stage("message_bytes", num_stages=num_stages)[min(stage, to_stage)]
-        return size / self.per_stage("bandwidth", num_stages=num_stages)[stage]
+        return size / self._between("bandwidth", stage, to_stage, num_stages, others=math.inf)
+
+    def _between(
+        self, name: str, stage: int, to_stage: int, num_stages: int, *, others: float
+    ) -> float:
+        cost = self._fitting(name, num_stages)
+        if isinstance(cost, PerEdge):
+            return cost.between(stage, to_stage, others=others)
+        return cost[stage] if isinstance(cost, tuple) else cost
 
     def held(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """What each stage holds of a microbatch up to the end of I, and from there to W's end."""
@@ -167,25 +215,81 @@ class Costs:
             num_stages: number of stages of the program.
 
         Raises:
-            ScheduleError: the cost was given per stage, but not for ``num_stages`` stages.
+            ScheduleError: the cost was given per stage, but not for ``num_stages`` stages; or it
+                was given per edge.
         """
-        value = getattr(self, name)
-        if isinstance(value, float):
-            return (value,) * num_stages
-        if len(value) != num_stages:
+        value = self._fitting(name, num_stages)
+        if isinstance(value, PerEdge):
+            raise ScheduleError(
+                f"Costs({name}=...) is given per edge; ask latency_between or transfer"
+            )
+        return value if isinstance(value, tuple) else (value,) * num_stages
+
+    def refuse_misfits(self, *, num_stages: int) -> None:
+        """Look at all costs, whether or not a program of so many stages sends or copies anything.
+
+        Args:
+            num_stages: number of stages of the program.
+
+        Raises:
+            ScheduleError: a cost for another number of stages, or for an edge that is not there.
+        """
+        for field in fields(self):
+            if field.name not in _SWITCHES and getattr(self, field.name) is not None:
+                self._fitting(field.name, num_stages)
+
+    def _fitting(self, name: str, num_stages: int) -> float | tuple[float, ...] | PerEdge:
+        value: float | tuple[float, ...] | PerEdge = getattr(self, name)
+        if isinstance(value, tuple) and len(value) != num_stages:
             raise ScheduleError(
                 f"Costs({name}=...) has {len(value)} numbers, but the program has {num_stages} "
                 "stages; give one number for all stages, or one per stage"
             )
-        return tuple(value)
+        if isinstance(value, PerEdge) and value.costs and value.costs[-1][0][1] >= num_stages:
+            edge, _ = value.costs[-1]
+            raise ScheduleError(
+                f"Costs({name}=...): the edge {edge} leads to stage {edge[1]}, but the program's "
+                f"stages are 0 to {num_stages - 1}"
+            )
+        return value
 
 
-def _normal(name: str, given: Cost) -> float | tuple[float, ...]:
+def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
+    if isinstance(given, PerEdge):
+        given = dict(given.costs)
+    if isinstance(given, Mapping) and name in _PER_EDGE:
+        return _per_edge(name, given)
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         if not given:
             raise ScheduleError(f"Costs({name}=...) is empty; give at least one number")
         return tuple(_number(name, each) for each in given)
     return _number(name, given)
+
+
+def _per_edge(name: str, given: Mapping[tuple[int, int], float]) -> PerEdge:
+    costs: dict[tuple[int, int], float] = {}
+    for key, cost in given.items():
+        try:
+            one, two = map(index, key)
+        except (TypeError, ValueError):
+            one = two = -1
+        if min(one, two) < 0 or abs(one - two) != 1:
+            raise ScheduleError(
+                f"Costs({name}=...): {key!r} is no edge; give two neighbouring stages, as (1, 2)"
+            )
+        edge = (min(one, two), max(one, two))
+        if edge in costs:
+            raise ScheduleError(
+                f"Costs({name}=...): the edge {edge} is given twice; one number holds both ways"
+            )
+        costs[edge] = _number(name, cost)
+    return PerEdge(costs=tuple(sorted(costs.items())))
+
+
+def _numbers(value: float | tuple[float, ...] | PerEdge) -> tuple[float, ...]:
+    if isinstance(value, PerEdge):
+        return tuple(cost for _, cost in value.costs)
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _number(name: str, given: object) -> float:

@@ -131,7 +131,7 @@ class Waits:
         if parts[0].op in COPIES and (ahead := self._copy_before(rank, index)) is not None:
             return ahead
         needed = [
-            before
+            (part.stage, before)
             for part in parts
             for before in prerequisites(
                 part,
@@ -142,12 +142,13 @@ class Waits:
             if before not in parts and before in self._places
         ]
         needed += [
-            back
+            (part.stage, back)
             for part in parts
             if part.op in COMPUTE - {Op.FORWARD}
             and (back := action(part.stage, Op.RELOAD, part.microbatch)) in self._places
         ]
-        return max(needed, key=lambda before: self._arrival(before, rank), default=None)
+        last = max(needed, key=lambda need: self._arrival(need[0], need[1], rank), default=None)
+        return None if last is None else last[1]
 
     def _before(self, rank: int, index: int) -> tuple[int, int] | None:
         """The last step that a rank had to do before another: not what runs aside."""
@@ -185,9 +186,13 @@ class Waits:
             return 0.0
         return self._costs.transfer(part.stage, other, num_stages=placement.num_stages)
 
-    def _arrival(self, needed: Action, rank: int) -> tuple[bool, float]:
-        """A key that orders results by when they came to ``rank``."""
+    def _arrival(self, stage: int, needed: Action, rank: int) -> tuple[bool, float]:
+        """A key that orders results by when they came to ``rank``, for a stage of it."""
         holder, index = self._places[needed]
         end = self._ends[holder][self._firsts[holder][index + 1] - 1]
+        if holder != rank:
+            size = self._program.num_stages
+            end += self._costs.latency_between(needed.stage, stage, num_stages=size)
+            end += self._costs.transfer(needed.stage, stage, num_stages=size)
         # What the rank itself has made was there when the rank was free.
         return holder != rank or needed.op in _ASIDE, end

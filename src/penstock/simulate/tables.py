@@ -84,12 +84,12 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         costs: what each kind of action costs.
 
     Raises:
-        ScheduleError: costs per stage for another number of stages than the program's.
+        ScheduleError: costs for another number of stages, or for edges that the program lacks.
     """
     num_stages, width = program.num_stages, program.num_microbatches
     stages = range(num_stages)
+    costs.refuse_misfits(num_stages=num_stages)
     rank_of = program.placement.stage_ranks
-    latency = costs.per_stage("latency", num_stages=num_stages)
     ops = {s.op for steps in program.ranks for s in steps if isinstance(s, Action)}
     # Blocks hold computations only.
     transfers = Op.SEND_F in ops or Op.SEND_B in ops
@@ -107,7 +107,8 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         source = producer.stage
         if rank_of[stage] == rank_of[source]:
             return 0.0
-        return latency[source] + costs.transfer(source, stage, num_stages=num_stages)
+        latency = costs.latency_between(source, stage, num_stages=num_stages)
+        return latency + costs.transfer(source, stage, num_stages=num_stages)
 
     overlap: tuple[float | None, ...] = (None,) * num_stages
     if costs.overlap is not None:
