@@ -215,7 +215,7 @@ TIMELINES = [
         """,
     ),
     (
-        "po-f",
+        "po-h",
         2,
         3,
         2,
@@ -421,6 +421,29 @@ def test_memory_stays_in_its_bound(program: Program) -> None:
             "hanayo": ranks * virtual,
         }[program.name]
         assert peak <= min(bound, virtual * microbatches)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_builder_at_hundreds_of_numbers(name: str) -> None:
+    """Proven with transfers, played to the end, and within what its rank can hold at all."""
+    virtuals = [v for v in (1, 2, 3, 4) if (family(name).virtuals or (1, 2, 3, 4)).count(v)]
+    two_ways = family(name).copies > 1  # for even numbers alone
+    sizes = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17) if len(virtuals) > 2 else range(1, 27)
+    played = set()
+    for ranks in range(1, 17 if two_ways else 9):
+        for microbatches in range(1, 65, 2) if two_ways else sizes:
+            for virtual in virtuals:
+                taken = (*family(name).nearest(ranks, microbatches), virtual)
+                if taken in played:
+                    continue
+                played.add(taken)
+                program = build(name, ranks=taken[0], microbatches=taken[1], virtual=virtual)
+                lowered = check(lower(program))
+                assert simulate(lowered).makespan == simulate(program).makespan
+                assert max(peak_in_flight(program)) <= program.num_microbatches * virtual * (
+                    1 + two_ways
+                )
+    assert len(played) >= (150 if two_ways else 200)
 
 
 REPEATED = ("v-zb", "v-half", "v-min", "1f1b-v", "hanayo", "zb-1p", "zb-2p")

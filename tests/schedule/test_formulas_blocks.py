@@ -118,7 +118,10 @@ def test_offloaded_activations_do_not_count(
     name: str, ranks: int, microbatches: int, virtual: int
 ) -> None:
     result = run(name, ranks, microbatches, virtual, (1, 1, 1))
-    assert result.makespan - 3 * microbatches * virtual <= 3 * virtual * (ranks - 1)
+    bubble = result.makespan - 3 * microbatches * virtual
+    assert bubble <= 3 * virtual * (ranks - 1)
+    if name == "po-f" and microbatches % ranks == 0:
+        assert bubble == 2 * (ranks - 1)
     stay = (virtual + 2) * ranks / 8 if name == "po-h" else 0
     assert max(result.peak_in_flight) <= stay + 4
 

@@ -131,10 +131,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
         "@penstock.schedule('from-a-package')\n"
         "def made(*, ranks, microbatches):\n"
         "    return penstock.build('gpipe', ranks=ranks, microbatches=microbatches)\n"
+        "def bare(*, ranks, microbatches):\n"
+        "    return penstock.build('1f1b', ranks=ranks, microbatches=microbatches)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = [
         EntryPoint("from-a-package", "penstock_plugin:made", catalog._ENTRY_POINTS),
+        EntryPoint("undecorated", "penstock_plugin:bare", catalog._ENTRY_POINTS),
         EntryPoint("broken", "penstock_no_such_module:made", catalog._ENTRY_POINTS),
     ]
     monkeypatch.setattr(catalog, "entry_points", lambda group: found)
@@ -146,6 +149,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
 @pytest.mark.usefixtures("installed")
 def test_an_entry_point_is_found_by_name_and_a_broken_one_told() -> None:
     assert penstock.build("from-a-package", ranks=2, microbatches=2).name == "from-a-package"
-    assert "from-a-package" in [each.name for each in penstock.schedules()]
+    names = [each.name for each in penstock.schedules()]
+    assert names.count("from-a-package") == names.count("undecorated") == 1
+    assert penstock.build("undecorated", ranks=2, microbatches=2).name == "undecorated"
     with pytest.raises(ScheduleError, match=r"'broken' \(penstock_no_such_module:made\) can't be"):
         penstock.build("no-such-schedule", ranks=2, microbatches=2)

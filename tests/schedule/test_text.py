@@ -239,3 +239,9 @@ def test_the_files_that_torch_writes_are_read(program: Program, data: st.DataObj
             row.insert(data.draw(st.integers(0, len(row))), None)
         writer.writerow(row)
     assert parse_csv(file.getvalue(), name=program.name) == program
+
+
+@pytest.mark.parametrize("text", ["0F30000000,0B0\n", "99999999F0,99999999B0\n"])
+def test_a_number_far_beyond_the_text_is_refused_at_once(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"row 1, .*: (stage|microbatch) \d+ in a text of 2 "):
+        parse_csv(text)

@@ -96,14 +96,21 @@ def _discover() -> tuple[str, ...]:
     faults = []
     for entry in entry_points(group=_ENTRY_POINTS):
         try:
-            entry.load()
+            found = entry.load()
+            if callable(found) and not any(_made_by(each, found) for each in _ADDED.values()):
+                from penstock.schedule.own import schedule
+
+                schedule(entry.name)(found)
         except Exception as error:
             # One broken package must not take the other schedules away.
-            _log.warning(
-                "schedule %s of %s can't be loaded", entry.name, entry.value, exc_info=True
-            )
+            _log.warning("schedule %s of %s: %r", entry.name, entry.value, error)
             faults.append(f"{entry.name!r} ({entry.value}) can't be loaded: {error!r}")
     return tuple(faults)
+
+
+def _made_by(each: Family, function: object) -> bool:
+    """Whether a family is one of ``function``, which the decorator has registered already."""
+    return getattr(each.builder, "__wrapped__", None) is function
 
 
 def family(name: str) -> Family:

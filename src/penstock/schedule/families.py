@@ -195,7 +195,7 @@ FAMILIES = (
         arrangement=Arrangement.LOOPED,
         default_virtual=2,
         virtuals=None,
-        summary="interleaved, all activations offloaded to the host",
+        summary="GIS, all activations offloaded to the host",
         source="arXiv:2503.01328",
         options={"ahead": _AHEAD},
     ),

@@ -205,6 +205,7 @@ def _parse(
     while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     ranks = tuple(_read_row(row, cells, source) for row, cells in enumerate(rows))
+    _refuse_far_numbers(ranks, source)
     if placement is None:
         placement = _placement_of(ranks, source)
     elif len(ranks) != placement.num_ranks:
@@ -237,6 +238,21 @@ def _read_row(row: int, cells: list[str], source: str) -> tuple[Step, ...]:
                 where=Where(rank=row, action=cell.strip()),
             ) from error
     return tuple(steps)
+
+
+def _refuse_far_numbers(ranks: tuple[tuple[Step, ...], ...], source: str) -> None:
+    """Refuse a stage or microbatch so high that those below it can't all be in the text."""
+    # A few may be missing by mistake, which the checker tells; not thousands.
+    most = 1000 + sum(len(step.parts) for steps in ranks for step in steps)
+    for rank, steps in enumerate(ranks):
+        for act in (a for step in steps for a in step.parts):
+            for what, number in (("stage", act.stage), ("microbatch", act.microbatch or 0)):
+                if number >= most:
+                    raise ScheduleError(
+                        f"{source}row {rank + 1}, {act}: {what} {number} in a text of "
+                        f"{most - 1000} actions; each {what} from 0 on takes one at least",
+                        where=Where(rank=rank, action=str(act)),
+                    )
 
 
 def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement:

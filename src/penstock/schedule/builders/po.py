@@ -1,6 +1,6 @@
 """PO-H and PO-F: interleaved schedules whose activations wait on the host.
 
-PO-F, P = 2, V = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second stage. Copies run beside
+PO-H, P = 2, V = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second stage. Copies run beside
 the compute; of rank 0 what F0, F1 and F2 keep is away in the meantime:
 
     rank 0  F0 .. f0 F1 .. .. b0 -- f1 F2 .. .. b1 -- f2 B0 -- .. b2 -- B1 -- B2 --
@@ -9,23 +9,25 @@ the compute; of rank 0 what F0, F1 and F2 keep is away in the meantime:
 One building block, repeated for every microbatch: forwards follow one another down all stages,
 full backwards up again. An activation of stage s of S = PV lives for 3(S - s) units, so that of
 the V stages of a rank the later ones hold theirs but briefly: half of the stages, the earlier
-ones, hold three quarters of what all hold.
+ones, hold three quarters of what all hold. PO-F has nothing to gain from that, and is GIS, whose
+bubble is smaller, with copies put in.
 
-    po-h    the earlier half of each rank's stages is offloaded    about (V + 2) P / 8 stay
-    po-f    all stages are                                         3 stay at most
+            offloaded                            stay                   bubble, unit costs
+    po-h    the earlier half of a rank's stages  about (V + 2) P / 8    V(P - 1)T at most
+    po-f    all stages                           none                   (P - 1)(tF + tB)
 
-beside which at most four are being copied. Copies take no compute time; the bubble is at most
-V(P - 1)T for unit costs, as long as an activation is copied there and back while a rank runs one
-F and one B.
+beside which at most four are being made, used or copied. Copies take no compute time, as long as
+an activation is copied there and back while a rank runs one F and one B.
 
 Any P ≥ 1, V ≥ 1, M ≥ 1. Source: arXiv:2503.01328 (PipeOffload).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock.schedule.action import Op
+from penstock.schedule.builders.gis import gis
 from penstock.schedule.builders.repeating import Block, place_block, repeat
 from penstock.schedule.passes.offload import offload
 from penstock.schedule.placement import Placement, looped
@@ -50,12 +52,20 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
         >>> " ".join(map(str, po_h(ranks=2, microbatches=2, virtual=2).ranks[1]))
         '1F0 1OFFLOAD0 3F0 3B0 1F1 1OFFLOAD1 3F1 1RELOAD0 3B1 1RELOAD1 1B0 1B1'
     """
+    placement = looped(ranks, virtual)
+    orders = repeat(_block(placement, virtual), microbatches=microbatches)
+    program = Program(
+        name="po-h",
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(map(tuple, orders)),
+    )
     earlier = range(ranks * -(-virtual // 2))
-    return _offloaded("po-h", ranks, microbatches, virtual, earlier, ahead)
+    return offload(program, stages=earlier, ahead=ahead)
 
 
 def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
-    """All activations are offloaded, but those that are needed again at once.
+    """GIS, all activations offloaded but those that are needed again at once.
 
     Args:
         ranks: number of ranks.
@@ -67,25 +77,11 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
         ScheduleError: ``ahead`` is below 1.
 
     Example:
-        >>> " ".join(map(str, po_f(ranks=2, microbatches=2, virtual=2).ranks[1]))
-        '1F0 1OFFLOAD0 3F0 3B0 1F1 1OFFLOAD1 3F1 1RELOAD0 3B1 1RELOAD1 1B0 1B1'
+        >>> " ".join(map(str, po_f(ranks=2, microbatches=2, virtual=2).ranks[1]))[:56]
+        '1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3I0 3W0 3F1 3I1 1RELOAD0'
     """
-    every = range(ranks * virtual)
-    return _offloaded("po-f", ranks, microbatches, virtual, every, ahead)
-
-
-def _offloaded(
-    name: str, ranks: int, microbatches: int, virtual: int, stages: Iterable[int], ahead: int
-) -> Program:
-    placement = looped(ranks, virtual)
-    orders = repeat(_block(placement, virtual), microbatches=microbatches)
-    program = Program(
-        name=name,
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(map(tuple, orders)),
-    )
-    return offload(program, stages=stages, ahead=ahead)
+    program = gis(ranks=ranks, microbatches=microbatches, virtual=virtual)
+    return replace(offload(program, ahead=ahead), name="po-f")
 
 
 def _block(placement: Placement, virtual: int) -> Block:
