@@ -34,7 +34,7 @@ from penstock.partition.torch_private import (
     wrapper_subclass,
 )
 
-__all__ = ["Absent", "Kind", "Origin", "Source", "named", "on_meta", "sources_of"]
+__all__ = ["Absent", "Kind", "Origin", "Source", "named", "on_meta", "sources_of", "turn_absent"]
 
 
 # Numbers random draws apart.
@@ -47,6 +47,7 @@ class Kind(Enum):
     INPUT = "input"
     OUTPUT = "output"
     PARAMETER = "parameter"
+    WRITTEN = "what is written"
     DRAW = "random draw"
 
 
@@ -55,11 +56,13 @@ class Source:
     """A value that can cross between stages.
 
     Args:
-        kind: an input of the model, an output of one of its modules, a parameter, or random
-            numbers that were drawn between the modules, which never cross.
-        call: of an output, which call of a module in the order in which they run; of a draw, its
-            number; else 0.
-        leaf: of an input or output, which leaf of the tree; else 0.
+        kind: an input of the model, an output of one of its modules, a parameter, or what never
+            crosses: what a module wrote into a tensor that it was given, and random numbers that
+            were drawn between the modules.
+        call: of an output or what was written, which call of a module in the order in which they
+            run; of a draw, its number; else 0.
+        leaf: of an input or output, which leaf of the tree, and of what was written, which
+            argument; else 0.
         name: the name of the input, module or parameter, as users know it.
     """
 
@@ -72,6 +75,8 @@ class Source:
         """``output 0 of encoder.layer.3``."""
         if self.kind is Kind.OUTPUT:
             return f"output {self.leaf} of {self.name}"
+        if self.kind is Kind.WRITTEN:
+            return f"what {self.name} writes into argument {self.leaf}"
         return f"{self.kind.value} {self.name}"
 
 
@@ -130,7 +135,10 @@ class Absent(Tensor):
         except Overwritten as error:
             for leaf in leaves_of(args, kwargs)[0]:
                 if type(leaf) is not Absent and isinstance(leaf, Tensor) and error.writes(leaf):
-                    _turn_absent(leaf, error)
+                    error.targets = []  # nobody but the caller shall refer to it
+                    error.__traceback__ = None
+                    if not turn_absent(leaf, set(), error.on_meta):
+                        raise error from None
             return without_torch_function(func, args, kwargs)
 
     @classmethod
@@ -159,21 +167,25 @@ class Overwritten(PartitionError):
         return any(same_storage(tensor, target) for target in self.targets)
 
 
-def _turn_absent(tensor: Tensor, error: Overwritten) -> None:
+def turn_absent(tensor: Tensor, sources: set[Source], without_value: bool) -> bool:
     """Make a tensor that is here absent, for whoever refers to it.
 
-    Raises:
-        Overwritten: others share its memory, and would not notice.
+    Args:
+        tensor: the tensor.
+        sources: what it is computed from.
+        without_value: whether its value is let go of; else it becomes the body.
+
+    Returns:
+        False if others share its memory, and would not notice: then nothing is done.
     """
-    absent = Absent(on_meta(tensor), tensor.device, Origin(set()))
-    error.targets = []  # nobody but the caller shall refer to it
-    error.__traceback__ = None
+    absent = Absent(on_meta(tensor), tensor.device, Origin(sources))
     if tensor._is_view() or is_shared(tensor):
-        raise error
+        return False
     swap_tensors(tensor, absent)  # type: ignore[no-untyped-call]
     now: Any = tensor
-    if not error.on_meta:
+    if not without_value:
         now.body = absent  # which is the tensor that was here
+    return True
 
 
 def on_meta(tensor: Tensor) -> Tensor:

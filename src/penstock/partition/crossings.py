@@ -40,12 +40,16 @@ class Recorded:
         needs: the values that it was given, or that what it was given was computed from.
         output: what it returned, and what was collected from within it.
         written: the leaves of the output that somebody wrote into afterwards.
+        writes: the leaves of its arguments that it wrote into.
+        buffers: its buffers that it wrote into.
     """
 
     unit: str
     needs: frozenset[Source]
     output: BoundarySpec
     written: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +90,14 @@ class Call:
         stage: where it runs.
         output: what it returns, and what is collected from within it.
         written: the leaves of the output that later code writes into.
+        writes: the leaves of its arguments that it writes into.
     """
 
     unit: str
     stage: int
     output: BoundarySpec
     written: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +122,9 @@ class Crossings:
 
     def encode(self) -> bytes:
         """As JSON, to be read by ``decode`` on another rank."""
-        calls = [[c.unit, c.stage, c.output.encode().decode(), c.written] for c in self.calls]
+        calls = [
+            [c.unit, c.stage, c.output.encode().decode(), c.written, c.writes] for c in self.calls
+        ]
         carried = [[[s.kind.value, s.call, s.leaf, s.name] for s in part] for part in self.carried]
         return json.dumps([self.inputs.encode().decode(), calls, carried, self.written]).encode()
 
@@ -132,8 +140,9 @@ class Crossings:
                     stage=stage,
                     output=BoundarySpec.decode(output.encode()),
                     written=tuple(leaves),
+                    writes=tuple(writes),
                 )
-                for unit, stage, output, leaves in calls
+                for unit, stage, output, leaves, writes in calls
             ),
             carried=tuple(
                 tuple(Source(Kind(kind), call, leaf, name) for kind, call, leaf, name in part)
@@ -162,6 +171,7 @@ def find_crossings(seen: DryRun, homes: Mapping[str, int | None], num_stages: in
     wanted = _wanted(seen, stages, num_stages)
     last = num_stages - 1
     _refuse_two_draws(wanted)
+    _refuse_writes(wanted, stages)
     carried = [
         tuple(
             sorted(
@@ -181,7 +191,13 @@ def find_crossings(seen: DryRun, homes: Mapping[str, int | None], num_stages: in
     return Crossings(
         inputs=seen.inputs,
         calls=tuple(
-            Call(unit=call.unit, stage=stage, output=call.output, written=call.written)
+            Call(
+                unit=call.unit,
+                stage=stage,
+                output=call.output,
+                written=call.written,
+                writes=call.writes,
+            )
             for call, stage in zip(seen.calls, stages, strict=True)
         ),
         carried=tuple(carried),
@@ -233,7 +249,7 @@ def _origin(source: Source, stages: Sequence[int], homes: Mapping[str, int | Non
     match source.kind:
         case Kind.INPUT:
             return 0
-        case Kind.OUTPUT:
+        case Kind.OUTPUT | Kind.WRITTEN:
             return stages[source.call]
         case Kind.PARAMETER:
             return homes.get(source.name) or 0
@@ -245,7 +261,7 @@ def _ready(
     needs: frozenset[Source], stages: Sequence[int], homes: Mapping[str, int | None]
 ) -> tuple[int, Source | None]:
     """The first stage that can have all of ``needs``, and which of them is the last to come."""
-    outputs = [s for s in needs if s.kind is Kind.OUTPUT]
+    outputs = [s for s in needs if s.kind in (Kind.OUTPUT, Kind.WRITTEN)]
     if not outputs:
         return 0, None
     latest = max(outputs, key=lambda s: (_origin(s, stages, homes), s.call))
@@ -272,6 +288,18 @@ def _too_early(
         else f"; put it into stage {ready} or later, or name modules in the order of their calls"
     )
     return PartitionError(f"{what} with {after}, which stage {ready} computes{way}")
+
+
+def _refuse_writes(wanted: Mapping[Source, set[int]], stages: Sequence[int]) -> None:
+    for source, at in wanted.items():
+        here = stages[source.call] if source.kind is Kind.WRITTEN else None
+        if here is not None and at != {here}:
+            raise PartitionError(
+                f"{source.name}, in stage {here}, writes into the tensor that it is called with "
+                f"(argument {source.leaf}), which stage {max(at)} computes with and would not see "
+                "written; have it return a new tensor, or cut so that all who use it are in one "
+                "stage"
+            )
 
 
 def _refuse_two_draws(wanted: Mapping[Source, set[int]]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.errors import BoundaryError, PartitionError
-from penstock.partition.absent import Absent, Kind, Origin, Source, on_meta, sources_of
+from penstock.partition.absent import (
+    Absent,
+    Kind,
+    Origin,
+    Source,
+    on_meta,
+    sources_of,
+    turn_absent,
+)
 from penstock.partition.crossings import DryRun, Recorded
 from penstock.partition.huggingface import capture_since, collector, mark
 from penstock.partition.shell import build_shell, skeleton
+from penstock.partition.side_writes import Attributes, put, tensors_in
 from penstock.partition.units import Units
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.trees import NAMESPACE, flatten
@@ -124,6 +133,8 @@ class DryRunner:
                     needs=call.needs,
                     output=call.output,
                     written=tuple(written.get(i, ())),
+                    writes=call.writes,
+                    buffers=call.buffers,
                 )
                 for i, call in enumerate(self._calls)
             ),
@@ -162,34 +173,63 @@ class DryRunner:
         """Run a unit on shapes, or on values, and note what it was given (see ``Play``)."""
         leaves, tree = flatten((args, kwargs))
         needs = frozenset(sources_of(leaves))
-        states = [leaf for leaf in leaves if _is_opaque(leaf)]
-        full = [_holds_tensors(state) for state in states]
-        absent = [(leaf, leaf.body._version) for leaf in leaves if type(leaf) is Absent]
-        positional, named = optree.tree_unflatten(tree, [self._lower(leaf) for leaf in leaves])
+        states = [(leaf, tensors_in(leaf)) for leaf in leaves if _is_opaque(leaf)]
+        lowered = [self._lower(leaf) for leaf in leaves]
+        versions = [x._version if isinstance(x, Tensor) else 0 for x in lowered]
+        given = optree.tree_unflatten(tree, lowered)
         marked = mark()
         self.captures |= bool(marked)
-        result = self._run(unit, positional, named)
-        for state, was_full in zip(states, full, strict=True):
-            if not was_full and _holds_tensors(state):
-                raise PartitionError(
-                    f"{unit} writes tensors into the {type(state).__name__} that it is called "
-                    "with, which its other users, on other stages, would not see; leave it out "
-                    "(use_cache=False, for instance)"
-                )
-        output = ((result, capture_since(marked)),)
+        attributes = Attributes(self._module(unit))
+        try:
+            result = self._run(unit, *given)
+            filled, kept = attributes.filled(), attributes.changed()
+            buffers = attributes.buffers()
+        finally:
+            attributes.restore()
+        _refuse_filled(unit, states, given, lowered, tree)
+        if filled:
+            raise PartitionError(
+                f"{unit} puts tensors into its attribute {filled[0]}, a container that others may "
+                "hold too, on other stages, where they would not see it; have it return them, or "
+                "assign a new container"
+            )
+        output = ((result, capture_since(marked), kept),)
         index = len(self._calls)
-        self._calls.append(Recorded(unit=unit, needs=needs, output=_described(unit, output)))
-        raised = self._raise(index, unit, output)
-        for leaf, version in absent:
-            if leaf.body._version != version:
-                # The unit wrote into what it was given: from now on that is of its making.
-                leaf.origin.sources = sources_of(flatten(raised)[0])
-        result, captured = raised[0]
+        writes = tuple(
+            i for i, x in enumerate(lowered) if isinstance(x, Tensor) and x._version != versions[i]
+        )
+        described = _described(unit, output)
+        self._calls.append(
+            Recorded(unit=unit, needs=needs, output=described, writes=writes, buffers=buffers)
+        )
+        result, captured, kept = self._raise(index, unit, output)[0]
+        for i in writes:
+            self._note_written(index, unit, i, leaves[i])
+        put(run, kept)
         for key, values in captured.items():
             lists = collector()
             if lists is not None and marked is not None:
                 lists[key][marked[key] :] = values
         return result
+
+    def _module(self, unit: str) -> nn.Module:
+        if not self._on_values:
+            return self._bare[unit]
+        assert self._units is not None
+        return self._units[unit]
+
+    def _note_written(self, index: int, unit: str, argument: int, tensor: Tensor) -> None:
+        """A unit wrote into what it was given: that is of its making too from now on."""
+        source = Source(Kind.WRITTEN, index, argument, unit)
+        if type(tensor) is Absent:
+            tensor.origin.sources.add(source)
+            tensor.origin.written = True
+        elif not turn_absent(tensor, {source}, not self._on_values):
+            raise PartitionError(
+                f"{unit} writes into the tensor that it is called with (argument {argument}), "
+                "which shares its memory with others, of whom some may be on other stages; have "
+                "it return a new tensor instead"
+            )
 
     def _lower(self, leaf: Any) -> Any:
         if type(leaf) is Absent:
@@ -242,22 +282,27 @@ def _described(unit: str, output: Any) -> BoundarySpec:
 
 def _is_opaque(leaf: Any) -> bool:
     plain = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
-    return hasattr(leaf, "__dict__") and not plain
+    return (hasattr(leaf, "__dict__") or isinstance(leaf, set)) and not plain
 
 
-def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, nn.Module):
-        return False
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        items = value
-    elif hasattr(value, "__dict__") and not callable(value):
-        items = vars(value).values()
-    return any(_holds_tensors(item, depth - 1) for item in items)
+def _refuse_filled(
+    unit: str, states: list[Any], given: Any, lowered: list[Any], tree: optree.PyTreeSpec
+) -> None:
+    """A unit may not write into the objects and containers that it was given."""
+    for state, held in states:
+        now = tensors_in(state)
+        if len(now) != len(held) or any(a is not b for a, b in zip(now, held, strict=True)):
+            raise PartitionError(
+                f"{unit} writes tensors into the {type(state).__name__} that it is called "
+                "with, which its other users, on other stages, would not see; leave it out "
+                "(use_cache=False, for instance)"
+            )
+    leaves, shape = flatten(given)
+    if shape != tree or any(a is not b for a, b in zip(leaves, lowered, strict=True)):
+        raise PartitionError(
+            f"{unit} writes into a list or dict that it is called with, which its other users, on "
+            "other stages, would not see; have it return what it writes"
+        )
 
 
 def _has_loss(output: Any) -> bool:

@@ -20,6 +20,7 @@ from penstock.errors import PartitionError
 from penstock.partition.absent import Absent, Kind, Origin, Source, named, sources_of
 from penstock.partition.crossings import Call, Crossings
 from penstock.partition.huggingface import capture_since, mark, replay
+from penstock.partition.side_writes import Attributes, kept_in, put
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.trees import flatten
 
@@ -42,6 +43,7 @@ class Route:
         end: the number of calls that it needs.
         wanted: what it hands on of which leaf of which call.
         crossing: the calls that it hands something on of.
+        seen: its own calls that have run before.
     """
 
     def __init__(self, plan: Crossings, index: int, device: torch.device) -> None:
@@ -52,7 +54,17 @@ class Route:
         self.wanted = {(s.call, s.leaf): s for s in carried if s.kind is Kind.OUTPUT}
         self.crossing = {call for call, _ in self.wanted}
         self._device = device
+        self.seen: set[int] = set()
+        self._kept: dict[int, tuple[str, ...]] = {}
         self._hollow: dict[tuple[int, bool], tuple[list[Any], list[tuple[int, Source]]]] = {}
+
+    def kept(self, index: int) -> tuple[str, ...]:
+        """The attributes that a call's module keeps tensors in."""
+        if index not in self._kept:
+            output = self.plan.calls[index].output
+            ((_, _, kept),) = rebuilt(output.tree, list(output.leaves))
+            self._kept[index] = tuple(kept)
+        return self._kept[index]
 
     def hollow(self, index: int) -> tuple[list[Any], list[tuple[int, Source]]]:
         """The leaves that stand for a call's result, and which of them are absent tensors.
@@ -151,20 +163,41 @@ class StagePlayer:
             )
         self._next = index + 1
         if call.stage != self.index:
-            return self._stand_in(route, index, call)
-        missing = sources_of(flatten((args, kwargs))[0])
+            return self._stand_in(route, index, call, run)
+        given = flatten((args, kwargs))[0]
+        missing = sources_of(given)
         if missing:
             raise PartitionError(
                 f"stage {self.index}: {unit} is called with {named(missing)}, which its dry run "
                 "did not show and which is not here; does what it is given depend on values?"
             )
         marked = mark()
+        # What the dry run could not see, since it depends on values, is looked for once.
+        before = None if index in route.seen else Attributes(run)
+        versions = [(i, x, x._version) for i, x in enumerate(given) if isinstance(x, Tensor)]
         result = run(*args, **kwargs)
+        for i, tensor, version in versions:
+            if tensor._version != version and i not in call.writes:
+                raise PartitionError(
+                    f"stage {self.index}: {unit} writes into argument {i}, which it did not in "
+                    "its dry run; have it return a new tensor instead"
+                )
+        if before is not None:
+            self._refuse_unseen(unit, before, route.kept(index))
+            route.seen.add(index)
         if self._has_grad and not torch.is_grad_enabled() and index in route.crossing:
-            given = [*run.parameters(), *flatten((args, kwargs))[0]]
-            takes_grad = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+            takers = [*run.parameters(), *given]
+            takes_grad = any(isinstance(x, Tensor) and x.requires_grad for x in takers)
             self._refuse_cut_off(takes_grad, unit)
-        return self._note(route, index, call, result, marked)
+        return self._note(route, index, call, run, result, marked)
+
+    def _refuse_unseen(self, unit: str, before: Attributes, kept: tuple[str, ...]) -> None:
+        unseen = [name for name in before.changed() if name not in kept]
+        if unseen:
+            raise PartitionError(
+                f"stage {self.index}: {unit} keeps tensors in its attribute {unseen[0]}, which it "
+                "did not in its dry run; other stages would not see them; have it return them"
+            )
 
     def _refuse_cut_off(self, matters: bool, unit: str) -> None:
         if matters and self._has_grad and not torch.is_grad_enabled():
@@ -174,15 +207,16 @@ class StagePlayer:
                 "be lost; use use_reentrant=False, freeze its parameters, or cut elsewhere"
             )
 
-    def _stand_in(self, route: Route, index: int, call: Call) -> Any:
+    def _stand_in(self, route: Route, index: int, call: Call, run: nn.Module) -> Any:
         leaves, sources = route.hollow(index)
         for i, source in sources:
             value = self._values.get(source)
             if value is not None:
                 self._refuse_cut_off(value.requires_grad, call.unit)
                 leaves[i] = value.clone() if i in call.written else value
-        ((result, captured),) = rebuilt(call.output.tree, leaves)
+        ((result, captured, kept),) = rebuilt(call.output.tree, leaves)
         replay(captured)
+        put(run, kept)
         return result
 
     def _note(
@@ -190,10 +224,11 @@ class StagePlayer:
         route: Route,
         index: int,
         call: Call,
+        run: nn.Module,
         result: Any,
         marked: Mapping[str, int] | None,
     ) -> Any:
-        output = ((result, capture_since(marked)),)
+        output = ((result, capture_since(marked), kept_in(run, route.kept(index))),)
         leaves, tree = flatten(output)
         if tree != call.output.tree:
             raise PartitionError(
@@ -217,7 +252,8 @@ class StagePlayer:
                     changed = True
         if not changed:
             return result
-        ((result, _),) = rebuilt(tree, leaves)
+        ((result, _, kept),) = rebuilt(tree, leaves)
+        put(run, kept)
         return result
 
     def _differs(self, call: Call, leaf: int, got: Any, expected: Any) -> PartitionError:

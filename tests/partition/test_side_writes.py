@@ -1,0 +1,267 @@
+"""Modules that write beside what they return: carried if that can be, else refused, never wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import PartitionError, Pipeline
+from penstock.partition.by_module import NotByModule, split_by_module
+from penstock.testing.compare import assert_same, plain_step, snapshot
+from tests.agreement import ROUNDING
+
+DIM = 6
+
+
+class Block(nn.Module):
+    """A linear layer and a tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Four blocks, and a loss of its own."""
+
+    block: Any = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(self.block() for _ in range(4))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": self.head(x).square().mean()}
+
+
+def batch(rows: int = 8) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(rows, DIM)
+
+
+def own(output: Any, target: object = None) -> Tensor:
+    loss: Tensor = output["loss"]
+    return loss
+
+
+def trains_alike(model: nn.Module, split: Any = None, **options: Any) -> None:
+    """Two steps, each as in the plain model."""
+    plain = copy.deepcopy(model)
+    x = batch()
+    pipe = Pipeline(model, example=(x[:2],), split=split, n_microbatches=4, **options)
+    for _ in range(2):
+        loss = pipe.step(x)
+        expected = plain_step(plain, own, x, n_microbatches=4)
+        assert loss is not None
+        torch.testing.assert_close(loss, expected.loss)
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)
+
+
+def refused(model: nn.Module, told: str, split: Any = None) -> None:
+    with pytest.raises(NotByModule, match=told):
+        split_by_module(model, split or [2, 2], (batch()[:2],))
+
+
+# --- attributes --------------------------------------------------------------------------------
+
+
+class Keeps(Block):
+    """Keeps an auxiliary loss on itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+class KeepsList(Block):
+    """Keeps a list of losses, a new one in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = [y.square().mean(), {"z": y.mean()}]
+        return y
+
+
+class Outer(nn.Module):
+    """Holds a module that keeps an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Keeps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+class Defaulted(Keeps):
+    """The class has a default, which stands for what is elsewhere."""
+
+    aux: Any = 0.0
+
+
+def sums(block: Any, read: Any) -> nn.Module:
+    class Sums(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            loss = super().forward(x)["loss"]
+            return {"loss": loss + sum(read(layer) for layer in self.layers)}
+
+    Sums.block = block
+    return Sums()
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("zbv", 2)])
+@pytest.mark.parametrize(
+    ("block", "read"),
+    [
+        (Keeps, lambda layer: layer.aux),
+        (Keeps, lambda layer: getattr(layer, "aux", 0.0)),
+        (Defaulted, lambda layer: layer.aux),
+        (Outer, lambda layer: layer.inner.aux),
+        (KeepsList, lambda layer: layer.aux[0] + layer.aux[1]["z"]),
+    ],
+)
+def test_losses_that_modules_keep_on_themselves(
+    block: Any, read: Any, schedule: str, ranks: int
+) -> None:
+    trains_alike(sums(block, read), schedule=schedule, ranks=ranks)
+
+
+def test_what_modules_keep_and_nobody_reads_does_not_cross() -> None:
+    class Quiet(Net):
+        block = Keeps
+
+    model = Quiet()
+    split = split_by_module(model, [2, 2], (batch()[:2],))
+    assert split.crossings is not None
+    crossing = [str(source) for source in split.crossings.carried[0]]
+    assert crossing == ["output 0 of layers.1"]
+    assert not any("aux" in vars(layer) for layer in model.layers)
+
+
+def test_what_modules_keep_now_and_then() -> None:
+    """The dry run did not see it, and a getattr with a default would not notice either."""
+
+    class Sometimes(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if y.requires_grad:
+                self.aux = y.square().mean()
+            return y
+
+    pipe = Pipeline(
+        sums(Sometimes, lambda layer: getattr(layer, "aux", 0.0)),
+        example=(batch()[:2],), ranks=2, n_microbatches=4,
+    )  # fmt: skip
+    with pytest.raises(PartitionError, match=r"layers\.0 keeps tensors in its attribute aux"):
+        pipe.step(batch())
+
+
+# --- containers and tensors that are handed on -------------------------------------------------
+
+
+class Appends(Block):
+    def forward(self, x: Tensor, acc: list[Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        acc.append(y.square().mean())
+        return y
+
+
+class Fills(Block):
+    def forward(self, x: Tensor, acc: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        acc["aux"] = acc.get("aux", 0) + y.mean()
+        return y
+
+
+class Adds(Block):
+    def forward(self, x: Tensor, acc: Tensor) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        acc += y.mean(0)
+        return y
+
+
+def collects(block: Any, make: Any, read: Any) -> nn.Module:
+    class Collects(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            acc = make()
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(x, acc)
+            return {"loss": self.head(x).square().mean() + read(acc)}
+
+    Collects.block = block
+    return Collects()
+
+
+@pytest.mark.parametrize(
+    ("block", "make", "read", "told"),
+    [
+        (Appends, list, sum, r"layers\.0 writes into a list or dict"),
+        (Fills, dict, lambda acc: acc["aux"], r"layers\.0 writes into a list or dict"),
+        (
+            Adds,
+            lambda: torch.zeros(DIM),
+            lambda acc: acc.square().sum(),
+            r"layers\.[01], in stage 0, writes into the tensor.*argument 1.*stage 1 computes with",
+        ),
+    ],
+)
+def test_what_modules_write_into_their_arguments(
+    block: Any, make: Any, read: Any, told: str
+) -> None:
+    refused(collects(block, make, read), told)
+
+
+def test_tensors_that_are_written_and_used_in_one_stage() -> None:
+    trains_alike(
+        collects(Adds, lambda: torch.zeros(DIM), lambda acc: acc.square().sum()),
+        ["layers.0"], ranks=2,
+    )  # fmt: skip
+
+
+def test_a_skip_that_a_block_writes_into() -> None:
+    class Skip(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = first = self.embed(x)
+            kept = first * 2
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": (self.head(x) + first + kept).square().mean()}
+
+    Skip.block = lambda self: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(DIM, DIM))
+    refused(Skip(), r"layers\.0, in stage 0, writes into the tensor")
+
+
+def test_a_container_that_modules_share() -> None:
+    box: list[Tensor] = []
+
+    class Shares(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.box = box
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) + sum(self.box)
+            self.box.append(y)
+            return y
+
+    class Boxes(Net):
+        block = Shares
+
+    refused(Boxes(), r"layers\.0 puts tensors into its attribute box")
+    assert not box
