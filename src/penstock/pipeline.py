@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError, ScheduleError
+from penstock.errors import PartitionError, ScheduleError, StageError
 from penstock.partition.carrying import carrying
 from penstock.partition.cutting import (
     Example,
@@ -241,12 +241,19 @@ class Pipeline:
             kwargs: the model's keyword arguments, and those of ``PipelineSchedule.step``.
 
         Returns:
-            The mean of the microbatches' losses: a scalar, the same on every rank; None without
-            a loss function.
+            The mean of the microbatches' losses: a scalar, the same on every rank; None where
+            the program has no backward.
 
         Raises:
+            StageError: there is no loss to train on.
             PenstockError: this rank failed, or another one did; see its type.
         """
+        if not self._schedule.has_loss and self._schedule.engine.has_backward:
+            raise StageError(
+                "step() trains, but nothing says on what: pass loss_fn= to Pipeline; a model that "
+                "computes its loss itself returns it as `loss` for the example= (with labels in "
+                "it, if it needs them); for outputs alone, call eval()"
+            )
         kwargs.setdefault("return_outputs", False)
         if target is None and self._whole_call:
             # The model may compute its loss itself, from labels among its arguments.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import PartitionError, Pipeline, ScheduleError
+from penstock import PartitionError, Pipeline, ScheduleError, StageError
 from penstock.partition.plan import Plan
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, NetBase
@@ -95,6 +95,34 @@ def test_what_is_not_by_module_is_captured(caplog: pytest.LogCaptureFixture) -> 
     assert torch.equal(loss, plain_step(plain, square, X, n_microbatches=2).loss)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+class AgainScored(Again):
+    """Computes its loss itself, among what it returns."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return {"loss": y.square().mean(), "out": y}
+
+
+def test_a_captured_model_trains_on_its_own_loss() -> None:
+    plain = copy.deepcopy(model := AgainScored())
+    pipe = Pipeline(model, ranks=2, example=(X[:3],), n_microbatches=2)
+    loss = pipe.step(X)
+    assert loss is not None
+    expected = plain_step(plain, lambda output: output["loss"], X, n_microbatches=2)
+    assert torch.equal(loss, expected.loss)
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("model_type", [NetBase, Again])
+def test_a_step_without_any_loss_is_refused(model_type: type[NetBase]) -> None:
+    """It would train nothing, and nobody would notice."""
+    pipe = Pipeline(model_type(), ranks=2, example=(X[:3],), n_microbatches=2)
+    with pytest.raises(StageError, match=r"nothing says on what: pass loss_fn= to Pipeline; .*"):
+        pipe.step(X)
+    assert pipe.eval(X).shape == (len(X), DIM)
 
 
 def test_what_is_neither_says_both() -> None:

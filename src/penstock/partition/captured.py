@@ -39,6 +39,7 @@ class OutputForm:
 
     Attributes:
         dropped: the kinds of leaves that nothing can carry (such as caches); None stands for them.
+        has_loss: whether the model computes its loss itself: a scalar, called ``loss``.
     """
 
     def __init__(self, output: Any) -> None:
@@ -47,6 +48,7 @@ class OutputForm:
         self._computed = [leaves[i] for i in self._slots]
         opaque = [leaf for leaf in leaves if not is_computed(leaf) and plain_tag(leaf) is None]
         self.dropped = tuple(sorted({type(leaf).__qualname__ for leaf in opaque}))
+        self.has_loss = _has_loss(output)
         self._leaves = [
             leaf if not is_computed(leaf) and plain_tag(leaf) is not None else None
             for leaf in leaves
@@ -63,6 +65,17 @@ class OutputForm:
         for slot, value in zip(self._slots, values, strict=True):
             leaves[slot] = value
         return optree.tree_unflatten(self._tree, leaves)
+
+
+def _has_loss(output: Any) -> bool:
+    if isinstance(output, fx.Proxy):
+        return False  # it has every attribute, for all that torch.fx knows
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, fx.Proxy):
+        return True  # its shape is not known before it runs
+    # Sizes that were left open are not asked: that would fix them.
+    sizes = loss.shape if isinstance(loss, Tensor) and loss.is_floating_point() else (None,)
+    return all(isinstance(size, int) and size == 1 for size in sizes)
 
 
 def is_computed(leaf: Any) -> bool:

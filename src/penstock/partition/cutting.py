@@ -202,7 +202,8 @@ def _captured(
         why,
     )
     modules = tuple(pipe.get_stage_module(i) for i in range(num_stages))
-    return ModelCut(modules=modules, way="captured", whole_call=True)
+    has_loss = bool(getattr(modules[-1], "has_loss", False))
+    return ModelCut(modules=modules, way="captured", whole_call=True, has_loss=has_loss)
 
 
 def balanced_plan(

@@ -154,6 +154,11 @@ class StageModule(nn.Module):
         }
 
     @property
+    def has_loss(self) -> bool:
+        """Whether what it returns is the model's output, with a loss in it."""
+        return any(c.output is not None and c.output.has_loss for c in self._codes.values())
+
+    @property
     def graph(self) -> fx.Graph:
         """The graph of the current mode."""
         return (self._codes.get(self.training) or next(iter(self._codes.values()))).graph

@@ -73,6 +73,7 @@ class PipelineSchedule:
         transports: the ranks that this process plays, if not just its own of the stages' group.
 
     Attributes:
+        has_loss: whether there is a loss function, without which steps train nothing.
         losses: the last step's losses, shape (microbatches,), on every rank; None without a loss.
         metrics: per microbatch, what the loss function returned beside the loss, where it ran.
 
@@ -106,7 +107,7 @@ class PipelineSchedule:
         self._args_chunk_spec = args_chunk_spec
         self._kwargs_chunk_spec = kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
-        self._has_loss = loss_fn is not None
+        self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
         if transports is None:
@@ -135,7 +136,7 @@ class PipelineSchedule:
             for transport in transports:
                 transport.fail(error)
             raise
-        self._trains = self._has_loss and self.engine.has_backward
+        self._trains = self.has_loss and self.engine.has_backward
         for stage in stages:
             stage.chunks = n_microbatches
             stage.has_backward = self._trains
@@ -289,7 +290,7 @@ class PipelineSchedule:
         batch.targets = target_mbs
         if target_mbs is None and target is not None and self.engine.has_last:
             batch.targets = split_tree(target, n)
-        self._pieces.split(batch, even=self._has_loss and self.scale_grads)
+        self._pieces.split(batch, even=self.has_loss and self.scale_grads)
         return batch
 
     def _finish(self, batch: Batch, losses: Tensor | None, asked: list[Tensor] | None) -> Any:
