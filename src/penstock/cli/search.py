@@ -64,8 +64,8 @@ def search(
 
         found = find(
             setting.costs(),
-            ranks=setting.ranks,
-            microbatches=setting.microbatches,
+            ranks=setting.num_ranks,
+            microbatches=setting.num_microbatches,
             virtual=setting.virtual,
             memory_limit=setting.memory,
             objective=objective.value,
@@ -99,9 +99,10 @@ def _bar() -> Bar:
 def _tell(found: SearchResult) -> None:
     console = stdout()
     proof = (
-        "[bold green]no program is better[/]"
+        "[bold green]without offload, no program is better[/]"
         if found.is_proven
-        else f"no program is below {number(found.bound)}: a gap of {percent(found.gap)} at most"
+        else f"without offload, no program is below {number(found.bound)}: "
+        f"a gap of {percent(found.gap)} at most"
     )
     console.print(
         f"[bold]{found.objective} {number(found.value)}[/], {proof}; found by {found.method}",

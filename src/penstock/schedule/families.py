@@ -262,7 +262,7 @@ FAMILIES = (
         arrangement=Arrangement.V_SHAPE,
         default_virtual=2,
         virtuals=(2,),
-        summary="forwards overlapped with backwards over a V-shape",
+        summary="forwards and backwards in blocks over a V-shape, run in turn",
         source="arXiv:2412.19437",
     ),
     Family(
@@ -271,7 +271,7 @@ FAMILIES = (
         arrangement=Arrangement.BIDIRECTIONAL,
         default_virtual=1,
         virtuals=(1,),
-        summary="two directions, forwards of one overlapped with backwards of the other",
+        summary="two directions in blocks: a forward of one, a backward of the other",
         source="arXiv:2412.19437",
         rule="even P, even M ≥ 2P",
         nearest=nearest_dualpipe,

@@ -80,5 +80,5 @@ class SearchResult:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no program is better."""
+        """Whether no program is better, of those that keep what forwards leave on the rank."""
         return self.gap <= 1e-9
