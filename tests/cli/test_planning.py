@@ -78,6 +78,16 @@ def test_other_costs_are_given_by_name(penstock: Command) -> None:
     assert "--cost 'bandwith=2': expected NAME=VALUE; names are: " in wrong.err
 
 
+def test_edges_have_costs_of_their_own(penstock: Command) -> None:
+    said = penstock(
+        "simulate", "1f1b", "--latency", "1-2=5,3-2=1", "--cost", "message-bytes=4",
+        "--cost", "bandwidth=0-1=2", "--json",
+    )  # fmt: skip
+    costs = Costs(latency={(1, 2): 5, (2, 3): 1}, message_bytes=4, bandwidth={(0, 1): 2})
+    result = simulate(build("1f1b", ranks=4, microbatches=8), costs)
+    assert json.loads(said.out)["makespan"] == result.makespan != 33
+
+
 def test_jitter_makes_it_longer_and_a_seed_repeats_it(penstock: Command) -> None:
     jittered = [
         json.loads(
@@ -93,7 +103,45 @@ def test_jitter_makes_it_longer_and_a_seed_repeats_it(penstock: Command) -> None
 def test_a_memory_limit_is_compared_with_the_peak(penstock: Command) -> None:
     said = penstock("simulate", "1f1b", "--memory", "2")
     assert (said.code, said.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
+    assert penstock("simulate", "1f1b", "--memory", "2", "--json").err == said.err
     assert penstock("simulate", "1f1b", "--memory", "4").err == ""
+
+
+def test_compare_marks_what_is_over_the_memory_limit(penstock: Command) -> None:
+    said = penstock("compare", "gpipe", "1f1b", "zb-h2", "--memory", "4")
+    rows = cells(said.out)
+    assert rows["gpipe"][-3:] == ["8,8,8,8", "over", "48"]
+    assert rows["1f1b"][-2:] == ["4,3,2,1", "48"]
+    assert said.err == (
+        "gpipe: over the memory limit of 4 on ranks 0, 1, 2, 3\n"
+        "zb-h2: over the memory limit of 4 on ranks 0, 1, 2, 3\n"
+    )
+    assert penstock("compare", "gpipe", "1f1b", "--memory", "8").err == ""
+    # Peaks of a rank's whole part, as the table shows them: 5.5 here, from 11 of half the size.
+    half = penstock("compare", "interleaved-1f1b", "--per", "rank", "--memory", "5.25")
+    assert half.err == "interleaved-1f1b: over the memory limit of 5.25 on rank 0\n"
+    assert penstock("compare", "interleaved-1f1b", "--per", "rank", "--memory", "5.5").err == ""
+    bytes_given = ("--cost", "activation_bytes=10")
+    said = penstock("compare", "1f1b", *bytes_given, "--memory", "39")
+    assert said.err == "1f1b: over the memory limit of 39 on rank 0\n"
+    said = penstock("compare", "interleaved-1f1b", "--per", "rank", *bytes_given, "--memory", "55")
+    assert said.err == ""
+
+
+def test_a_file_takes_nothing_that_its_program_has_already(
+    penstock: Command, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.csv"
+    save_csv(build("gpipe", ranks=2, microbatches=4), file)
+    said = penstock("simulate", str(file), "--ranks", "8", "-m", "3", "--virtual", "7")
+    assert (said.code, said.out) == (2, "")
+    assert "takes no --ranks, no --microbatches, no --virtual; leave that out" in said.err
+    assert penstock("simulate", str(file), "--ranks", "0").code == 2
+    assert penstock("render", str(file), "-O", "group=4", "-o", "x.html").code == 2
+    assert penstock("compare", str(file), "--ranks", "2").code == 2
+    # Beside a schedule, that is the schedule's.
+    rows = cells(penstock("compare", str(file), "1f1b", "--ranks", "2", "-m", "6").out)
+    assert rows["1f1b"][1] == "21"
 
 
 def test_a_file_with_a_program_stands_for_a_schedule(penstock: Command, tmp_path: Path) -> None:
@@ -153,6 +201,20 @@ def test_one_model_is_compared_over_more_or_fewer_stages(penstock: Command) -> N
         (["simulate", "1f1b", "-O", "group=4"], "1f1b has no option 'group'"),
         (["simulate", "interleaved-1f1b", "-O", "group=x"], "group='x' would leave ranks waiting"),
         (["simulate", "interleaved-1f1b", "-O", "group=4.5"], "groups of 4 to 8 work"),
+        (["simulate", "1f1b", "--memory", "nan"], "--memory nan: expected a number ≥ 0"),
+        (["compare", "1f1b", "--memory", "-1"], "--memory -1: expected a number ≥ 0"),
+        (["simulate", "1f1b", "--latency", "1-2"], "--latency '1-2': expected a number, or one"),
+        (["simulate", "1f1b", "--latency", "1-2=5,3"], "--latency '3': expected the cost of an ed"),
+        (["simulate", "1f1b", "--latency", "1-2=5,1-2=4"], "'1-2=4': this edge is given twice"),
+        (["simulate", "1f1b", "--latency", "1-2=5,2-1=4"], "the edge (1, 2) is given twice"),
+        (["simulate", "1f1b", "--latency", "1-3=5"], "(1, 3) is no edge"),
+        (["simulate", "1f1b", "--latency", "3-4=5"], "the edge (3, 4) leads to stage 4"),
+        (["simulate", "1f1b", "--latency", "1-2=nan"], "nan is not a finite number ≥ 0"),
+        (["simulate", "1f1b", "--cost", "reload=1", "--cost", "reload=2"], "reload is given twice"),
+        (
+            ["simulate", "interleaved-1f1b", "-O", "group=4", "-O", "group=8"],
+            "option 'group=8': group is given twice; give it once",
+        ),
         (["simulate", "interleaved-1f1b", "-O", "group"], "option 'group': expected NAME=VALUE"),
         (["simulate", "no-such-file.csv"], "no-such-file.csv: No such file or directory"),
         (["compare", "1f1b", "zvb"], "did you mean 'zbv'?"),

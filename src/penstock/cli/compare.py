@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.figures import ranges
+from penstock.cli.figures import over_limit, ranges
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import is_file, load_program
-from penstock.cli.terminal import number, percent, stdout, table
+from penstock.cli.terminal import number, percent, stdout, table, warn
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
 from penstock.simulate.costs import Costs
@@ -31,8 +31,18 @@ class Per(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
     label: str
-    share: int
+    share: int  # what peaks are divided by: of a rank's activation, a stage holds so small a part
     result: Simulation
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        return tuple(peak / self.share for peak in self.result.peak_in_flight)
+
+    def over(self, limit: float | None) -> str | None:
+        """Which ranks are over the limit, in bytes where the costs tell them, in words."""
+        counted = self.result.costs.activation_bytes is None
+        held = self.result.peak_bytes
+        return over_limit([peak / self.share for peak in held] if counted else held, limit)
 
 
 @takes_setting
@@ -57,33 +67,41 @@ def compare(
 ) -> None:
     """Compare schedules: time, bubble and memory side by side.
 
-    --virtual and --option go to the schedules that take them.
+    --virtual and --option go to the schedules that take them; those over --memory are marked.
     """
     costs = setting.costs()
     _refuse_options_of_none(schedules, setting)
     rows = [_row(each, setting, costs, per) for each in schedules]
     numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
     shown = table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
-    best = min(row.result.bubble_ratio for row in rows)
-    for row in rows:
-        share = row.share if per is Per.RANK else 1
+    faults = [row.over(setting.memory) for row in rows]
+    fitting = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+    best = min((row.result.bubble_ratio for row in fitting), default=None)
+    for row, fault in zip(rows, faults, strict=True):
         program = row.result.program
         bubble = percent(row.result.bubble_ratio)
         shown.add_row(
             row.label,
             str(program.num_stages // program.num_ranks),
             number(row.result.makespan),
-            f"[bold green]{bubble}[/]" if row.result.bubble_ratio == best else bubble,
+            f"[bold green]{bubble}[/]"
+            if fault is None and row.result.bubble_ratio == best
+            else bubble,
             number(row.result.span),
             percent(row.result.span_bubble_ratio),
-            ranges(tuple(peak / share for peak in row.result.peak_in_flight)),
+            ranges(row.peaks) if fault is None else f"[yellow]{ranges(row.peaks)} over[/]",
             str(row.result.messages),
         )
     stdout().print(shown)
+    for row, fault in zip(rows, faults, strict=True):
+        if fault is not None:
+            warn(f"{row.label}: {fault}")
 
 
 def _refuse_options_of_none(sources: list[str], setting: Setting) -> None:
     chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
+    if not chosen:
+        setting.refuse_beside_file(" ".join(sources))
     for option in setting.options():
         if not any(option in each.options for each in chosen):
             names = ", ".join(each.name for each in chosen)
@@ -96,6 +114,6 @@ def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row:
     share = program.placement.num_model_stages // program.num_ranks * program.num_splits
     return _Row(
         label=source if ":" in source else program.name,
-        share=share,
+        share=share if per is Per.RANK else 1,
         result=setting.play(program, share_out(costs, share) if per is Per.RANK else costs),
     )

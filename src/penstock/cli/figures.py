@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.cli.terminal import number, percent
 from penstock.simulate.result import Simulation
 
-__all__ = ["figures_json", "figures_text", "peaks_text", "ranges"]
+__all__ = ["figures_json", "figures_text", "over_limit", "peaks_text", "ranges"]
 
 
 def figures_json(result: Simulation) -> str:
@@ -41,6 +42,20 @@ def figures_text(result: Simulation) -> str:
         f"[/]; span {number(result.span)}, bubble {percent(result.span_bubble_ratio)}; "
         f"{result.messages} messages"
     )
+
+
+def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
+    """Which ranks hold more than a limit, in words; None where none does.
+
+    Example:
+        >>> over_limit((4, 3, 2, 1), 2)
+        'over the memory limit of 2 on ranks 0, 1'
+    """
+    over = [] if limit is None else [rank for rank, peak in enumerate(peaks) if peak > limit]
+    if limit is None or not over:
+        return None
+    ranks = "rank" if len(over) == 1 else "ranks"
+    return f"over the memory limit of {number(limit)} on {ranks} {', '.join(map(str, over))}"
 
 
 def ranges(values: tuple[float, ...]) -> str:

@@ -17,7 +17,7 @@ import typer
 
 from penstock.errors import ScheduleError
 from penstock.schedule.program import Program
-from penstock.simulate.costs import Cost, Costs
+from penstock.simulate.costs import Cost, Costs, MessageCost
 from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
 
@@ -25,6 +25,7 @@ __all__ = ["Setting", "read_options", "takes_setting"]
 
 _COST_HELP = "one number, or one per stage as 1,2,1"
 _PANEL = "Costs"
+_RANKS, _MICROBATCHES = 4, 8
 _FLAGS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
 _OTHERS = ", ".join(field.name for field in fields(Costs) if field.name not in _FLAGS)
 
@@ -34,8 +35,8 @@ class Setting:
     """What a schedule is built for, and what its actions cost.
 
     Args:
-        ranks: number of ranks.
-        microbatches: microbatches per step.
+        ranks: number of ranks; None for the usual.
+        microbatches: microbatches per step; None for the usual.
         virtual: stages per rank; None for what is usual in the family.
         option: options of the family, each as ``name=value``.
         forward: cost of F.
@@ -47,12 +48,23 @@ class Setting:
         jitter: by what share of its cost a computation may last longer.
         jitter_seed: of the jitter.
         memory: the most that a rank may hold; None for any amount.
+
+    Raises:
+        ScheduleError: a memory that is negative or not a number.
     """
 
-    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks.")] = 4
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-p", help="Ranks.", show_default=str(_RANKS))
+    ] = None
     microbatches: Annotated[
-        int, typer.Option("--microbatches", "-m", help="Microbatches per step.")
-    ] = 8
+        int | None,
+        typer.Option(
+            "--microbatches",
+            "-m",
+            help="Microbatches per step.",
+            show_default=str(_MICROBATCHES),
+        ),
+    ] = None
     virtual: Annotated[
         int | None,
         typer.Option("--virtual", "-v", help="Stages per rank.", show_default="as is usual"),
@@ -86,7 +98,12 @@ class Setting:
         typer.Option(help="Time of W, the weight gradient; B takes both.", rich_help_panel=_PANEL),
     ] = "1"
     latency: Annotated[
-        str, typer.Option(help="Time of a message between ranks.", rich_help_panel=_PANEL)
+        str,
+        typer.Option(
+            help="Time of a message between ranks: one number, one per sending stage, or those of "
+            "some edges as 1-2=5,2-3=1.",
+            rich_help_panel=_PANEL,
+        ),
     ] = "0"
     overlap: Annotated[
         str | None,
@@ -115,6 +132,37 @@ class Setting:
     ] = 0.0
     jitter_seed: Annotated[int, typer.Option(help="Of the jitter.", rich_help_panel=_PANEL)] = 0
 
+    def __post_init__(self) -> None:
+        if self.memory is not None and not self.memory >= 0:
+            raise ScheduleError(f"--memory {self.memory:g}: expected a number ≥ 0")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return _RANKS if self.ranks is None else self.ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step."""
+        return _MICROBATCHES if self.microbatches is None else self.microbatches
+
+    def refuse_beside_file(self, file: str) -> None:
+        """Refuse what only a schedule that is yet to be built can take.
+
+        Args:
+            file: where the program is.
+
+        Raises:
+            ScheduleError: ranks, microbatches, stages per rank, or options are given.
+        """
+        names = ("ranks", "microbatches", "virtual", "option")
+        given = [f"--{name}" for name in names if getattr(self, name) not in (None, [])]
+        if given:
+            raise ScheduleError(
+                f"{file} holds a program as it is, and takes no {', no '.join(given)}; leave that "
+                "out, or name a schedule"
+            )
+
     def play(self, program: Program, costs: Costs | None = None) -> Simulation:
         """Simulate a program in this setting.
 
@@ -142,7 +190,7 @@ class Setting:
             forward=_cost("forward", self.forward),
             input_grad=_cost("input-grad", self.input_grad),
             weight_grad=_cost("weight-grad", self.weight_grad),
-            latency=_cost("latency", self.latency),
+            latency=_message_cost("latency", self.latency),
             overlap=None if self.overlap is None else _cost("overlap", self.overlap),
             **self._other_costs(),
         )
@@ -154,8 +202,10 @@ class Setting:
             name = name.replace("-", "_")
             if name not in _OTHERS.split(", "):
                 raise ScheduleError(f"--cost {text!r}: expected NAME=VALUE; names are: {_OTHERS}")
+            if name in found:
+                raise ScheduleError(f"--cost {text!r}: {name} is given twice; give it once")
             switch = {"true": True, "false": False}.get(value.lower())
-            found[name] = _cost(f"cost {name}", value) if switch is None else switch
+            found[name] = _message_cost(f"cost {name}", value) if switch is None else switch
         return found
 
     def options(self) -> dict[str, object]:
@@ -170,18 +220,21 @@ def read_options(texts: list[str] | tuple[str, ...]) -> dict[str, object]:
         texts: each as ``name=value``.
 
     Raises:
-        ScheduleError: a text without a name or a value.
+        ScheduleError: a text without a name or a value, or a name that is given twice.
 
     Example:
         >>> read_options(["group=4", "tail=keep"])
         {'group': 4, 'tail': 'keep'}
     """
-    found = {}
+    found: dict[str, object] = {}
     for text in texts:
         name, equals, value = text.partition("=")
+        name = name.replace("-", "_")
         if not (name and equals and value):
             raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
-        found[name.replace("-", "_")] = _value(value)
+        if name in found:
+            raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
+        found[name] = _value(value)
     return found
 
 
@@ -195,6 +248,26 @@ def _value(text: str) -> object:
         except ValueError:
             continue
     return text
+
+
+def _message_cost(name: str, text: str) -> MessageCost:
+    """Edges where there are any, as ``1-2=5,2-3=1``; else as ``_cost``."""
+    if "=" not in text:
+        return _cost(name, text)
+    edges: dict[tuple[int, int], float] = {}
+    for part in text.split(","):
+        try:
+            edge, cost = part.split("=")
+            one, two = map(int, edge.split("-"))
+            number = float(cost)
+        except ValueError as error:
+            raise ScheduleError(
+                f"--{name} {part!r}: expected the cost of an edge, such as 1-2=5"
+            ) from error
+        if (one, two) in edges:
+            raise ScheduleError(f"--{name} {part!r}: this edge is given twice; give it once")
+        edges[one, two] = number
+    return edges
 
 
 def _cost(name: str, text: str) -> Cost:

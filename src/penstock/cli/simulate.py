@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.figures import figures_json, figures_text, peaks_text
+from penstock.cli.figures import figures_json, figures_text, over_limit, peaks_text
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import load_program
-from penstock.cli.terminal import number, stdout, warn
+from penstock.cli.terminal import stdout, warn
 from penstock.simulate.result import Simulation
 
 __all__ = ["simulate"]
@@ -27,12 +27,20 @@ def simulate(
     """Simulate a step: its timeline in colour, its bubble, its peak memory."""
     program = load_program(schedule, setting)
     result = setting.play(program)
-    console = stdout()
     if json:
-        console.print(figures_json(result), markup=False, soft_wrap=True)
-        return
+        stdout().print(figures_json(result), markup=False, soft_wrap=True)
+    else:
+        _draw(result)
+    # In activations, unless the costs say how large one is: as `bytes` then.
+    over = over_limit(result.peak_bytes, setting.memory)
+    if over is not None:
+        warn(over)
+
+
+def _draw(result: Simulation) -> None:
     from penstock.view.terminal import legend, timeline
 
+    program, console = result.program, stdout()
     coloured = console.color_system is not None
     pieces = f" of {program.num_splits} pieces" if program.num_splits > 1 else ""
     console.print(
@@ -44,16 +52,3 @@ def simulate(
         console.print(legend(result.trace))
     console.print(f"\n{figures_text(result)}", soft_wrap=True)
     console.print(peaks_text(result), soft_wrap=True)
-    _compare_with_limit(result, setting.memory)
-
-
-def _compare_with_limit(result: Simulation, limit: float | None) -> None:
-    if limit is None:
-        return
-    # In activations, unless the costs say how large one is: as `bytes` then.
-    over = [rank for rank, peak in enumerate(result.peak_bytes) if peak > limit]
-    if over:
-        warn(
-            f"over the memory limit of {number(limit)} on "
-            f"{'rank' if len(over) == 1 else 'ranks'} {', '.join(map(str, over))}"
-        )

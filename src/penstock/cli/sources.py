@@ -60,11 +60,13 @@ def load(source: str, setting: Setting, *, each_its_own: bool = False) -> Progra
         each_its_own: likewise.
 
     Raises:
-        ScheduleError: as ``load_program``.
+        ScheduleError: as ``load_program``; a file beside what only a schedule takes, such as ranks.
         OSError: the file can't be read.
     """
     if not is_file(source):
         return _build(source, setting, each_its_own)
+    if not each_its_own:
+        setting.refuse_beside_file(source)
     if Path(source).suffix.lower() != ".json":
         return load_csv(source)
     text = Path(source).read_text(encoding="utf-8")
@@ -91,8 +93,8 @@ def _build(source: str, setting: Setting, each_its_own: bool) -> Program:
     return build_for(
         setting.costs(),
         name,
-        ranks=setting.ranks,
-        microbatches=setting.microbatches,
+        ranks=setting.num_ranks,
+        microbatches=setting.num_microbatches,
         virtual=virtual,
         **options,
     )

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 
-__all__ = ["Cost", "Costs", "PerEdge"]
+__all__ = ["Cost", "Costs", "MessageCost", "PerEdge"]
 
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
