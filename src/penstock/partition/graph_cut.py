@@ -91,7 +91,12 @@ def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> Assignment:
         boundary, told = problem
         cut = cuts[boundary]
         nearest = _nearest(graph, cuts, boundary, memory)
-        hint = f"the nearest place that works is {nearest!r}" if nearest else "cut elsewhere"
+        hint = (
+            f"the nearest place that works is {nearest!r}"
+            if nearest
+            else "moving this cut alone to another module does not help: cut elsewhere, or by "
+            "module (split_by_module)"
+        )
         raise PartitionError(f"the model can't be cut {cut.label!r}: {told}; {hint}")
     return assignment
 
@@ -223,6 +228,9 @@ def _problem(assignment: Assignment, memory: _Memory) -> tuple[int, str] | None:
         told = _attribute_elsewhere(assignment, memory, writer, target)
         if told is not None:
             return max(0, min(stage, len(assignment.cuts) - 1)), told
+        crossed = _attribute_crosses(assignment, memory, writer, target)
+        if crossed is not None:
+            return crossed
         arrived = assignment.crossing[stage - 1] if stage else ()
         sharing = [node for node in arrived if memory.same(node, target)]
         if len(sharing) > 1:
@@ -245,6 +253,26 @@ def _attribute_elsewhere(
                 return (
                     f"the forward changes {node.target} in stage {stage} ({writer.name}), and "
                     f"uses it in stage {min(others)} too, where it would be another copy"
+                )
+    return None
+
+
+def _attribute_crosses(
+    assignment: Assignment, memory: _Memory, writer: fx.Node, target: fx.Node
+) -> tuple[int, str] | None:
+    """Where a buffer that ``writer`` changes would be sent on as it is, and why it can't."""
+    sharing = (n for n in writer.graph.nodes if n.op == "get_attr" and memory.same(n, target))
+    attribute = next(sharing, None)
+    if attribute is None:
+        return None
+    for boundary, values in enumerate(assignment.crossing):
+        for node in values:
+            if memory.same(node, target):
+                return boundary, (
+                    f"the forward changes {attribute.target} in stage "
+                    f"{assignment.stage_of[writer]} ({writer.name}), and {_described(node)}, which "
+                    "shares its memory, would cross: by the time that it is used, other "
+                    "microbatches may have changed it (x.clone() is a value that stays)"
                 )
     return None
 
