@@ -151,6 +151,129 @@ def test_what_was_patched_for_the_capture_is_as_before() -> None:
         assert after == before
 
 
+# --- what a forward keeps for the next call ---------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """A model that keeps something in its forward, in the model itself or in a block."""
+
+    last: Tensor | None = None
+
+    def __init__(self, keep: Callable[..., Any]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.calls = 0
+        self.seen: list[Tensor] = []
+        self.tables: dict[str, Tensor] = {}
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[1](self.keep(self, self.layers[0](x)))
+        return self.layers[2](y)  # type: ignore[no-any-return]
+
+
+class InBlock(nn.Module):
+    """The same, one level down."""
+
+    def __init__(self, keep: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block, self.head = Keeps(keep), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pipe_split()
+        return self.head(self.block(x))  # type: ignore[no-any-return]
+
+
+def keeps_the_last(model: Keeps, x: Tensor) -> Tensor:
+    y = x if model.last is None else x + model.last
+    model.last = x.detach().mean(0)
+    return y
+
+
+def counts_calls(model: Keeps, x: Tensor) -> Tensor:
+    model.calls += 1
+    return x if model.calls % 2 else 2.0 * x
+
+
+def replaces_a_buffer(model: Keeps, x: Tensor) -> Tensor:
+    model.average = 0.5 * model.average + x.detach().mean(0)
+    return x * model.average
+
+
+def appends(model: Keeps, x: Tensor) -> Tensor:
+    model.seen.append(x.detach())
+    return x
+
+
+def fills_a_dict(model: Keeps, x: Tensor) -> Tensor:
+    model.tables["scale"] = x.detach().mean(0)
+    return x
+
+
+def goes_past(model: Keeps, x: Tensor) -> Tensor:
+    vars(model)["calls"] = model.calls + 1
+    return x * model.calls
+
+
+@pytest.mark.parametrize("where", ["", "block."])
+@pytest.mark.parametrize(
+    ("keep", "told"),
+    [
+        (keeps_the_last, r"in keeps_the_last.* changes attribute {}last, which it reads and then"),
+        (counts_calls, r"in counts_calls.* changes attribute {}calls, which it reads and then wri"),
+        (replaces_a_buffer, r"in replaces_a_buffer.* changes buffer {}average, in whose place"),
+        (appends, "changes attribute {}seen, a list that it changes"),
+        (fills_a_dict, "changes attribute {}tables, a dict that it changes"),
+        (goes_past, "changes attribute {}calls, which it sets past __setattr__"),
+    ],
+)
+def test_what_is_kept_for_the_next_call_is_refused(keep: Any, told: str, where: str) -> None:
+    """A graph would do in every microbatch what the example's call did."""
+    inner = Keeps(keep)
+    model = inner
+    spec = {"layers.1": SplitPoint.BEGINNING}
+    if where:
+        model = InBlock(keep)  # type: ignore[assignment]
+        inner, spec = model.block, {"block.layers.1": SplitPoint.BEGINNING}  # type: ignore
+    with pytest.raises(PartitionError, match=told.format(where)) as raised:
+        pipeline(model, (X,), split_spec=spec)
+    assert "split_by_module" in str(raised.value)
+    assert (inner.last, inner.calls, inner.seen, inner.tables) == (None, 0, [], {})
+    assert torch.equal(inner.average, torch.ones(4))  # type: ignore[arg-type]
+    for name in ("__getattribute__", "__setattr__"):
+        owner = next(cls for cls in nn.Module.__mro__ if name in vars(cls))
+        assert owner is (object if name == "__getattribute__" else nn.Module)
+
+
+def test_blocks_that_keep_something_are_right_where_they_stay_whole() -> None:
+    """torch.fx captures them as modules, which run as they are."""
+    model = nn.ModuleDict({"a": Keeps(replaces_a_buffer), "b": Keeps(counts_calls)})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["b"](self.parts["a"](x))  # type: ignore[no-any-return]
+
+    pair = Pair(Both(), (X,), spec=cuts_before("parts.b"))
+    pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
+
+
+def keeps_for_this_call(model: Keeps, x: Tensor) -> Tensor:
+    model.last = x.square().mean(0)
+    model.calls = 0  # as it is
+    return x + model.last
+
+
+def test_what_is_written_before_it_is_read_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(Keeps(keeps_for_this_call), (X,), spec=cuts_before("layers.1"))
+    assert any(line.startswith("Keeps sets last in its forward") for line in caplog.messages)
+    pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
+
+
 # --- what can't cross ------------------------------------------------------------------------
 
 
@@ -200,6 +323,55 @@ def test_a_buffer_changed_in_one_stage_and_used_in_another() -> None:
         PartitionError, match=r"forward changes count in stage 1 .*uses it in stage 0 too"
     ):
         pipeline(Of(counts), (X,))
+
+
+def averages(model: Of, x: Tensor) -> Tensor:
+    model.count += x.detach().mean(0)
+    x = model.layers[0](x)
+    pipe_split()
+    return model.layers[1](x) + model.count
+
+
+def averages_a_view(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    with torch.no_grad():
+        model.count.add_(x.detach().mean(0))
+    y = x + model.count[:4].view(4)
+    pipe_split()
+    return model.layers[2](model.layers[1](y)) * model.count.detach()
+
+
+@pytest.mark.parametrize("compute", [averages, averages_a_view])
+def test_a_buffer_that_is_changed_and_then_sent_on(compute: Any) -> None:
+    """Under 1F1B the next microbatch has changed it before the last stage reads it."""
+    with pytest.raises(PartitionError, match=r"changes count in stage 0 \(.*would cross: by the"):
+        pipeline(Of(compute), (X,))
+
+
+def averages_late(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[1](model.layers[0](x))
+    model.count.add_(x.detach().mean(0))
+    y = x + model.count
+    pipe_split()
+    return model.layers[2](y) + model.count
+
+
+def test_the_nearest_cut_that_keeps_such_a_buffer_together() -> None:
+    with pytest.raises(PartitionError, match=r"would cross.*place that works is 'after layers.1'"):
+        pipeline(Of(averages_late), (X,))
+
+
+def averages_and_sends_a_copy(model: Of, x: Tensor) -> Tensor:
+    model.count.add_(x.detach().mean(0))
+    mean = model.count.clone()
+    x = model.layers[0](x)
+    pipe_split()
+    return model.layers[1](x) + mean
+
+
+def test_a_copy_of_such_a_buffer_may_cross() -> None:
+    pair = Pair(Of(averages_and_sends_a_copy), (X,))
+    pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
 
 
 def sparse(model: Of, x: Tensor) -> Tensor:

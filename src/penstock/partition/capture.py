@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import operator
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError
+from penstock.partition.attribute_writes import watching_writes
 from penstock.partition.call_form import CallForm
 from penstock.partition.captured import CONSTANTS, Captured, OutputForm, aliases
 from penstock.partition.export_private import has_backward_hooks, refusing, shape_check
 from penstock.partition.regions import Region, region_of
 
-__all__ = ["BY_MODULE", "MODEL", "Called", "capture", "place_in_user_code"]
+__all__ = ["BY_MODULE", "MODEL", "Called", "capture", "place_in_user_code", "warn_of_writes"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class _Seen:
     """What a trace leaves behind; torch.export undoes what it leaves in a module's attributes."""
 
     output: OutputForm | None = None
+    written: frozenset[str] = frozenset()
 
 
 class Called(nn.Module):
@@ -53,8 +55,11 @@ class Called(nn.Module):
     def forward(self, leaves: list[Tensor]) -> list[Any]:
         # One by one: to torch.fx the list is a single value.
         args, kwargs = self._form.rebuild([leaves[i] for i in range(len(self._form.names))])
-        output = OutputForm(self.get_submodule(MODEL)(*args, **kwargs))
+        model = self.get_submodule(MODEL)
+        with watching_writes(model, _refuse_write) as written:
+            output = OutputForm(model(*args, **kwargs))
         self.seen.output = output
+        self.seen.written = frozenset(written)
         return output.take()
 
 
@@ -79,6 +84,7 @@ def capture(model: nn.Module, form: CallForm) -> Captured:
     program = _export(called, form)
     output = called.seen.output
     assert output is not None
+    warn_of_writes(model, called.seen.written)
     if output.dropped:
         logger.warning(
             "the output of %s holds %s, which no stage can pass on: None takes their place",
@@ -88,6 +94,17 @@ def capture(model: nn.Module, form: CallForm) -> Captured:
     form.add_check(shape_check(program, LEAVES, form.names))
     builder = _FlatGraph(program, model, form)
     return Captured(graph=builder.graph, form=form, output=output, constants=builder.constants)
+
+
+def warn_of_writes(model: nn.Module, written: Collection[str]) -> None:
+    """Say which attributes no captured stage will set."""
+    if written:
+        logger.warning(
+            "%s sets %s in its forward: captured stages compute with that, but leave the "
+            "attributes of modules as they are",
+            type(model).__name__,
+            ", ".join(sorted(written)),
+        )
 
 
 def _export(called: Called, form: CallForm) -> torch.export.ExportedProgram:
@@ -121,6 +138,13 @@ def _export(called: Called, form: CallForm) -> torch.export.ExportedProgram:
 
 def _refuse(what: str) -> None:
     raise PartitionError(f"capturing{place_in_user_code()} meets {what}; {BY_MODULE}")
+
+
+def _refuse_write(what: str) -> None:
+    raise PartitionError(
+        f"the forward{place_in_user_code()} changes {what}; hold it in a buffer that is written "
+        f"in place, or {BY_MODULE}"
+    )
 
 
 def _depends_on_data(error: Exception) -> bool:

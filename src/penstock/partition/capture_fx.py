@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.call_form import CallForm
-from penstock.partition.capture import MODEL, Called, place_in_user_code
+from penstock.partition.capture import MODEL, Called, place_in_user_code, warn_of_writes
 from penstock.partition.captured import Captured
 from penstock.partition.export_private import refusing
 from penstock.partition.markers import MARK, SplitPoint, label_of, listening
@@ -50,6 +50,7 @@ def capture_modules(
         raise PartitionError(f"torch.fx can't trace it{place}: {error}") from error
     output = called.seen.output
     assert output is not None
+    warn_of_writes(model, called.seen.written)
     return Captured(graph=_flat(graph, form, model), form=form, output=output, by_modules=True)
 
 

@@ -26,6 +26,7 @@ from penstock.partition.capture_fx import capture_modules
 from penstock.partition.captured import CONSTANTS, Captured
 from penstock.partition.export_private import shape_text
 from penstock.partition.graph_cut import assign, take_marks
+from penstock.partition.huggingface import install_hooks
 from penstock.partition.markers import HERE, SplitPoint, label_of, marked
 from penstock.partition.pipe import Pipe, SplitPolicy
 from penstock.partition.stage_build import Mode, build_modules
@@ -72,6 +73,7 @@ def pipeline(
     if split_spec and split_policy:
         raise PartitionError("split_spec and split_policy are both given; use either")
     form = CallForm(module, mb_args, mb_kwargs)
+    install_hooks(module)  # or the first call would, in the midst of the capture
     modes = {module.training: _mode(module, form, split_spec, split_policy, by_modules=None)}
     (mode,) = modes.values()
     missing = ""
