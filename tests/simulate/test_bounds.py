@@ -49,7 +49,11 @@ def families(draw: st.DrawFn) -> Program:
 
 
 def beats(program: Program, costs: Costs, *, in_memory: bool) -> list[str]:
-    """The bounds that a program is faster than."""
+    """The bounds that a program is faster than.
+
+    Those of a memory limit are for programs that keep what forwards leave on the rank.
+    """
+    in_memory = in_memory and not any(act.op is Op.OFFLOAD for act in program.actions())
     result = simulate(program, costs)
     has_backward = any(act.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD) for act in program.actions())
     bounds = lower_bounds(
