@@ -109,6 +109,26 @@ def test_names_of_ours_are_taken() -> None:
         penstock.schedule("other", aliases=("Mine",))(one_at_a_time)
 
 
+@pytest.mark.parametrize("name", ["", "-", " _ ", "Schedule", 3, None, one_at_a_time])
+def test_what_is_no_name_is_refused(name: object) -> None:
+    known = penstock.schedules()
+    with pytest.raises(ScheduleError, match=r"can't be called .*give it a name, as in @penstock"):
+        penstock.schedule(name)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"can't be called .*give it a name"):
+        penstock.schedule("mine", aliases=("yours", name))(one_at_a_time)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"aliases is a tuple of names, as in \('yours',\)"):
+        penstock.schedule("mine", aliases="yours")  # type: ignore[arg-type]
+    assert penstock.schedules() == known
+
+
+@pytest.mark.parametrize("wrong", [3, None, "gpipe", dict])
+def test_what_is_no_function_is_refused(wrong: object) -> None:
+    with pytest.raises(
+        ScheduleError, match=r"schedule 'x': .* put @penstock.schedule\('x'\) above"
+    ):
+        penstock.schedule("x")(wrong)  # type: ignore[type-var]
+
+
 def test_a_function_that_takes_no_ranks_is_refused() -> None:
     with pytest.raises(ScheduleError, match="takes no ranks"):
 

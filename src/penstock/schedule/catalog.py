@@ -16,7 +16,16 @@ from penstock.errors import ScheduleError
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
 
-__all__ = ["Arrangement", "Family", "add", "build", "family", "remove", "schedules"]
+__all__ = [
+    "Arrangement",
+    "Family",
+    "add",
+    "build",
+    "family",
+    "refuse_no_name",
+    "remove",
+    "schedules",
+]
 
 _ENTRY_POINTS = "penstock.schedules"
 _log = logging.getLogger(__name__)
@@ -63,8 +72,10 @@ def add(new: Family) -> None:
         new: the family; ``penstock.schedule.own`` makes one of a function.
 
     Raises:
-        ScheduleError: one of its names is that of another family.
+        ScheduleError: one of its names is that of another family, or no name at all.
     """
+    for name in (new.name, *new.aliases):
+        refuse_no_name(name)
     key = _normal(new.name)
     for name in (new.name, *new.aliases):
         holder = _lookup(name)
@@ -73,6 +84,23 @@ def add(new: Family) -> None:
                 f"a schedule can't be called {name!r}: Penstock has one of that name already"
             )
     _ADDED[key] = new
+
+
+def refuse_no_name(name: object) -> None:
+    """Refuse what no schedule can be asked for by.
+
+    Args:
+        name: what a schedule is to be called.
+
+    Raises:
+        ScheduleError: it is not a string, or there is nothing in it but what doesn't tell names
+            apart.
+    """
+    if not (isinstance(name, str) and _normal(name)):
+        raise ScheduleError(
+            f"a schedule can't be called {name!r}; give it a name, as in "
+            "@penstock.schedule('my-schedule')"
+        )
 
 
 def remove(name: str) -> None:

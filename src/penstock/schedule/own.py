@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import add
+from penstock.schedule.catalog import add, refuse_no_name
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
@@ -56,8 +56,8 @@ def schedule(
         A decorator that gives the function back as it is.
 
     Raises:
-        ScheduleError: a name that Penstock's own schedules have, or a function that takes no
-            ``ranks`` or no ``microbatches``.
+        ScheduleError: a name that Penstock's own schedules have, or none; or what is decorated is
+            no function, or one that takes no ``ranks`` or no ``microbatches``.
 
     Example:
         >>> from penstock.schedule.catalog import build, remove
@@ -74,9 +74,12 @@ def schedule(
 microbatches, asked for 2 and 2
         >>> remove("doctest-one-rank")
     """
+    refuse_no_name(name)
+    if isinstance(aliases, str):
+        raise ScheduleError(f"schedule {name!r}: aliases is a tuple of names, as in ({aliases!r},)")
 
     def register(builder: Builder) -> Builder:
-        parameters = inspect.signature(builder).parameters
+        parameters = _parameters(name, builder)
         missing = [each for each in _GIVEN[:2] if each not in parameters]
         if missing:
             raise ScheduleError(
@@ -106,6 +109,18 @@ microbatches, asked for 2 and 2
         return builder
 
     return register
+
+
+def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
+    """What the decorated function takes."""
+    try:
+        return inspect.signature(builder).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(
+            f"schedule {name!r}: {builder!r} is no function whose parameters can be read; put "
+            f"@penstock.schedule({name!r}) above a function of ranks and microbatches that returns "
+            "a Program"
+        ) from error
 
 
 def _verified(name: str, builder: Callable[..., Program]) -> Callable[..., Program]:
