@@ -265,3 +265,126 @@ def test_a_container_that_modules_share() -> None:
 
     refused(Boxes(), r"layers\.0 puts tensors into its attribute box")
     assert not box
+
+
+# --- hooks -------------------------------------------------------------------------------------
+
+
+def hooked(after: int) -> nn.Module:
+    class Hooked(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.embed(x)
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == after and x.requires_grad:
+                    x.register_hook(lambda grad: grad * 2)
+            return {"loss": self.head(x).square().mean()}
+
+    return Hooked()
+
+
+def test_a_hook_on_what_crosses_would_act_twice() -> None:
+    pipe = Pipeline(hooked(1), example=(batch()[:2],), ranks=2, n_microbatches=4)
+    with pytest.raises(PartitionError, match=r"stage 1: .*registers a hook on a tensor"):
+        pipe.step(batch())
+
+
+def test_a_hook_that_one_stage_runs() -> None:
+    trains_alike(hooked(3), ranks=2)
+
+
+def test_a_hook_that_is_seen_before() -> None:
+    class Always(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.embed(x)
+            x.register_hook(lambda grad: grad * 2)
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": self.head(x).square().mean()}
+
+    refused(Always(), "registers a hook on a tensor, which several stages would run")
+
+
+def test_backward_hooks_of_what_runs_on_several_stages() -> None:
+    model = Net()
+    model.register_full_backward_hook(lambda *_: None)
+    refused(model, "the model has a backward hook")
+
+
+# --- state of the code between -----------------------------------------------------------------
+
+
+class Averages(Net):
+    """Keeps an average of what comes in, in a buffer or beside."""
+
+    registered = True
+    in_place = False
+    late = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self.registered:
+            self.register_buffer("ema", torch.zeros(()))
+        else:
+            self.ema = torch.zeros(())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        mean = x.detach().mean()
+        if self.in_place:
+            self.ema += mean
+        else:
+            self.ema = self.ema * 0.5 + mean
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x) if self.late else layer(x + self.ema)
+        return {"loss": (self.head(x) + self.ema).square().mean()}
+
+
+@pytest.mark.parametrize(
+    ("registered", "in_place", "late", "told"),
+    [
+        (True, False, True, "assigns a new tensor to ema"),
+        (False, False, True, "assigns a new tensor to ema"),
+        (True, True, False, r"writes into ema, which lies in stage 0, but stages \[0, 1\] compute"),
+        (False, True, True, "writes into ema, a tensor that is neither parameter nor buffer"),
+    ],
+)
+def test_state_of_the_code_between(registered: bool, in_place: bool, late: bool, told: str) -> None:
+    class Here(Averages):
+        pass
+
+    Here.registered, Here.in_place, Here.late = registered, in_place, late
+    model = Here()
+    refused(model, told)
+    assert type(model.ema) is Tensor and model.ema == 0
+
+
+def test_a_buffer_that_one_stage_writes() -> None:
+    class Here(Averages):
+        in_place = True
+
+    trains_alike(Here(), ranks=2)
+
+
+class SharesNorm(nn.Module):
+    """A block with a module that all blocks have."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+def test_a_batch_norm_within_blocks_of_several_stages() -> None:
+    norm = nn.BatchNorm1d(DIM)
+
+    class Norms(Net):
+        def block(self) -> nn.Module:
+            return SharesNorm(norm)
+
+    refused(Norms(), r"layers\.0\.norm is one module within several, in the stages \[0, 1\]")
+    split_by_module(Norms(), ["head"], (batch()[:2],))
+    split_by_module(Norms().eval(), [2, 2], (batch()[:2],))

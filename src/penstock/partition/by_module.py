@@ -100,18 +100,20 @@ def split_by_module(
     device = torch.device(device)
     wish = Wish.of(model, cuts)
     parts = find_units(model, wish.places)
+    _refuse_backward_hooks(parts)
     dry, seen = _first_run(model, parts, device, example)
     homes = find_homes(model, parts, wish, seen)
     num_stages = wish.num_stages
+    shared = _shared_buffers(parts)
 
     try:
-        crossings = None if seen is None else find_crossings(seen, homes, num_stages)
+        crossings = None if seen is None else find_crossings(seen, homes, num_stages, shared)
     except PartitionError as error:
         raise NotByModule(str(error)) from error
 
     def find(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Crossings:
         fresh = dry.run(args, kwargs, training=training)
-        return find_crossings(fresh, homes, num_stages)
+        return find_crossings(fresh, homes, num_stages, shared)
 
     names = tuple(
         tuple(name for name, home in homes.items() if home == stage) for stage in range(num_stages)
@@ -146,6 +148,24 @@ def computes_loss(model: nn.Module, example: tuple[Any, ...] | Mapping[str, Any]
     """
     parts = find_units(model, ())
     return _run_dry(DryRunner(model, parts, torch.device("cpu")), model, example).loss
+
+
+def _refuse_backward_hooks(parts: Units) -> None:
+    for name, module in parts.opened.items():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise NotByModule(
+                f"{name or 'the model'} has a backward hook, but runs on several stages, each of "
+                "which would call it; register it on a module that runs whole"
+            )
+
+
+def _shared_buffers(parts: Units) -> dict[str, str]:
+    """The buffers that lie in several units, and under which name each is told of."""
+    names: dict[int, list[str]] = {}
+    for unit, module in parts.units.items():
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            names.setdefault(id(buffer), []).append(f"{unit}.{name}")
+    return {name: each[0] for each in names.values() if len(each) > 1 for name in each}
 
 
 def _first_run(

@@ -64,6 +64,7 @@ class DryRun:
             positions are made of them, and control flow may depend on them.
         written: the leaves of the inputs that the model writes into.
         loss: whether the output has a scalar named ``loss``.
+        changed: the parameters and buffers that the code between the parts writes into.
     """
 
     inputs: BoundarySpec
@@ -72,6 +73,7 @@ class DryRun:
     everywhere: frozenset[Source]
     written: tuple[int, ...]
     loss: bool
+    changed: frozenset[str] = frozenset()
 
     def first_calls(self) -> dict[str, int]:
         """For each part that was called, its first call."""
@@ -152,7 +154,12 @@ class Crossings:
         )
 
 
-def find_crossings(seen: DryRun, homes: Mapping[str, int | None], num_stages: int) -> Crossings:
+def find_crossings(
+    seen: DryRun,
+    homes: Mapping[str, int | None],
+    num_stages: int,
+    shared: Mapping[str, str] | None = None,
+) -> Crossings:
     """Give every call its stage, and every boundary the values that cross it.
 
     A part with a home runs there. One without (an activation, a dropout, a rotary table: nothing
@@ -163,15 +170,19 @@ def find_crossings(seen: DryRun, homes: Mapping[str, int | None], num_stages: in
         homes: the stage of each part, and of each parameter that stands by itself; None for
             those that run where their inputs are.
         num_stages: how many stages there are.
+        shared: buffers that several parts hold, and under which one name each is known.
 
     Raises:
-        PartitionError: a part would run before the values that it needs are there.
+        PartitionError: a part would run before the values that it needs are there, or stages
+            would see what others write.
     """
     stages = place_calls(seen, homes)
+    _refuse_shared(seen, stages, shared or {})
     wanted = _wanted(seen, stages, num_stages)
     last = num_stages - 1
     _refuse_two_draws(wanted)
     _refuse_writes(wanted, stages)
+    _refuse_changed(seen, wanted, homes)
     carried = [
         tuple(
             sorted(
@@ -299,6 +310,37 @@ def _refuse_writes(wanted: Mapping[Source, set[int]], stages: Sequence[int]) -> 
                 f"(argument {source.leaf}), which stage {max(at)} computes with and would not see "
                 "written; have it return a new tensor, or cut so that all who use it are in one "
                 "stage"
+            )
+
+
+def _refuse_shared(seen: DryRun, stages: Sequence[int], shared: Mapping[str, str]) -> None:
+    at: dict[str, set[int]] = {}
+    for call, stage in zip(seen.calls, stages, strict=True):
+        for name in call.buffers:
+            known = shared.get(f"{call.unit}.{name}")
+            if known is not None:
+                at.setdefault(known, set()).add(stage)
+    for name, where in at.items():
+        if len(where) > 1:
+            raise PartitionError(
+                f"{name.rpartition('.')[0]} is one module within several, in the stages "
+                f"{sorted(where)}, and changes its buffer {name} in each call: it would not be in "
+                "the order of one process; give each its own, freeze it (eval()), or cut so that "
+                "all its calls lie in one stage"
+            )
+
+
+def _refuse_changed(
+    seen: DryRun, wanted: Mapping[Source, set[int]], homes: Mapping[str, int | None]
+) -> None:
+    for name in sorted(seen.changed):
+        at = wanted.get(Source(Kind.PARAMETER, 0, 0, name), set())
+        home = homes.get(name) or 0
+        if at != {home}:
+            where = f"stages {sorted(at)} compute" if at else "nothing that is returned computes"
+            raise PartitionError(
+                f"the code between the model's parts writes into {name}, which lies in stage "
+                f"{home}, but {where} with it; move that into a module, or cut elsewhere"
             )
 
 

@@ -12,7 +12,7 @@ import logging
 import random
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import optree
@@ -33,7 +33,8 @@ from penstock.partition.absent import (
 from penstock.partition.crossings import DryRun, Recorded
 from penstock.partition.huggingface import capture_since, collector, mark
 from penstock.partition.shell import build_shell, skeleton
-from penstock.partition.side_writes import Attributes, put, tensors_in
+from penstock.partition.side_writes import Attributes, State, put, tensors_in
+from penstock.partition.torch_private import as_fake, autocast_state, fake_mode, watched_hooks
 from penstock.partition.units import Units
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.trees import NAMESPACE, flatten
@@ -62,11 +63,20 @@ class DryRunner:
     def __init__(self, model: nn.Module, parts: Units, device: torch.device) -> None:
         self._device = device
         self._shell = build_shell(model, parts, (), self, device)
+        self._opened = {name: self._shell.get_submodule(name) for name in parts.opened}
+        for module in self._opened.values():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):  # the model's own: nobody shall write into that
+                    vars(module)[name] = value.detach().clone()
         self._bare = {name: skeleton(unit) for name, unit in parts.units.items()}
         # Held until it is known that no dry run needs values: a rank may drop the rest.
         self._units: Mapping[str, nn.Module] | None = parts.units
         self._where = device
         self._on_values = False
+        self._inside = False
+        # Under autocast, units run on copies of these kinds, which it casts; made when needed.
+        self._mode: Any = None
+        self._fakes: dict[str, nn.Module] = {}
         self.captures = False
         self._calls: list[Recorded] = []
         # Tensors that were handed out: by which call (None: inputs), which leaf, version then.
@@ -114,10 +124,17 @@ class DryRunner:
         given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
         for module in (self._shell, *self._bare.values()):
             module.train(training)
-        with torch.no_grad(), _same_random_state(self._where), warnings.catch_warnings():
+        with (
+            torch.no_grad(),
+            watched_hooks(self._refuse_hook),
+            _same_random_state(self._where),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
             positional, named = optree.tree_unflatten(tree, given)
+            state = State(self._opened)
             output = self._shell(*positional, **named)
+            changed = state.written()
         written: dict[int | None, list[int]] = {}
         for at, leaf, tensor, version in self._given:
             if tensor._version != version:
@@ -146,6 +163,7 @@ class DryRunner:
             ),
             written=tuple(written.get(None, ())),
             loss=_has_loss(output),
+            changed=changed,
         )
 
     def _values_at(self) -> torch.device:
@@ -169,22 +187,33 @@ class DryRunner:
         self._absent.append((None, index, origin))
         return Absent(inner, self._where, origin)
 
+    def _refuse_hook(self, tensor: Tensor) -> None:
+        if not self._inside:
+            raise PartitionError(
+                "the code between the model's parts registers a hook on a tensor, which several "
+                "stages would run; register it within a module, or use an autograd.Function"
+            )
+
     def call(self, unit: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit on shapes, or on values, and note what it was given (see ``Play``)."""
         leaves, tree = flatten((args, kwargs))
         needs = frozenset(sources_of(leaves))
         states = [(leaf, tensors_in(leaf)) for leaf in leaves if _is_opaque(leaf)]
-        lowered = [self._lower(leaf) for leaf in leaves]
+        casts = not self._on_values and bool(autocast_state(self._device))
+        lowered = [self._lower(leaf, casts) for leaf in leaves]
         versions = [x._version if isinstance(x, Tensor) else 0 for x in lowered]
         given = optree.tree_unflatten(tree, lowered)
         marked = mark()
         self.captures |= bool(marked)
-        attributes = Attributes(self._module(unit))
+        module = self._module(unit, casts)
+        attributes = Attributes(module)
         try:
-            result = self._run(unit, *given)
+            self._inside = True
+            result = self._run(unit, module, *given)
             filled, kept = attributes.filled(), attributes.changed()
             buffers = attributes.buffers()
         finally:
+            self._inside = False
             attributes.restore()
         _refuse_filled(unit, states, given, lowered, tree)
         if filled:
@@ -193,7 +222,12 @@ class DryRunner:
                 "hold too, on other stages, where they would not see it; have it return them, or "
                 "assign a new container"
             )
-        output = ((result, capture_since(marked), kept),)
+        output: Any = ((result, capture_since(marked), kept),)
+        if casts:
+            made, shape = flatten(output)
+            output = optree.tree_unflatten(
+                shape, [on_meta(x) if isinstance(x, Tensor) else x for x in made]
+            )
         index = len(self._calls)
         writes = tuple(
             i for i, x in enumerate(lowered) if isinstance(x, Tensor) and x._version != versions[i]
@@ -212,11 +246,23 @@ class DryRunner:
                 lists[key][marked[key] :] = values
         return result
 
-    def _module(self, unit: str) -> nn.Module:
-        if not self._on_values:
+    def _module(self, unit: str, casts: bool) -> nn.Module:
+        """What is run in a unit's place."""
+        if self._on_values:
+            assert self._units is not None
+            return self._units[unit]
+        if not casts:
             return self._bare[unit]
-        assert self._units is not None
-        return self._units[unit]
+        if unit not in self._fakes:
+            self._mode = self._mode or fake_mode()
+            made = self._fakes[unit] = skeleton(self._bare[unit])
+            for module in made.modules():
+                for registry in (module._parameters, module._buffers):
+                    for name, tensor in registry.items():
+                        if tensor is not None:
+                            fake: Any = as_fake(self._mode, tensor, self._device)
+                            registry[name] = fake
+        return self._fakes[unit].train(self._bare[unit].training)
 
     def _note_written(self, index: int, unit: str, argument: int, tensor: Tensor) -> None:
         """A unit wrote into what it was given: that is of its making too from now on."""
@@ -231,19 +277,22 @@ class DryRunner:
                 "it return a new tensor instead"
             )
 
-    def _lower(self, leaf: Any) -> Any:
-        if type(leaf) is Absent:
-            return leaf.body
-        return on_meta(leaf) if isinstance(leaf, Tensor) and not self._on_values else leaf
+    def _lower(self, leaf: Any, casts: bool) -> Any:
+        body = leaf.body if type(leaf) is Absent else leaf
+        if not isinstance(body, Tensor) or self._on_values:
+            return body
+        if casts:
+            self._mode = self._mode or fake_mode()
+            return as_fake(self._mode, on_meta(body), self._device)
+        return body if type(leaf) is Absent else on_meta(body)
 
-    def _run(self, unit: str, args: Any, kwargs: Any) -> Any:
+    def _run(self, unit: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._on_values:
-            assert self._units is not None
-            module = self._units[unit]
             buffers = {name: b.clone() for name, b in module.named_buffers()}
             return functional_call(module, buffers, args, kwargs)
         try:
-            return self._bare[unit](*args, **kwargs)
+            with nullcontext() if module is self._bare[unit] else self._mode:
+                return module(*args, **kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             said = str(error).splitlines()[0] if str(error) else ""
             raise NeedsValues(

@@ -23,6 +23,7 @@ from penstock.partition.crossings import Crossings
 from penstock.partition.dry_run import input_names
 from penstock.partition.shell import build_shell, own_tree
 from penstock.partition.stage_player import Left, StagePlayer, absent
+from penstock.partition.torch_private import autocast_state, watched_hooks
 from penstock.partition.units import Units
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.trees import flatten
@@ -136,7 +137,7 @@ class ModuleStage(nn.Module):
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
             for leaf in leaves
         ]
-        return (tree, self.training, *marks)
+        return (tree, self.training, autocast_state(self._player.device), *marks)
 
     def _enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,7 +185,8 @@ class ModuleStage(nn.Module):
         player.begin(plan, values)
         try:
             try:
-                output = self._shell(*args, **kwargs)
+                with watched_hooks(player.refuse_hook):
+                    output = self._shell(*args, **kwargs)
             except Left:
                 output = None
             player.check_done()

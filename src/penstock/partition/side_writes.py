@@ -10,14 +10,16 @@ Modules are looked at before and after their call. This module knows no stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.errors import PartitionError
+from penstock.partition.absent import Absent
 from penstock.partition.torch_private import REGISTRIES
 
-__all__ = ["Attributes", "kept_in", "put", "tensors_in"]
+__all__ = ["Attributes", "State", "kept_in", "put", "tensors_in"]
 
 
 class Attributes:
@@ -65,6 +67,59 @@ class Attributes:
             value = self._before[name]
             vars(holder)[last] = value
             refill(value, self._held[name])
+
+
+class State:
+    """The tensors that opened modules hold by themselves, as they are now.
+
+    Args:
+        opened: the modules, by name.
+    """
+
+    def __init__(self, opened: Mapping[str, nn.Module]) -> None:
+        self._opened = opened
+        self._before: dict[str, tuple[Any, int]] = {
+            name: (x, x._version) for name, x in self._tensors(True)
+        }
+
+    def written(self) -> frozenset[str]:
+        """The parameters and buffers that have been written into since.
+
+        Raises:
+            PartitionError: others have been put in their place, or a tensor that is neither has
+                been written into or replaced.
+        """
+        found = set()
+        now: dict[str, Any] = dict(self._tensors(True))
+        registered = {name for name, _ in self._tensors(False)}
+        for name, (tensor, version) in self._before.items():
+            if now.get(name) is not tensor:
+                raise PartitionError(
+                    f"the code between the model's parts assigns a new tensor to {name}, which "
+                    "every stage would do for itself, and some could not; keep it within a module "
+                    "that runs whole, or cut elsewhere"
+                )
+            if type(tensor) is Absent and name in registered:
+                if tensor.origin.written:
+                    found.add(name)
+                continue
+            known: Any = tensor
+            if type(known) is Absent or known._version != version:
+                raise PartitionError(
+                    f"the code between the model's parts writes into {name}, a tensor that is "
+                    "neither parameter nor buffer; register it as a buffer of a module that runs "
+                    "whole"
+                )
+        return frozenset(found)
+
+    def _tensors(self, attributes: bool) -> Iterator[tuple[str, Any]]:
+        for path, module in self._opened.items():
+            dot = f"{path}." if path else ""
+            each: dict[str, Any] = {**module._parameters, **module._buffers}
+            each |= vars(module) if attributes else {}
+            for name, value in each.items():
+                if isinstance(value, Tensor):
+                    yield f"{dot}{name}", value
 
 
 def kept_in(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Route:
         end: the number of calls that it needs.
         wanted: what it hands on of which leaf of which call.
         crossing: the calls that it hands something on of.
+        again: the calls up to which earlier stages run the code between the parts too.
         seen: its own calls that have run before.
     """
 
@@ -52,6 +53,8 @@ class Route:
         self.end = len(plan.calls) if is_last else plan.last_call(index) + 1
         carried = () if is_last else plan.carried[index]
         self.wanted = {(s.call, s.leaf): s for s in carried if s.kind is Kind.OUTPUT}
+        # Until there, the code between the parts has run on earlier stages too.
+        self.again = max((plan.last_call(i) + 1 for i in range(index)), default=-1)
         self.crossing = {call for call, _ in self.wanted}
         self._device = device
         self.seen: set[int] = set()
@@ -105,6 +108,7 @@ class StagePlayer:
         self._versions: dict[Source, int] = {}
         self._next = 0
         self._has_grad = False
+        self._inside = False
 
     def begin(self, plan: Crossings, values: dict[Source, Tensor]) -> None:
         """A microbatch begins.
@@ -175,7 +179,11 @@ class StagePlayer:
         # What the dry run could not see, since it depends on values, is looked for once.
         before = None if index in route.seen else Attributes(run)
         versions = [(i, x, x._version) for i, x in enumerate(given) if isinstance(x, Tensor)]
-        result = run(*args, **kwargs)
+        self._inside = True
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            self._inside = False
         for i, tensor, version in versions:
             if tensor._version != version and i not in call.writes:
                 raise PartitionError(
@@ -190,6 +198,21 @@ class StagePlayer:
             takes_grad = any(isinstance(x, Tensor) and x.requires_grad for x in takers)
             self._refuse_cut_off(takes_grad, unit)
         return self._note(route, index, call, run, result, marked)
+
+    def refuse_hook(self, tensor: Tensor) -> None:
+        """A tensor gets a hook: may it have one here?
+
+        Raises:
+            PartitionError: an earlier stage ran this code, and the hook would act twice.
+        """
+        route = self._route
+        if route is None or self._inside or self._next > route.again:
+            return
+        raise PartitionError(
+            f"stage {self.index}: the code between the model's parts registers a hook on a tensor "
+            "that earlier stages have too, so that it would act on each; register it within a "
+            "module, use an autograd.Function, or cut elsewhere"
+        )
 
     def _refuse_unseen(self, unit: str, before: Attributes, kept: tuple[str, ...]) -> None:
         unseen = [name for name in before.changed() if name not in kept]
@@ -242,7 +265,7 @@ class StagePlayer:
                     raise self._differs(call, i, leaf, expected)
                 continue
             if leaf.shape != expected.shape or leaf.dtype is not expected.dtype:
-                raise self._differs(call, i, tuple(leaf.shape), expected)
+                raise self._differs(call, i, TensorMeta.of(leaf), expected)
             source = route.wanted.get((index, i))
             if source is not None:
                 self._values[source] = leaf

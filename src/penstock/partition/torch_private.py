@@ -6,7 +6,8 @@ say so again on each run). This module does not know what they are for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 
 __all__ = [
     "copied_shell",
+    "as_fake",
+    "autocast_state",
+    "fake_mode",
     "has_forward_hooks",
     "has_no_forward",
     "is_data_dependent",
     "is_random",
     "mutated_arguments",
     "same_storage",
+    "watched_hooks",
     "without_torch_function",
     "wrapper_subclass",
 ]
@@ -141,6 +146,63 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         found += value if isinstance(value, (list, tuple)) else [value]
     return [value for value in found if value is not None]
+
+
+def fake_mode() -> Any:
+    """Within it, tensors are of ``as_fake``'s kind: on a device by name, without values.
+
+    On the meta device autocast does nothing; for such tensors it does what it does on theirs.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def as_fake(mode: Any, meta: Tensor, device: torch.device) -> Tensor:
+    """A tensor without a value that claims to be on ``device``, like one on the meta device.
+
+    Example:
+        >>> mode = fake_mode()
+        >>> fake = as_fake(mode, torch.ones(2, 2, device="meta"), torch.device("cpu"))
+        >>> with mode, torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     (fake @ fake).dtype
+        torch.bfloat16
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made: Tensor = FakeTensor(mode, meta, device)
+    return made
+
+
+def autocast_state(device: torch.device) -> tuple[Any, ...]:
+    """What autocast does now, on the CPU and on ``device``: equal where it does the same."""
+    kinds = sorted({"cpu", device.type} - {"meta"})
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+    )
+
+
+@contextmanager
+def watched_hooks(told: Callable[[Tensor], None]) -> Iterator[None]:
+    """Tell of every tensor that gets a hook on its gradient.
+
+    Example:
+        >>> with watched_hooks(lambda tensor: print(tensor.shape)):
+        ...     handle = torch.zeros(2, requires_grad=True).register_hook(print)
+        torch.Size([2])
+    """
+    original: Any = Tensor.register_hook
+
+    def register_hook(self: Tensor, hook: Any) -> Any:
+        told(self)
+        return original(self, hook)
+
+    of: Any = Tensor
+    of.register_hook = register_hook
+    try:
+        yield
+    finally:
+        of.register_hook = original
 
 
 def same_storage(left: Tensor, right: Tensor) -> bool:
