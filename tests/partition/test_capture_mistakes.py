@@ -126,13 +126,32 @@ def differentiates(model: Of, x: Tensor) -> Tensor:
         (depends, r"control flow depends on the values .*test_capture_mistakes.py:\d+, in depends"),
         (lambda m, x: Straight.apply(x), "Straight, whose own backward would be lost"),
         (hooked, r"in hooked.*register_hook\(\), a hook that would be lost"),
-        (differentiates, r"in differentiates.*autograd.grad\(\)"),
     ],
 )
 def test_what_a_graph_would_lose_is_refused(compute: Any, told: str) -> None:
     with pytest.raises(PartitionError, match=told) as raised:
         pipeline(Of(compute), (X,))
     assert "split_by_module" in str(raised.value)
+
+
+def test_gradients_taken_in_the_forward_are_refused() -> None:
+    """By module they can't be taken between modules either: that is no advice."""
+    with pytest.raises(
+        PartitionError,
+        match=r"in differentiates.*autograd.grad\(\), .*; do it inside of one ",
+    ) as raised:
+        pipeline(Of(differentiates), (X,))
+    assert "split_by_module" not in str(raised.value)
+
+
+def test_a_failed_capture_writes_no_graph_to_stderr(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(PartitionError):
+        pipeline(Of(depends), (X,))
+    out, err = capfd.readouterr()
+    assert "def forward" not in out + err
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
 
 def test_backward_hooks_of_modules_are_refused_where_they_are_traced_into() -> None:
@@ -423,9 +442,26 @@ def test_a_mode_that_can_not_be_captured_is_told_when_it_is_asked_for() -> None:
     assert cut.train()(X).shape == (2, 4)
 
 
-def test_compiled_models() -> None:
-    """A compiled block is either captured as what it compiles, or refused by name."""
-    model = three()
-    model[0] = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="eager")
-    cut = pipeline(model, (X,), split_spec=cuts_before("2"))
-    torch.testing.assert_close(cut(X), model(X))
+class Fusable(nn.Module):
+    """Two layers, that may be compiled as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["1._orig_mod.b", "1.b", "2"])
+def test_compiled_models(name: str) -> None:
+    """They are captured as what they compile, so that a cut may go through them as well."""
+    model = nn.Sequential(nn.Linear(4, 4), Fusable(), nn.Linear(4, 4))
+    expected = model(X)
+    if "_orig_mod" in name:
+        model[1] = torch.compile(model[1], backend="eager")  # type: ignore[assignment]
+    else:
+        model[1].compile(backend="eager")
+    cut = pipeline(model, (X,), split_spec=cuts_before(name))
+    assert cut.num_stages == 2
+    torch.testing.assert_close(cut(X), expected)

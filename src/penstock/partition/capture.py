@@ -24,7 +24,7 @@ from penstock.errors import PartitionError
 from penstock.partition.attribute_writes import watching_writes
 from penstock.partition.call_form import CallForm
 from penstock.partition.captured import CONSTANTS, Captured, OutputForm, aliases
-from penstock.partition.export_private import has_backward_hooks, refusing, shape_check
+from penstock.partition.export_private import has_backward_hooks, quietly, refusing, shape_check
 from penstock.partition.regions import Region, region_of
 
 __all__ = ["BY_MODULE", "MODEL", "Called", "capture", "place_in_user_code", "warn_of_writes"]
@@ -118,7 +118,7 @@ def _export(called: Called, form: CallForm) -> torch.export.ExportedProgram:
     first: Exception | None = None
     for shapes in open_sizes:
         try:
-            with refusing(_refuse):
+            with refusing(_refuse), quietly():
                 return torch.export.export(
                     called,
                     ([*form.examples],),
@@ -137,7 +137,10 @@ def _export(called: Called, form: CallForm) -> torch.export.ExportedProgram:
 
 
 def _refuse(what: str) -> None:
-    raise PartitionError(f"capturing{place_in_user_code()} meets {what}; {BY_MODULE}")
+    # Cut by module, code between the modules can't take gradients either.
+    either = "do it inside of one module, which split_spec then leaves whole"
+    advice = either if "takes gradients" in what else f"{either}, or {BY_MODULE}"
+    raise PartitionError(f"capturing{place_in_user_code()} meets {what}; {advice}")
 
 
 def _refuse_write(what: str) -> None:

@@ -144,7 +144,7 @@ def cut_model(
             starts = _starts(split, blocks)
             return _captured(model, starts, num_stages, example, f"not by module: {error}")
         except PartitionError as other:
-            raise PartitionError(f"{error}; nor can it be captured: {other}") from error
+            raise PartitionError(_neither(error, other)) from error
     logger.info(
         "%s: cut by module into %d stages, since %s; every stage runs the model's own forward",
         name,
@@ -204,6 +204,15 @@ def _captured(
     modules = tuple(pipe.get_stage_module(i) for i in range(num_stages))
     has_loss = bool(getattr(modules[-1], "has_loss", False))
     return ModelCut(modules=modules, way="captured", whole_call=True, has_loss=has_loss)
+
+
+def _neither(by_module: PartitionError, captured: PartitionError) -> str:
+    from penstock.partition.capture import BY_MODULE
+
+    told = str(captured)
+    for joined in ("; ", ", or "):
+        told = told.replace(f"{joined}{BY_MODULE}", "")  # it has been tried
+    return f"{by_module}; nor can it be captured: {told}"
 
 
 def balanced_plan(

@@ -6,17 +6,21 @@ run). This module does not know what they are for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import _trace as export_trace
+from torch.fx.experimental import symbolic_shapes
 
 __all__ = [
     "argument_effects",
     "has_backward_hooks",
     "is_mutable",
+    "quietly",
     "refusing",
     "shape_check",
     "shape_text",
@@ -76,8 +80,8 @@ def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (function, "apply", classmethod(checked)),
         (Tensor, "register_hook", refused("Tensor.register_hook(), a hook that would be lost")),
-        (torch.autograd, "grad", refused("torch.autograd.grad(), in the midst of the forward")),
-        (Tensor, "backward", refused("Tensor.backward(), in the midst of the forward")),
+        (torch.autograd, "grad", refused("torch.autograd.grad(), which takes gradients")),
+        (Tensor, "backward", refused("Tensor.backward(), which takes gradients")),
     ]
     before = [(owner, name, owner.__dict__[name]) for owner, name, _ in replaced]
     try:
@@ -87,6 +91,26 @@ def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep torch.export from writing whole graphs to stderr where it fails: the error says it.
+
+    What the model's own code writes there is let through.
+    """
+    chatty = [logging.getLogger(m.__name__) for m in (export_trace, symbolic_shapes)]
+    levels = [logger.level for logger in chatty]
+    shadow: Any = export_trace
+    shadow.print = lambda *args, **kwargs: None  # in the place of the builtin, there alone
+    try:
+        for logger in chatty:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        del shadow.print
+        for logger, level in zip(chatty, levels, strict=True):
+            logger.setLevel(level)
 
 
 def shape_check(
