@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from penstock import PartitionError, Pipeline
+from penstock import PartitionError, Pipeline, draw_step_seed, microbatch_rng
 from penstock.partition.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
@@ -388,3 +389,59 @@ def test_a_batch_norm_within_blocks_of_several_stages() -> None:
     refused(Norms(), r"layers\.0\.norm is one module within several, in the stages \[0, 1\]")
     split_by_module(Norms(), ["head"], (batch()[:2],))
     split_by_module(Norms().eval(), [2, 2], (batch()[:2],))
+
+
+# --- random numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("after", range(4))
+def test_dropout_between_modules_draws_the_plain_masks(after: int, ranks: int) -> None:
+    class Drops(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.embed(x)
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == after:
+                    x = F.dropout(x, 0.5, self.training)
+            return {"loss": F.dropout(self.head(x), 0.5, self.training).square().mean()}
+
+    model, x = Drops(), batch()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(model, example=(x[:2],), ranks=ranks, n_microbatches=4, microbatch_rng=True)
+    torch.manual_seed(3)
+    loss = pipe.step(x)
+    torch.manual_seed(3)
+    seed, losses = draw_step_seed(), []
+    for number, rows in enumerate(x.chunk(4)):
+        with microbatch_rng(seed, number):
+            losses.append(plain(rows)["loss"].item())
+    assert loss is not None
+    torch.testing.assert_close(loss.item(), sum(losses) / 4)
+
+
+def test_one_draw_that_several_stages_use() -> None:
+    """Made of nothing that is absent, each stage would draw another."""
+
+    class Masked(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            mask = torch.rand(DIM) < 0.5
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(x) * mask
+            return {"loss": self.head(x).square().mean()}
+
+    refused(Masked(), r"draws random numbers .*stages \[0, 1\] need")
+
+
+def test_a_draw_that_only_decides() -> None:
+    class Decides(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.embed(x)
+            for layer in self.layers:
+                if torch.rand([]) < 0:
+                    continue
+                x = layer(x)
+            return {"loss": self.head(x).square().mean()}
+
+    trains_alike(Decides(), ranks=2)

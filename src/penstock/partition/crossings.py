@@ -65,6 +65,7 @@ class DryRun:
         written: the leaves of the inputs that the model writes into.
         loss: whether the output has a scalar named ``loss``.
         changed: the parameters and buffers that the code between the parts writes into.
+        draws: whether it draws random numbers.
     """
 
     inputs: BoundarySpec
@@ -74,6 +75,7 @@ class DryRun:
     written: tuple[int, ...]
     loss: bool
     changed: frozenset[str] = frozenset()
+    draws: bool = False
 
     def first_calls(self) -> dict[str, int]:
         """For each part that was called, its first call."""
@@ -111,12 +113,14 @@ class Crossings:
         calls: the calls in order.
         carried: for each boundary the values that cross it, in order.
         written: the leaves of the inputs that the model writes into.
+        draws: whether the code between the parts draws random numbers.
     """
 
     inputs: BoundarySpec
     calls: tuple[Call, ...]
     carried: tuple[tuple[Source, ...], ...]
     written: tuple[int, ...] = ()
+    draws: bool = False
 
     def last_call(self, stage: int) -> int:
         """The last call that runs on ``stage``; -1 where none does."""
@@ -128,12 +132,13 @@ class Crossings:
             [c.unit, c.stage, c.output.encode().decode(), c.written, c.writes] for c in self.calls
         ]
         carried = [[[s.kind.value, s.call, s.leaf, s.name] for s in part] for part in self.carried]
-        return json.dumps([self.inputs.encode().decode(), calls, carried, self.written]).encode()
+        inputs = self.inputs.encode().decode()
+        return json.dumps([inputs, calls, carried, self.written, self.draws]).encode()
 
     @staticmethod
     def decode(data: bytes) -> Crossings:
         """What ``encode`` wrote."""
-        inputs, calls, carried, written = json.loads(data)
+        inputs, calls, carried, written, draws = json.loads(data)
         return Crossings(
             inputs=BoundarySpec.decode(inputs.encode()),
             calls=tuple(
@@ -151,6 +156,7 @@ class Crossings:
                 for part in carried
             ),
             written=tuple(written),
+            draws=draws,
         )
 
 
@@ -213,6 +219,7 @@ def find_crossings(
         ),
         carried=tuple(carried),
         written=seen.written,
+        draws=seen.draws,
     )
 
 

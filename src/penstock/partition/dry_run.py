@@ -31,6 +31,7 @@ from penstock.partition.absent import (
     turn_absent,
 )
 from penstock.partition.crossings import DryRun, Recorded
+from penstock.partition.glue_draws import GlueDraws
 from penstock.partition.huggingface import capture_since, collector, mark
 from penstock.partition.shell import build_shell, skeleton
 from penstock.partition.side_writes import Attributes, State, put, tensors_in
@@ -74,6 +75,7 @@ class DryRunner:
         self._where = device
         self._on_values = False
         self._inside = False
+        self._draws = GlueDraws()
         # Under autocast, units run on copies of these kinds, which it casts; made when needed.
         self._mode: Any = None
         self._fakes: dict[str, nn.Module] = {}
@@ -133,7 +135,9 @@ class DryRunner:
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
             positional, named = optree.tree_unflatten(tree, given)
             state = State(self._opened)
-            output = self._shell(*positional, **named)
+            self._draws = GlueDraws()
+            with self._draws:
+                output = self._shell(*positional, **named)
             changed = state.written()
         written: dict[int | None, list[int]] = {}
         for at, leaf, tensor, version in self._given:
@@ -164,6 +168,7 @@ class DryRunner:
             written=tuple(written.get(None, ())),
             loss=_has_loss(output),
             changed=changed,
+            draws=self._draws.seen,
         )
 
     def _values_at(self) -> torch.device:
@@ -209,10 +214,12 @@ class DryRunner:
         attributes = Attributes(module)
         try:
             self._inside = True
+            self._draws.leave()
             result = self._run(unit, module, *given)
             filled, kept = attributes.filled(), attributes.changed()
             buffers = attributes.buffers()
         finally:
+            self._draws.again()
             self._inside = False
             attributes.restore()
         _refuse_filled(unit, states, given, lowered, tree)

@@ -21,6 +21,7 @@ from penstock.partition.absent import Absent, Kind, Origin, Source, named, sourc
 from penstock.partition.crossings import Call, Crossings
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.side_writes import Attributes, kept_in, put
+from penstock.partition.torch_private import random_state, set_random_state
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.trees import flatten
 
@@ -109,6 +110,8 @@ class StagePlayer:
         self._next = 0
         self._has_grad = False
         self._inside = False
+        # What the code between the parts draws again, shall not move the generator on.
+        self._random: Tensor | None = None
 
     def begin(self, plan: Crossings, values: dict[Source, Tensor]) -> None:
         """A microbatch begins.
@@ -125,6 +128,7 @@ class StagePlayer:
         self._next = 0
         self._versions = {s: value._version for s, value in values.items()}
         self._has_grad = torch.is_grad_enabled()
+        self._random = random_state(self.device) if plan.draws else None
 
     def end(self) -> None:
         """It is through, or has failed: let go of it."""
@@ -155,8 +159,26 @@ class StagePlayer:
         route = self._route
         if route is None:  # computed again in the backward, by checkpointing
             return run(*args, **kwargs)
+        result = self._called(route, unit, run, args, kwargs)
+        if self._random is not None:
+            if self._next == route.again:  # from here on, this code runs for the first time
+                set_random_state(self._random, self.device)
+            if self._next == route.end:  # and from here on, again on the next stage
+                self._random = random_state(self.device)
+        return result
+
+    def _called(
+        self,
+        route: Route,
+        unit: str,
+        run: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         index, calls = self._next, route.plan.calls
         if index >= route.end and route.end < len(calls):
+            if self._random is not None:
+                set_random_state(self._random, self.device)
             raise Left
         call = calls[index] if index < len(calls) else None
         if call is None or call.unit != unit:
