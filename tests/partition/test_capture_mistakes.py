@@ -281,6 +281,34 @@ def test_blocks_that_keep_something_are_right_where_they_stay_whole() -> None:
     pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
 
 
+class KeepsItsOutput(nn.Module):
+    """Export can't capture it, and torch.fx sees the tensor of a call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.layer(x)
+        return Straight.apply(self.kept)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_tensor_kept_from_an_earlier_call_is_no_constant() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(KeepsItsOutput() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.parts[1](self.parts[0](x))
+            return y + self.parts[0].kept
+
+    model = Reads()
+    model(X)
+    with pytest.raises(PartitionError, match="autograd function Straight"):
+        pipeline(model, (X,), split_spec=cuts_before("parts.1"))
+
+
 def keeps_for_this_call(model: Keeps, x: Tensor) -> Tensor:
     model.last = x.square().mean(0)
     model.calls = 0  # as it is

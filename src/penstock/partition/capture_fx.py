@@ -98,6 +98,8 @@ def _flat(traced: fx.Graph, form: CallForm, model: nn.Module) -> fx.Graph:
     graph = fx.Graph()
     inputs = [graph.placeholder(n.replace(".", "_")) for n in form.names]
     env: dict[fx.Node, fx.Node] = {}
+    known = dict(model.named_parameters(remove_duplicate=False)).keys()
+    known |= dict(model.named_buffers(remove_duplicate=False)).keys()
     for node in traced.nodes:
         if node.op == "placeholder":
             continue
@@ -107,6 +109,12 @@ def _flat(traced: fx.Graph, form: CallForm, model: nn.Module) -> fx.Graph:
         target = node.target
         if isinstance(target, str) and node.op != "call_method":
             target = target.removeprefix(f"{MODEL}.")
+            if node.op == "get_attr" and target not in known:
+                raise PartitionError(
+                    "tracing by torch.fx meets a tensor that is no input, parameter or buffer, "
+                    "such as one that a module has kept from an earlier call: it would stay as "
+                    "it is now; register it as a buffer, or return it from the module"
+                )
         new = graph.create_node(
             node.op,
             target,
