@@ -98,7 +98,7 @@ def _flat(traced: fx.Graph, form: CallForm, model: nn.Module) -> fx.Graph:
     graph = fx.Graph()
     inputs = [graph.placeholder(n.replace(".", "_")) for n in form.names]
     env: dict[fx.Node, fx.Node] = {}
-    known = dict(model.named_parameters(remove_duplicate=False)).keys()
+    known = set(dict(model.named_parameters(remove_duplicate=False)))
     known |= dict(model.named_buffers(remove_duplicate=False)).keys()
     for node in traced.nodes:
         if node.op == "placeholder":
