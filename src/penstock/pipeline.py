@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError, ScheduleError, StageError
-from penstock.partition.carrying import carrying
 from penstock.partition.cutting import (
     Example,
     ModelCut,
@@ -201,7 +200,11 @@ class Pipeline:
             )
             split = Plan.from_json(plan)
         cut = cut_model(whole, split, num, example=example, device=self.device)
-        return cut if program.num_splits == 1 else replace(cut, modules=carrying(cut.modules))
+        if program.num_splits == 1:
+            return cut
+        from penstock.partition.carrying import carrying  # for pieces of sequences alone
+
+        return replace(cut, modules=carrying(cut.modules))
 
     def _stages(
         self,

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import tomli_w
 
 from penstock.errors import PartitionError
 
@@ -206,6 +203,8 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML."""
+        import tomli_w  # here and below: few read or write plans, and all import them
+
         return tomli_w.dumps(self.to_dict(), multiline_strings=False)
 
     def to_json(self) -> str:
@@ -219,6 +218,8 @@ class Plan:
         Raises:
             PartitionError: it is no TOML, or no plan.
         """
+        import tomllib
+
         try:
             return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
