@@ -21,7 +21,7 @@ from penstock.partition.absent import Absent, Kind, Origin, Source, named, sourc
 from penstock.partition.crossings import Call, Crossings
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.side_writes import Attributes, kept_in, put
-from penstock.partition.torch_private import random_state, set_random_state
+from penstock.stage.generators import random_state, set_random_state
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.trees import flatten
 
@@ -162,7 +162,7 @@ class StagePlayer:
         result = self._called(route, unit, run, args, kwargs)
         if self._random is not None:
             if self._next == route.again:  # from here on, this code runs for the first time
-                set_random_state(self._random, self.device)
+                set_random_state(self.device, self._random)
             if self._next == route.end:  # and from here on, again on the next stage
                 self._random = random_state(self.device)
         return result
@@ -178,7 +178,7 @@ class StagePlayer:
         index, calls = self._next, route.plan.calls
         if index >= route.end and route.end < len(calls):
             if self._random is not None:
-                set_random_state(self._random, self.device)
+                set_random_state(self.device, self._random)
             raise Left
         call = calls[index] if index < len(calls) else None
         if call is None or call.unit != unit:

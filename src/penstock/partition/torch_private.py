@@ -22,8 +22,6 @@ __all__ = [
     "has_no_forward",
     "is_data_dependent",
     "is_random",
-    "random_state",
-    "set_random_state",
     "mutated_arguments",
     "same_storage",
     "watched_hooks",
@@ -182,19 +180,6 @@ def autocast_state(device: torch.device) -> tuple[Any, ...]:
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
     )
-
-
-def random_state(device: torch.device) -> Tensor:
-    """The state of a device's generator."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Put a device's generator back."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.stage.generators import random_state, set_random_state
 from penstock.stage.trees import as_args
 
 __all__ = ["RandomStream", "draw_step_seed", "microbatch_rng"]
@@ -61,12 +62,12 @@ def microbatch_rng(
         True
     """
     device = torch.device(device)
-    before = _state(device)
+    before = random_state(device)
     _seed(device, step_seed, microbatch)
     try:
         yield
     finally:
-        _set_state(device, before)
+        set_random_state(device, before)
 
 
 class RandomStream:
@@ -91,22 +92,26 @@ class RandomStream:
         Returns:
             The module's own arguments.
         """
-        self._before = _state(self._device)
+        self._before = random_state(self._device)
         if self._first:
             _seed(self._device, self.step_seed, microbatch)
             return args
         *own, state = args
-        _set_state(self._device, state)
+        set_random_state(self._device, state)
         return tuple(own)
 
     def end(self, output: Any) -> Any:
         """After a forward: the output, with how far the stream has come."""
-        return output if self._last else (*as_args(output), _state(self._device).to(self._device))
+        return (
+            output
+            if self._last
+            else (*as_args(output), random_state(self._device).to(self._device))
+        )
 
     def leave(self) -> None:
         """Put the generator back as the user had it."""
         assert self._before is not None
-        _set_state(self._device, self._before)
+        set_random_state(self._device, self._before)
         self._before = None
 
 
@@ -119,14 +124,3 @@ def _seed(device: torch.device, step_seed: int, microbatch: int) -> None:
             torch.cuda.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-
-
-def _state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), device)
-    else:
-        torch.set_rng_state(state)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
+from penstock.stage.generators import random_state, set_random_state
 
 __all__ = ["Replay", "Replayer"]
 
@@ -56,8 +57,9 @@ class Replay:
 
     def __init__(self, maker: Replayer, module: nn.Module, device: torch.device) -> None:
         self._maker = maker
-        self._device = device
-        self._random = _random_states(device)
+        # The CPU's generator, and that of the device where it is another one.
+        self._devices = dict.fromkeys((torch.device("cpu"), device))
+        self._random = self._random_states()
         places = [
             (owner, name)
             for owner in module.modules()
@@ -99,30 +101,24 @@ class Replay:
         self._now = [(place, _buffer(place)) for place in self._before]
         for (owner, name), buffer in self._before.items():
             owner._buffers[name] = buffer
-        now, self._random = self._random, _random_states(self._device)
-        _set_random_states(self._device, now)
+        then, self._random = self._random, self._random_states()
+        self._set_random_states(then)
 
     def __exit__(self, *_: object) -> None:
-        _set_random_states(self._device, self._random)
+        self._set_random_states(self._random)
         for (owner, name), buffer in self._now:
             owner._buffers[name] = buffer
         self._before = {}
+
+    def _random_states(self) -> list[Tensor]:
+        return [random_state(device) for device in self._devices]
+
+    def _set_random_states(self, states: list[Tensor]) -> None:
+        for device, state in zip(self._devices, states, strict=True):
+            set_random_state(device, state)
 
 
 def _buffer(place: _Place) -> Tensor:
     buffer = place[0]._buffers[place[1]]
     assert buffer is not None
     return buffer
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
