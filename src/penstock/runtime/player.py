@@ -216,10 +216,13 @@ class Player:
         assert spec is not None
         return self.stage.enter(slot, tensors, spec)
 
-    def _forward(self, slot: Slot) -> None:
+    def _run(self, slot: Slot) -> Any:
         mb = slot.microbatch
-        args = self._arguments(slot)
-        output = self.stage.forward(slot, args, self.batch.kwargs[mb], defer=mb in self._deferred)
+        args, kwargs = self._arguments(slot), self.batch.kwargs[mb]
+        return self.stage.forward(slot, args, kwargs, defer=mb in self._deferred)
+
+    def _forward(self, slot: Slot) -> None:
+        output = self._run(slot)
         if self._is_last:
             self._finish(slot, output)
         else:
@@ -227,9 +230,7 @@ class Player:
 
     def _forward_again(self, slot: Slot) -> None:
         """Run the forward for its graph alone: what it gave has been passed on already."""
-        args = self._arguments(slot)
-        mb = slot.microbatch
-        output = self.stage.forward(slot, args, self.batch.kwargs[mb], defer=mb in self._deferred)
+        output = self._run(slot)
         if self._is_last:
             self._finish(slot, output)  # what is known of the batch is found once more, the same
         else:

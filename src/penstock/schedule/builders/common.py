@@ -11,7 +11,7 @@ from itertools import count
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.placement import Placement
+from penstock.schedule.placement import Placement, linear
 from penstock.schedule.program import Program
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "chunks",
     "even_groups",
     "first_microbatches",
+    "in_turn",
     "looped_order",
     "phased",
     "trailing",
@@ -136,6 +137,32 @@ def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -
     for pair in zip(forwards[warmup:], backwards[:steady], strict=True):
         steps += pair
     return steps + backwards[steady:]
+
+
+def in_turn(name: str, *, microbatches: int, warmups: Sequence[int]) -> Program:
+    """One stage per rank: some forwards, then one forward and one full backward in turn.
+
+    Args:
+        name: the family's.
+        microbatches: number of microbatches.
+        warmups: for each rank, how many forwards it starts with.
+    """
+    order = [(0, microbatch) for microbatch in range(microbatches)]
+    return Program(
+        name=name,
+        placement=linear(len(warmups)),
+        num_microbatches=microbatches,
+        ranks=tuple(
+            tuple(
+                alternate(
+                    chunks(Op.FORWARD, order, stages=(rank,)),
+                    chunks(Op.FULL_BACKWARD, order, stages=(rank,)),
+                    warmup=warmup,
+                )
+            )
+            for rank, warmup in enumerate(warmups)
+        ),
+    )
 
 
 def trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list[Action]:

@@ -18,9 +18,7 @@ Source: arXiv:2211.05322 (overlapping-friendly 1F1B).
 
 from __future__ import annotations
 
-from penstock.schedule.action import Op
-from penstock.schedule.builders.common import alternate, chunks
-from penstock.schedule.placement import linear
+from penstock.schedule.builders.common import in_turn
 from penstock.schedule.program import Program
 
 __all__ = ["eager_1f1b"]
@@ -37,19 +35,5 @@ def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
         >>> " ".join(map(str, eager_1f1b(ranks=2, microbatches=4).ranks[0]))
         '0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3'
     """
-    order = [(0, microbatch) for microbatch in range(microbatches)]
-    return Program(
-        name="eager-1f1b",
-        placement=linear(ranks),
-        num_microbatches=microbatches,
-        ranks=tuple(
-            tuple(
-                alternate(
-                    chunks(Op.FORWARD, order, stages=(rank,)),
-                    chunks(Op.FULL_BACKWARD, order, stages=(rank,)),
-                    warmup=2 * (ranks - 1 - rank),
-                )
-            )
-            for rank in range(ranks)
-        ),
-    )
+    warmups = [2 * (ranks - 1 - rank) for rank in range(ranks)]
+    return in_turn("eager-1f1b", microbatches=microbatches, warmups=warmups)

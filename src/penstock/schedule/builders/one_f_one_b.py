@@ -14,9 +14,7 @@ Source: arXiv:2007.01045 (DAPPLE), sec. 3; arXiv:1806.03377 (PipeDream), sec. 3.
 
 from __future__ import annotations
 
-from penstock.schedule.action import Op
-from penstock.schedule.builders.common import alternate, chunks
-from penstock.schedule.placement import linear
+from penstock.schedule.builders.common import in_turn
 from penstock.schedule.program import Program
 
 __all__ = ["one_f_one_b"]
@@ -33,19 +31,5 @@ def one_f_one_b(*, ranks: int, microbatches: int) -> Program:
         >>> " ".join(map(str, one_f_one_b(ranks=2, microbatches=2).ranks[0]))
         '0F0 0F1 0B0 0B1'
     """
-    order = [(0, microbatch) for microbatch in range(microbatches)]
-    return Program(
-        name="1f1b",
-        placement=linear(ranks),
-        num_microbatches=microbatches,
-        ranks=tuple(
-            tuple(
-                alternate(
-                    chunks(Op.FORWARD, order, stages=(rank,)),
-                    chunks(Op.FULL_BACKWARD, order, stages=(rank,)),
-                    warmup=ranks - 1 - rank,
-                )
-            )
-            for rank in range(ranks)
-        ),
-    )
+    warmups = [ranks - 1 - rank for rank in range(ranks)]
+    return in_turn("1f1b", microbatches=microbatches, warmups=warmups)
