@@ -1,6 +1,6 @@
 """How well and how fast programs are searched for: gaps to proven bounds, and seconds.
 
-.venv/bin/python -m benchmarks.run search           all of it, about eight minutes
+.venv/bin/python -m benchmarks.run search           all of it, about twelve minutes
 .venv/bin/python -m benchmarks.run search --quick   a taste
 """
 
@@ -29,9 +29,9 @@ OPTIMA = (
 )
 
 
-def uneven(num_stages: int) -> Costs:
+def uneven(num_stages: int, seed: int = 1) -> Costs:
     """Stages that differ, and a latency."""
-    draw = random.Random(1)
+    draw = random.Random(seed)
 
     def around(low: float, high: float) -> list[float]:
         return [draw.uniform(low, high) for _ in range(num_stages)]
@@ -76,7 +76,11 @@ def _middle(quick: bool) -> list[Figure]:
     """P = 8, M = 32: ten seconds beside a minute."""
     figures = []
     for virtual, limit in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (2, None)):
-        for name, costs in (("even", Costs()), ("uneven", uneven(8 * virtual))):
+        drawn = [("even", Costs()), ("uneven", uneven(8 * virtual))]
+        if (virtual, limit) == (2, 8):
+            # The hardest of them, with other draws: none is what the search was made for.
+            drawn += [(f"uneven, draw {seed}", uneven(8 * virtual, seed)) for seed in (11, 12, 16)]
+        for name, costs in drawn:
             short, long = (
                 search(
                     costs,

@@ -75,6 +75,10 @@ def _section(each: Family) -> str:
     result = simulate(program)
     figures = re.sub(r"\[/?[a-z ]*\]", "", f"{figures_text(result)}; {peaks_text(result)}")
     facts = [f"stages lie {each.arrangement.value}", f"{each.virtuals_text} per rank"]
+    if each.copies > 1:
+        facts[-1] += " and direction, so that [weights are there twice](#two-copies-of-the-weights)"
+    if each.splits_sequences:
+        facts.append("a model has to [take sequences in pieces](sequences.md)")
     if each.rule:
         facts.append(each.rule)
     facts += [f"`{name}=`: {what}" if what else f"`{name}=`" for name, what in each.options.items()]

@@ -55,7 +55,7 @@ class Block(nn.Module):
         if state is not None:
             k, v = torch.cat([state["k"], k], dim=1), torch.cat([state["v"], v], dim=1)
         num, total = q.size(1), k.size(1)
-        seen = torch.ones(num, total, dtype=torch.bool).tril(total - num)
+        seen = torch.ones(num, total, dtype=torch.bool, device=q.device).tril(total - num)
         attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], seen)
         x_BTD = x_BTD + self.out(attended[:, 0])
         return x_BTD + self.mlp(x_BTD), {"k": k, "v": v}
@@ -114,7 +114,7 @@ def compare_steps(
     pipe = Pipeline(layers, loss_fn=token_loss, schedule=program, **options)
     num = program.num_whole_microbatches
     for step in range(2):
-        inputs, target = token_batch(rows * num, length, step)
+        inputs, target = (t.to(pipe.device) for t in token_batch(rows * num, length, step))
         expected = plain_step(plain, token_loss, inputs, target=target, n_microbatches=num)
         loss = pipe.step(inputs, target=target)
         torch.testing.assert_close(loss, expected.loss, rtol=1e-12, atol=0)

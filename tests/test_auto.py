@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage, ScheduleError, auto, check
-from penstock.partition.profile import profile
+from penstock.partition.balance.profile import profile
 from penstock.schedule.action import Action, Op
+from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.agreement import Twins
 from tests.models import DIM, features, mlp
@@ -126,7 +127,9 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_the_memory_limit_is_kept() -> None:
     stages = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2)]
-    blocks = profile(stages, EXAMPLE).blocks
+    # What the loss keeps counts with the last stage.
+    loss_fn = lambda output: F.mse_loss(output, torch.zeros_like(output))  # noqa: E731
+    blocks = profile(stages, EXAMPLE, loss_fn=loss_fn).blocks
     least = max(block.activation_bytes for block in blocks)
     assert least == blocks[1].activation_bytes
     options: dict[str, Any] = {"example": EXAMPLE, "ranks": 2, "n_microbatches": 8}
@@ -135,8 +138,30 @@ def test_the_memory_limit_is_kept() -> None:
     # One microbatch at a time on the rank that has room for one.
     changes = [op is Op.FORWARD for op in held if op in (Op.FORWARD, *RELEASES)]
     assert changes == [True, False] * 8
-    with pytest.raises(ScheduleError, match=f"no program meets memory_limit={least - 1}"):
+    with pytest.raises(ScheduleError, match=f"no program meets memory_limit={least - 1}") as caught:
         Pipeline(stages, loss_fn=F.mse_loss, schedule="auto", memory_limit=least - 1, **options)
+    # It recomputes by itself where that helps: there is nothing to pass.
+    assert "recompute=" not in str(caught.value) and "offload=" not in str(caught.value)
+
+
+def test_a_tight_limit_is_met_by_recomputing() -> None:
+    """Deep stages with narrow boundaries: two in flight fit where one keeps its input alone."""
+    stages = [mlp(8) for _ in range(2)]
+    plain = copy.deepcopy(stages)
+    blocks = profile(stages, EXAMPLE, loss_fn=None).blocks
+    limit = 1.5 * max(block.activation_bytes for block in blocks)
+    options: dict[str, Any] = {"example": EXAMPLE, "ranks": 2, "n_microbatches": 8}
+    pipe = Pipeline(stages, loss_fn=F.mse_loss, schedule="auto", memory_limit=limit, **options)
+    assert any(act.op is Op.RECOMPUTE for act in pipe.program.actions())
+    inputs, target = features(16, 0)
+    loss = pipe.step(inputs, target=target)
+    expected = plain_step(
+        nn.Sequential(*plain), F.mse_loss, inputs, target=target, n_microbatches=8
+    )
+    assert loss is not None and torch.equal(loss, expected.loss)
+    for ours, theirs in zip(stages, plain, strict=True):
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_predicted_and_measured_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:

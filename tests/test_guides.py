@@ -63,5 +63,10 @@ def test_what_commands_print_is_what_the_page_says(
 
 
 def test_every_schedule_has_its_section() -> None:
-    sections = re.findall("^### (.*)$", (ROOT / "docs" / "schedules.md").read_text(), re.M)
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    drawn = page.partition("<!-- families -->")[2].partition("<!-- -->")[0]
+    sections = re.findall("^### (.*)$", drawn, re.M)
     assert sections == [each.name for each in penstock.schedules()]
+    formulas = page.partition("## What each costs")[2].partition("## ")[0]
+    rows = " ".join(re.findall(r"^\| ([a-z0-9][^|]*) \|", formulas, re.M))
+    assert {each.name for each in penstock.schedules()} <= set(re.split("[ ,]+", rows))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
 import penstock
@@ -66,6 +67,50 @@ def test_the_plain_models_names() -> None:
         assert list(found) == list(expected)
         assert all(found[name] is expected[name] for name in expected)
     assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    wrapped: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]
+    return wrapped
+
+
+def test_wrapping_stages_changes_no_name() -> None:
+    """Whole stages and parts of them, wrapped after the pipeline is made."""
+    model = named_model()
+    names = [
+        [*model.state_dict()],
+        *([n for n, _ in f()] for f in (model.named_parameters, model.named_buffers)),
+    ]
+    pipe = Pipeline(model, loss_fn=F.mse_loss, split=[1, 1, 2], n_microbatches=2)
+    state = {
+        name: torch.randn_like(t) if t.is_floating_point() else t + 3
+        for name, t in model.state_dict().items()
+    }
+    first, second, third = pipe.stages
+    first.submod = compiled(first.submod)
+    second.submod.block0[0] = compiled(second.submod.block0[0])
+    third.submod = compiled(checkpoint_wrapper(third.submod))
+    inputs, target = features(6, 0)
+    pipe.step(inputs, target=target)
+    found = [
+        [*pipe.state_dict(full=True)],
+        *([n for n, _ in f()] for f in (pipe.named_parameters, pipe.named_buffers)),
+    ]
+    assert found == names
+    pipe.load_state_dict(state)
+    assert all(torch.equal(t, state[name]) for name, t in pipe.state_dict().items())
+    # The layers are the model's own: they hold what was loaded.
+    assert torch.equal(model.get_parameter("head.weight"), state["head.weight"])
+
+
+def test_a_model_with_compiled_parts_loads_its_own_state() -> None:
+    model = named_model()
+    model.block1 = compiled(model.block1)
+    pipe = Pipeline(model, ranks=2, n_microbatches=2)
+    assert "block1._orig_mod.0.weight" in model.state_dict()
+    assert "block1.0.weight" in pipe.state_dict()
+    pipe.load_state_dict({name: t + 1 for name, t in model.state_dict().items()})
+    pipe.load_state_dict(pipe.state_dict())
 
 
 def test_layers_that_stand_in_several_places() -> None:
@@ -296,8 +341,26 @@ def test_state_that_is_not_there() -> None:
     pipe = Pipeline(named_model(), ranks=2, n_microbatches=2)
     state = pipe.state_dict()
     del state["head.bias"]
-    with pytest.raises(KeyError, match=r"head\.bias"):
-        pipe.load_state_dict(state)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    changed = {name: value + 1 for name, value in state.items()} | {"tail.weight": torch.ones(1)}
+    with pytest.raises(PartitionError, match=r"lacks head\.bias; it has tail\.weight, unknown"):
+        pipe.load_state_dict(changed)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize("left", ["embed.weight", "head.weight"])
+def test_a_tied_parameter_is_loaded_by_either_name(left: str) -> None:
+    model = nn.Sequential(OrderedDict(embed=nn.Linear(DIM, DIM), head=nn.Linear(DIM, DIM)))
+    model.head.weight = model.embed.weight
+    pipe = Pipeline(model, ranks=2, n_microbatches=2)
+    state = {name: value + 1 for name, value in pipe.state_dict().items() if name != left}
+    pipe.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items()
+               if name != left)  # fmt: skip
+    assert torch.equal(model.head.weight, model.embed.weight)
+    missing = {name: value for name, value in state.items() if "weight" not in name}
+    with pytest.raises(PartitionError, match=r"lacks embed\.weight, head\.weight"):
+        pipe.load_state_dict(missing)
 
 
 def test_stages_with_names_in_common_have_no_common_state() -> None:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
         ScheduleError,
         StageError,
     )
-    from penstock.partition.balance import balance
-    from penstock.partition.by_module import split_by_module
-    from penstock.partition.markers import SplitPoint, annotate_split_points, pipe_split
-    from penstock.partition.pipe import Pipe, PipeInfo
-    from penstock.partition.plan import Plan
-    from penstock.partition.profile import profile
-    from penstock.partition.split_model import pipeline
+    from penstock.partition.balance.balance import balance
+    from penstock.partition.balance.plan import Plan
+    from penstock.partition.balance.profile import profile
+    from penstock.partition.capture.markers import SplitPoint, annotate_split_points, pipe_split
+    from penstock.partition.capture.pipe import Pipe, PipeInfo
+    from penstock.partition.capture.split_model import pipeline
+    from penstock.partition.modules.by_module import split_by_module
     from penstock.pipeline import Pipeline
     from penstock.runtime.microbatch import (
         TensorChunkSpec,
@@ -142,12 +142,12 @@ _HOLDS = {
         "PeerError",
         "InternalError",
     ),
-    "penstock.partition.balance": ("balance",),
-    "penstock.partition.by_module": ("split_by_module",),
-    "penstock.partition.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
-    "penstock.partition.pipe": ("Pipe", "PipeInfo"),
-    "penstock.partition.plan": ("Plan",),
-    "penstock.partition.profile": ("profile",),
+    "penstock.partition.balance.balance": ("balance",),
+    "penstock.partition.modules.by_module": ("split_by_module",),
+    "penstock.partition.capture.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
+    "penstock.partition.capture.pipe": ("Pipe", "PipeInfo"),
+    "penstock.partition.balance.plan": ("Plan",),
+    "penstock.partition.balance.profile": ("profile",),
     "penstock.pipeline": ("Pipeline",),
     "penstock.runtime.microbatch": (
         "TensorChunkSpec",
@@ -218,7 +218,7 @@ class _Package(ModuleType):
     """This package. The modules' own parts are reached by ``from penstock.simulate.costs import``
     and the like."""
 
-    pipeline = _Function("penstock.partition.split_model")
+    pipeline = _Function("penstock.partition.capture.split_model")
     schedule = _Function("penstock.schedule.own")
     search = _Function("penstock.search.engine")
     simulate = _Function("penstock.simulate.engine")

@@ -10,11 +10,10 @@ on each. This module knows no schedule, and builds no stage.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,12 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError
-from penstock.partition.balance import balance
-from penstock.partition.costs import BlockCosts, Profile
+from penstock.partition.balance.balance import balance
+from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.balance.measuring import measure_model
+from penstock.partition.balance.plan import Plan
 from penstock.partition.cutting import Example, SplitWish, cut_model
-from penstock.partition.plan import Plan
-from penstock.partition.profile import profile
-from penstock.partition.subject import Chained
 from penstock.runtime.group import from_first_rank
 from penstock.schedule.choice import DEFAULT_MICROBATCHES
 from penstock.schedule.program import Program
@@ -38,7 +36,6 @@ from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 from penstock.simulate.costs import Costs
 from penstock.stage.manual import PipelineStage
-from penstock.stage.trees import flatten
 
 __all__ = ["Forecast", "Found", "find_program"]
 
@@ -108,6 +105,7 @@ def find_program(
     *,
     split: SplitWish | None,
     example: Example | None,
+    loss_fn: Callable[..., Any] | None,
     num_stages: int | None,
     ranks: int | None,
     virtual: int | None,
@@ -125,6 +123,7 @@ def find_program(
         model: as ``Pipeline`` takes it, whole on the first rank.
         split: likewise.
         example: one microbatch.
+        loss_fn: the loss function; None where the model computes its loss itself.
         num_stages: into how many stages the model is cut, where that is said.
         ranks: on how many ranks, likewise.
         virtual: stages per rank, likewise; 1 if None.
@@ -156,6 +155,7 @@ def find_program(
             model,
             split=split,
             example=example,
+            loss_fn=loss_fn,
             ranks=ranks,
             virtual=virtual,
             microbatches=n_microbatches or DEFAULT_MICROBATCHES,
@@ -177,6 +177,7 @@ def _find(
     *,
     split: SplitWish | None,
     example: Example,
+    loss_fn: Callable[..., Any] | None,
     ranks: int,
     virtual: int,
     microbatches: int,
@@ -185,7 +186,7 @@ def _find(
 ) -> str:
     """What the first rank tells the others, as text."""
     num_stages = ranks * virtual
-    measured = _measure(model, example, device)
+    measured = measure_model(model, example, device=device, loss_fn=loss_fn)
     plan: Plan | None = None
     if isinstance(split, str):
         counts = balance(measured, num_stages).counts
@@ -201,6 +202,7 @@ def _find(
         microbatches=microbatches,
         virtual=virtual,
         memory_limit=memory_limit,
+        recompute=memory_limit is not None,
         time_limit_s=SEARCH_S,
         exact=find_spec("ortools") is not None,
     )
@@ -241,30 +243,6 @@ def _sizes(num_stages: int | None, ranks: int | None, virtual: int | None) -> tu
 
 def _made_by_hand(model: Sequence[Any]) -> bool:
     return any(isinstance(each, PipelineStage) for each in model)
-
-
-def _measure(model: Any, example: Example, device: torch.device) -> Profile:
-    """The costs of the model's blocks on the device where its stages will live."""
-    row = not isinstance(model, nn.Module)
-    modules = (
-        [each.submod if isinstance(each, PipelineStage) else each for each in model] if row else []
-    )
-    whole = Chained(modules) if row else model
-    places = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
-    if places <= {device.type} or "meta" in places:
-        return profile(model, _tupled(example))
-    there = copy.deepcopy(whole).to(device)
-    return profile(list(there.children()) if row else there, _moved(example, device))
-
-
-def _tupled(example: Example) -> Any:
-    return example if isinstance(example, (Mapping, torch.Tensor)) else tuple(example)
-
-
-def _moved(example: Example, device: torch.device) -> Any:
-    leaves, structure = flatten(_tupled(example))
-    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return structure.unflatten(moved)
 
 
 def _by_stage(
@@ -309,10 +287,13 @@ def _costs(groups: Sequence[Sequence[BlockCosts]]) -> Costs:
     def summed(name: str) -> list[float]:
         return [sum(float(getattr(block, name)) for block in group) for group in groups]
 
+    sent = [float(group[-1].sent_bytes) for group in groups]
     return Costs(
         forward=summed("forward_s"),
         input_grad=summed("input_grad_s"),
         weight_grad=summed("weight_grad_s"),
         activation_bytes=summed("activation_bytes"),
-        message_bytes=[float(group[-1].sent_bytes) for group in groups],
+        # A stage that is recomputed keeps what it received; the first one, the batch that is there.
+        recompute_bytes=[0.0, *sent[:-1]],
+        message_bytes=sent,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from penstock import errors
@@ -23,6 +24,7 @@ class Cause:
         kind: the exception's class name.
         message: its message.
         rank: the pipeline rank that it was raised on.
+        processes: the processes (global ranks) of that pipeline, by rank there.
         stage, microbatch, action: what was at work, where known.
         traceback: the original traceback.
     """
@@ -30,6 +32,7 @@ class Cause:
     kind: str
     message: str
     rank: int
+    processes: tuple[int, ...]
     stage: int | None
     microbatch: int | None
     action: str | None
@@ -49,17 +52,19 @@ class Cause:
     @staticmethod
     def from_json(data: str | bytes) -> Cause:
         """The cause that ``to_json`` wrote."""
-        return Cause(**json.loads(data))
+        fields = json.loads(data)
+        return Cause(**{**fields, "processes": tuple(fields["processes"])})
 
 
-def cause_of(error: BaseException, rank: int) -> Cause:
-    """The cause that ``error``, raised on ``rank``, is to the other ranks."""
+def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause:
+    """The cause that ``error``, raised on ``rank`` of these processes, is to the other ranks."""
     where = error.where if isinstance(error, PenstockError) else NOWHERE
     original = error.__cause__ or error
     return Cause(
         kind=type(error).__name__,
         message=str(error),
         rank=rank,
+        processes=tuple(processes),
         stage=where.stage,
         microbatch=where.microbatch,
         action=where.action,
@@ -67,11 +72,15 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     )
 
 
-def as_error(cause: Cause) -> PenstockError:
+def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
     """What a rank raises for another rank's failure.
 
     Penstock's own kinds keep their type, so that a mistake is the same error on every rank; what
     the user's code raised comes as a ``PeerError``.
+
+    Args:
+        cause: the failure.
+        processes: those of the pipeline in which it is raised now.
     """
     kinds: dict[str, type[PenstockError]] = {
         "BoundaryError": errors.BoundaryError,
@@ -80,6 +89,9 @@ def as_error(cause: Cause) -> PenstockError:
     }
     kind = kinds.get(cause.kind, PeerError)
     told = cause.message if str(cause.where) in cause.message else f"{cause.where}: {cause.message}"
+    if cause.processes != tuple(processes):
+        listed = ", ".join(map(str, cause.processes))
+        told = f"in another replica's pipeline (processes {listed}): {told}"
     error = kind(f"{told}\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}")
     error.where = cause.where
     return error

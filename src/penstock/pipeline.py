@@ -6,50 +6,32 @@ The same script runs both ways: ``python train.py`` plays all ranks in this proc
 
 from __future__ import annotations
 
-from collections import Counter
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError, ScheduleError, StageError
-from penstock.partition.cutting import (
-    Example,
-    ModelCut,
-    SplitWish,
-    balanced_plan,
-    cut_model,
-    own_loss,
-    read_split,
-    stages_asked_for,
-)
-from penstock.partition.materialize import materialize
-from penstock.partition.plan import Plan
-from penstock.partition.tied import Tie, find_ties, first_name
-from penstock.runtime.group import (
-    default_device,
-    from_first_rank,
-    gather_state,
-    process_group,
-)
+from penstock.errors import ScheduleError, StageError
+from penstock.partition.tied import Tie
+from penstock.runtime.group import default_device, process_group
 from penstock.runtime.loopback import loopback
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
 from penstock.runtime.schedules import ScheduleProgram
-from penstock.runtime.transport import Transport
-from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
+from penstock.stage.announcing import announced
 from penstock.stage.manual import PipelineStage
 from penstock.trace import Trace
+from penstock.training.model_state import ModelState
 
 if TYPE_CHECKING:
-    from penstock.auto import Forecast
+    from penstock.assembly import Model
+    from penstock.partition.cutting import Example, SplitWish
 
 __all__ = ["Pipeline"]
-
-Model = nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]
 
 
 class Pipeline:
@@ -83,6 +65,8 @@ class Pipeline:
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
         microbatch_rng: whether dropout draws the plain loop's masks (see ``PipelineSchedule``).
+        overlap: whether a block's forward and backward run side by side where the device has
+            streams (see ``PipelineSchedule``).
         sequence_dim: along which dimension sequences run, where the schedule splits them.
         shared: the parameters that several stages have in common, where ``model`` is a list of
             ``PipelineStage`` (see ``PipelineSchedule``); in other models they are found.
@@ -110,7 +94,7 @@ class Pipeline:
         n_microbatches: int | None = None,
         ranks: int | None = None,
         virtual: int | None = None,
-        split: SplitWish | None = None,
+        split: SplitWish | os.PathLike[str] | None = None,
         example: Example | None = None,
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
@@ -118,123 +102,57 @@ class Pipeline:
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
         microbatch_rng: bool = False,
+        overlap: bool = False,
         sequence_dim: int = 1,
         shared: Sequence[Tie] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        from penstock.assembly import assemble  # with all that cuts models
+
         self.device = torch.device(device) if device is not None else default_device()
         self._group = process_group(group, self.device, ranks)
-        split = read_split(split)
-        self._forecast: Forecast | None = None
-        self._num_steps = 0
-        if schedule == "auto":
-            from penstock.auto import find_program  # with a search, which few need
-
-            found = find_program(
+        # The other ranks may be waiting for this one in their first step.
+        with announced(self._group):
+            made = assemble(
                 model,
-                split=split,
-                example=example,
-                num_stages=_num_stages(model, split, copies=1),
+                loss_fn=loss_fn,
+                schedule=schedule,
+                memory_limit=memory_limit,
+                n_microbatches=n_microbatches,
                 ranks=ranks,
                 virtual=virtual,
-                n_microbatches=n_microbatches,
-                memory_limit=memory_limit,
-                group=self._group,
+                split=split,
+                example=example,
+                init_fn=init_fn,
                 device=self.device,
+                group=self._group,
+                shared=shared,
             )
-            schedule, split, self._forecast = found.program, found.split, found.forecast
-        elif memory_limit is not None:
-            raise ScheduleError(
-                f"memory_limit={memory_limit:g} is for schedule='auto'; a schedule that is named "
-                "holds what it holds"
-            )
-        program = choose_program(
-            schedule,
-            num_stages=_num_stages(model, split, copies_of(schedule)),
-            n_microbatches=n_microbatches,
-            ranks=ranks,
-            virtual=virtual,
-            world=None if self._group is None else self._group.size(),
-        )
-        self.num_ranks = program.num_ranks
+        self.num_ranks = made.program.num_ranks
         self.rank = self._group.rank() if self._group is not None else 0
-        local = (
-            range(program.num_stages)
-            if self._group is None
-            else program.placement.stages_of(self.rank)
+        self.stages: tuple[PipelineStage, ...] = made.stages
+        self._whole_call = made.whole_call
+        self._forecast, self._num_steps = made.forecast, 0
+        self._state = ModelState(
+            self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
-        self._ties: Sequence[Tie] = shared
-        cut = self._cut_model(model, split, program, example)
-        stages = self._stages(model, cut, program, list(local), init_fn)
-        # Of the cut no more is kept: it holds the modules of other ranks' stages.
-        self._whole_call = cut is not None and cut.whole_call
-        if loss_fn is None and cut is not None and cut.has_loss:
-            loss_fn = own_loss
-        self.stages: tuple[PipelineStage, ...] = tuple(stages)
         self._schedule = ScheduleProgram(
-            stages,
-            program,
-            loss_fn,
-            transports=self._transports(),
+            list(self.stages),
+            made.program,
+            made.loss_fn,
+            transports=None if self._group is not None else list(loopback(self.num_ranks)),
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             microbatch_rng=microbatch_rng,
+            overlap=overlap,
             sequence_dim=sequence_dim,
-            shared=self._ties,
+            shared=made.ties,
             timeout_s=timeout_s,
         )
 
-    # --- building ----------------------------------------------------------------------------
-
-    def _cut_model(
-        self, model: Model, split: SplitWish | None, program: Program, example: Example | None
-    ) -> ModelCut | None:
-        """The modules of the stages, where the user has not made these."""
-        if _is_stages(model):
-            return None
-        whole: Any = model
-        num = program.placement.num_model_stages
-        if isinstance(split, str):  # on one rank: times come out differently on each
-            plan = from_first_rank(
-                self._group, lambda: balanced_plan(whole, num, example).to_json()
-            )
-            split = Plan.from_json(plan)
-        cut = cut_model(whole, split, num, example=example, device=self.device)
-        if program.num_splits == 1:
-            return cut
-        from penstock.partition.carrying import carrying  # for pieces of sequences alone
-
-        return replace(cut, modules=carrying(cut.modules))
-
-    def _stages(
-        self,
-        model: Model,
-        cut: ModelCut | None,
-        program: Program,
-        local: list[int],
-        init_fn: Callable[[nn.Module], Any] | None,
-    ) -> list[PipelineStage]:
-        if cut is None:
-            given: list[Any] = list(model)  # type: ignore[arg-type]
-            self._ties = self._ties or given[0].ties
-            return given
-        placement = program.placement
-        modules = cut.modules
-        self._ties = [*self._ties, *find_ties(modules)]
-        mine = [modules[placement.model_stage(i)] for i in local]
-        materialize(mine, self.device, init_fn or getattr(model, "_init_weights", None))
-        num = program.num_stages
-        return [
-            PipelineStage(module, i, num, self.device, group=self._group)
-            for i, module in zip(local, mine, strict=True)
-        ]
-
-    def _transports(self) -> list[Transport] | None:
-        return None if self._group is not None else list(loopback(self.num_ranks))
-
     # --- running -----------------------------------------------------------------------------
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Train on one batch: gradients are added to the parameters' ``.grad``.
 
         Args:
@@ -244,31 +162,38 @@ class Pipeline:
             kwargs: the model's keyword arguments, and those of ``PipelineSchedule.step``.
 
         Returns:
-            The mean of the microbatches' losses: a scalar, the same on every rank; None where
-            the program has no backward.
+            The mean of the microbatches' losses: a scalar, the same on every rank.
 
         Raises:
+            ScheduleError: the program has no backward.
             StageError: there is no loss to train on.
             PenstockError: this rank failed, or another one did; see its type.
         """
-        if not self._schedule.has_loss and self._schedule.engine.has_backward:
+        self._refuse_to_train_in_vain()
+        kwargs.setdefault("return_outputs", False)
+        if target is None and self._whole_call:
+            # The model may compute its loss itself, from labels among its arguments.
+            kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
+        watch = self._forecast.watch if self._forecast is not None else _nothing
+        with watch(self._num_steps, self.device, alone=self._group is None):
+            self._schedule.step(*args, target=target, **kwargs)
+        self._num_steps += 1
+        losses = self._schedule.losses
+        assert losses is not None, "a program with a backward has losses"
+        return losses.mean()
+
+    def _refuse_to_train_in_vain(self) -> None:
+        if not self._schedule.engine.has_backward:
+            raise ScheduleError(
+                f"step() trains, but {self.program.name} has no backward; call eval(), which "
+                "returns outputs, and given a target leaves the losses in pipe.losses"
+            )
+        if not self._schedule.has_loss:
             raise StageError(
                 "step() trains, but nothing says on what: pass loss_fn= to Pipeline; a model that "
                 "computes its loss itself returns it as `loss` for the example= (with labels in "
                 "it, if it needs them); for outputs alone, call eval()"
             )
-        kwargs.setdefault("return_outputs", False)
-        if target is None and self._whole_call:
-            # The model may compute its loss itself, from labels among its arguments.
-            kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
-        if self._forecast is None:
-            self._schedule.step(*args, target=target, **kwargs)
-        else:
-            with self._forecast.watch(self._num_steps, self.device, alone=self._group is None):
-                self._schedule.step(*args, target=target, **kwargs)
-            self._num_steps += 1
-        losses = self._schedule.losses
-        return None if losses is None else losses.mean()
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run the model forward, without a graph. Arguments are those of ``step``.
@@ -320,14 +245,7 @@ class Pipeline:
         A parameter that is tied to one of an earlier stage goes by the name that it has there, as
         in the plain model, also where that stage lies on another rank.
         """
-        model_stage = self.program.placement.model_stage
-        seen: set[int] = set()
-        for stage in self.stages:
-            for name, param in stage.submod.named_parameters():
-                if id(param) not in seen:
-                    seen.add(id(param))
-                    place = model_stage(stage.stage_index)
-                    yield first_name(self._ties, place, name), param
+        return self._state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters."""
@@ -335,12 +253,7 @@ class Pipeline:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This process's buffers, under the plain model's names."""
-        seen: set[int] = set()
-        for stage in self._distinct_stages():
-            for name, buffer in stage.submod.named_buffers():
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    yield name, buffer
+        return self._state.named_buffers()
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """This process's parameters and buffers, under the plain model's names.
@@ -351,42 +264,18 @@ class Pipeline:
         Raises:
             PartitionError: stages cut by hand have a name in common.
         """
-        self._refuse_common_names()
-        state: dict[str, Any] = {}
-        for stage in self._distinct_stages():
-            state.update(stage.submod.state_dict())
-        return gather_state(self._group, state) if full and self._group is not None else state
+        return self._state.state_dict(full=full)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this process's part of a plain model's state.
 
+        Of a tied parameter any of its names will do.
+
         Raises:
-            KeyError: a name of this process's is missing.
-            PartitionError: stages cut by hand have a name in common.
+            PartitionError: a name of this process's is missing, or one is none of the model's:
+                nothing is loaded then; or stages cut by hand have a name in common.
         """
-        self._refuse_common_names()
-        for stage in self.stages:
-            mine = {name: state_dict[name] for name in stage.submod.state_dict()}
-            stage.submod.load_state_dict(mine)
-
-    def _distinct_stages(self) -> list[PipelineStage]:
-        """This process's stages, one for each of the model's: copies of a stage are equal."""
-        model_stage = self.program.placement.model_stage
-        distinct: dict[int, PipelineStage] = {}
-        for stage in self.stages:
-            distinct.setdefault(model_stage(stage.stage_index), stage)
-        return list(distinct.values())
-
-    def _refuse_common_names(self) -> None:
-        stages = self._distinct_stages()
-        counts = Counter(name for stage in stages for name in stage.submod.state_dict())
-        common = sorted(name for name, count in counts.items() if count > 1)
-        if common:
-            raise PartitionError(
-                f"several stages have the names {common[:4]}{', …' if common[4:] else ''}, so one "
-                "state can't hold them all; save and load stage.submod of each stage, or name "
-                "their layers apart"
-            )
+        self._state.load_state_dict(state_dict)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -394,21 +283,5 @@ class Pipeline:
             param.grad = None
 
 
-def _is_stages(model: Model) -> bool:
-    if isinstance(model, nn.Module):
-        return False
-    if not model:
-        raise PartitionError("the list of modules or stages is empty")
-    return all(isinstance(m, PipelineStage) for m in model)
-
-
-def _num_stages(model: Model, split: SplitWish | None, copies: int) -> int | None:
-    """Into how many stages the user cuts the model; None where that follows from the ranks."""
-    if split is not None:
-        return stages_asked_for(model, split)
-    if isinstance(model, nn.Module):
-        return None
-    if _is_stages(model):
-        first: Any = model[0]
-        return int(first.num_stages) // copies
-    return len(model)
+def _nothing(*_: object, **__: object) -> nullcontext[None]:
+    return nullcontext()

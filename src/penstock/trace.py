@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.schedule.action import Action
+from penstock.schedule.action import Action, Overlap
 from penstock.schedule.rules import COMPUTE
 
 __all__ = ["Span", "Trace"]
@@ -39,19 +39,34 @@ class Trace:
         num_ranks: number of ranks, also those without a span.
         unit: what times are counted in: ``"s"`` for a measured step, ``"1"`` for abstract costs.
         spans: all spans, by rank and then by start.
+        blocks: the program's blocks, of a forward and a backward that a rank runs overlapped
+            where it can; their parts have spans of their own.
     """
 
     name: str
     num_ranks: int
     unit: str
     spans: tuple[Span, ...]
+    blocks: tuple[Overlap, ...] = ()
 
     def compute(self, rank: int) -> tuple[Span, ...]:
         """The spans on ``rank`` that compute (F, B, I, W), by start."""
         return tuple(s for s in self.spans if s.rank == rank and s.action.op in COMPUTE)
 
+    def block_of(self) -> dict[Action, Overlap]:
+        """For each action that is part of a block, that block."""
+        return {part: block for block in self.blocks for part in block.parts}
+
     def _busy(self) -> float:
-        return sum(s.end - s.start for s in self.spans if s.action.op in COMPUTE)
+        # Where the parts of a block overlap, the time that they share counts once.
+        busy = 0.0
+        reached: dict[int, float] = {}
+        for s in self.spans:
+            if s.action.op in COMPUTE:
+                start = max(s.start, reached.get(s.rank, s.start))
+                busy += max(0.0, s.end - start)
+                reached[s.rank] = max(start, s.end)
+        return busy
 
     @property
     def makespan(self) -> float:

@@ -134,3 +134,19 @@ def test_a_measured_step_is_laid_beside_the_simulated_one(tab: Tab, tmp_path: Pa
     )
     assert table == pytest.approx({"later": 5.0, "longer": 1.0})
     assert page.get_by_text("later by, ms").is_visible()
+
+
+def test_blocks_are_framed_and_boxes_bear_letters(tab: Tab, tmp_path: Path) -> None:
+    result = step("dualpipev", ranks=2, microbatches=4)
+    save_page(result, tmp_path / "page.html")
+    page = tab.open((tmp_path / "page.html").as_uri())
+    assert page.get_by_text("run as one block", exact=True).is_visible()
+    frames = f"() => ({MODEL})('timeline frame').data_source.data.left.length"
+    assert page.evaluate(frames) == len(result.trace.blocks)
+    shown = page.evaluate(f"() => ({MODEL})('timeline labels').data.text")
+    assert {"F0", "B1", "I2", "W2"} <= set(shown)
+    hover(tab, 7.5, 0.3, "0F3 forward", "one block with 3B1")
+    page.evaluate(
+        f"() => {{ const r = ({MODEL})('timeline').x_range; r.bounds = null; r.end = 90 }}"
+    )
+    page.wait_for_function(f"() => ({MODEL})('timeline labels').data.text.includes('0')")

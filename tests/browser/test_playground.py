@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock import build, schedules, simulate
+
 from .conftest import Tab
 
 DATA = "() => Bokeh.documents[0].get_model_by_name('timeline boxes').data"
@@ -23,6 +25,9 @@ SET = """([name, value]) => new Promise(done => {
     requestAnimationFrame(() => setTimeout(() => done(performance.now() - began), 0)))
   model(name).value = value
 })"""
+
+
+COMPARE = "names => { Bokeh.documents[0].get_model_by_name('compared').value = names }"
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,7 @@ def test_what_can_not_be_is_told_on_the_page(tab: Tab, url: str) -> None:
     told = alert.inner_text()
     assert told.startswith("1f1b: virtual=3 stages per rank do not work; 1 does")
     assert "Traceback" not in page.content()
+    assert not page.get_by_text("4 ranks, 4 stages, 8 microbatches").is_visible()
     page.evaluate("() => { Bokeh.documents[0].get_model_by_name('stages').value = 1 }")
     alert.wait_for(state="hidden")
     wait_for_boxes(tab, 4 * 8 * 2)
@@ -92,12 +98,15 @@ def test_what_can_not_be_is_told_on_the_page(tab: Tab, url: str) -> None:
 
 
 def test_it_redraws_in_less_than_half_a_second(tab: Tab, url: str) -> None:
-    """Timeline, memory, figures and comparison, at 16 ranks and 64 microbatches."""
+    """Timeline, memory and figures, at 16 ranks and 64 microbatches; the comparison follows."""
     page = tab.open(url)
     page.get_by_label("schedule", exact=True).select_option("zbv")
     page.evaluate(SET, ["ranks", 16])
     page.evaluate(SET, ["microbatches", 64])
     wait_for_boxes(tab, 16 * 64 * 6)
+    # Beside all others, too.
+    page.evaluate(COMPARE, [each.name for each in schedules()])
+    page.locator("table").get_by_text("po-f", exact=True).wait_for()
     lanes = "() => Bokeh.documents[0].get_model_by_name('timeline').y_range"
     assert page.evaluate(f"(({lanes})().start, ({lanes})().start - ({lanes})().end)") == 16
     taken = []
@@ -147,3 +156,18 @@ def test_it_listens_on_this_machine_alone(url: str) -> None:
         listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
     addresses = {at.split(":")[0] for at in listening if int(at.split(":")[1], 16) == port}
     assert addresses == {"0100007F"}
+
+
+def test_the_comparison_follows_the_last_move(tab: Tab, url: str) -> None:
+    page = tab.open(url)
+    page.evaluate(COMPARE, [each.name for each in schedules()])
+    for ranks in (6, 7, 8):
+        page.evaluate(f"() => {{ Bokeh.documents[0].get_model_by_name('ranks').value = {ranks} }}")
+    wait_for_boxes(tab, 8 * 8 * 2)
+    rows = page.locator("table tbody tr")
+    zbv = rows.filter(has=page.get_by_text("zbv", exact=True))
+    expected = simulate(build("zbv", ranks=8, microbatches=8)).bubble_ratio
+    zbv.get_by_text(f"{expected:.1%}").first.wait_for()
+    assert rows.count() == len(schedules())
+    dualpipe = rows.filter(has=page.get_by_text("dualpipe", exact=True))
+    assert dualpipe.inner_text().split("\t")[1].startswith("ranks=8 and microbatches=8 do not work")

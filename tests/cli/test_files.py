@@ -52,6 +52,9 @@ def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Pat
     path.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     assert penstock("check", str(path)).code == 0
     assert penstock("check", str(path), "--per-pair").code == 1
+    # Where there are no transfers yet, they are placed for the channels that are asked for.
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    assert penstock("check", str(path), "--per-pair").code == 0
     wrong = penstock("check", str(path), "--channels", "many")
     assert (wrong.code, "expected rendezvous, unbounded" in wrong.err) == (2, True)
 
@@ -151,8 +154,22 @@ def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> No
     impossible = penstock("search", "--memory", "0", "--time-limit", "1")
     assert impossible.code == 2
     assert impossible.err.startswith("error: ")
-    assert "no program meets memory_limit=0" in impossible.err
+    assert "no program meets --memory 0" in impossible.err
     assert penstock("search", "-o", "x.gif").code == 2
+
+
+def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command) -> None:
+    asked = ("search", "-p", "2", "-m", "4", "-v", "2", "--memory", "1", "--time-limit", "1")
+    refused = penstock(*asked)
+    assert refused.code == 2 and refused.err.endswith("; with --recompute, 1 would do\n")
+    said = penstock(*asked, "--recompute", "--cost", "recompute=0.5")
+    assert said.code == 0
+    assert "found by recomputation, after" in said.out and "without recomputation" not in said.out
+    assert "; pass --cost offload=... --cost reload=..., or" in penstock(*asked, "--offload").err
+    roomy = ("search", "-p", "2", "-m", "4", "--memory", "1", "--time-limit", "1")
+    assert "without recomputation or offload" in penstock(*roomy).out
+    away = penstock(*roomy, "--offload", "--cost", "offload=0.1", "--cost", "reload=0.1")
+    assert away.code == 0 and "without recomputation" not in away.out
 
 
 def test_a_port_that_is_taken_is_told(penstock: Command) -> None:

@@ -27,6 +27,14 @@ def test_every_schedule_is_listed_with_its_rules(penstock: Command) -> None:
     assert penstock("schedules", "--names").out.split() == [each.name for each in schedules()]
 
 
+def test_a_schedule_is_told_with_its_timeline_and_source(penstock: Command) -> None:
+    said = penstock("schedules", "ZBV")
+    assert said.code == 0 and "    rank 0  F0 F1 F2 f0 i0 w0" in said.out
+    for each in schedules():
+        assert "rank 0  " in each.doc and "Source: " in each.doc
+    assert "did you mean 'zbv'" in penstock("schedules", "zbvv").err
+
+
 def test_simulate_draws_the_timeline_and_tells_the_figures(penstock: Command) -> None:
     said = penstock("simulate", "1f1b", "--ranks", "2", "--microbatches", "2")
     assert said.out == (
@@ -199,8 +207,11 @@ def test_one_model_is_compared_over_more_or_fewer_stages(penstock: Command) -> N
         (["simulate", "1f1b", "--forward", "one"], "--forward 'one': expected a number, or one"),
         (["simulate", "1f1b", "--forward", "1,2,3"], "has 3 numbers, but the program has 4"),
         (["simulate", "1f1b", "-O", "group=4"], "1f1b has no option 'group'"),
-        (["simulate", "interleaved-1f1b", "-O", "group=x"], "group='x' would leave ranks waiting"),
-        (["simulate", "interleaved-1f1b", "-O", "group=4.5"], "groups of 4 to 8 work"),
+        (
+            ["simulate", "interleaved-1f1b", "-O", "group=x"],
+            "group='x' is not a whole number; give a whole number from 4 to 8",
+        ),
+        (["simulate", "interleaved-1f1b", "-O", "group=4.5"], "give a whole number from 4 to 8"),
         (["simulate", "1f1b", "--memory", "nan"], "--memory nan: expected a number ≥ 0"),
         (["compare", "1f1b", "--memory", "-1"], "--memory -1: expected a number ≥ 0"),
         (["simulate", "1f1b", "--latency", "1-2"], "--latency '1-2': expected a number, or one"),

@@ -15,8 +15,8 @@ import penstock
 from penstock import PartitionError, Plan
 from penstock.cli.app import main
 from penstock.cli.sizes import bytes_text, parse_bytes
-from penstock.partition.costs import BlockCosts, BlockKind, Profile
-from penstock.partition.sample import repeat_layers
+from penstock.partition.balance.costs import BlockCosts, BlockKind, Profile
+from penstock.partition.balance.sample import repeat_layers
 
 FACTORY = """
 import torch
@@ -55,6 +55,19 @@ def model_alone():
 
 
 number = 3
+
+
+def bad_weights():
+    raise ValueError("no weights\\nin here")
+
+
+class Broken(Tiny):
+    def forward(self, tokens):
+        return self.head(tokens)
+
+
+def broken():
+    return Broken(), (torch.zeros(2, 5),)
 """
 
 # Costs in a file, so that what is shown does not depend on the machine.
@@ -123,7 +136,7 @@ def run(*arguments: str) -> None:
     """The command, which ends well."""
     with pytest.raises(SystemExit) as ended:
         main(["split", *arguments])
-    assert ended.value.code == 0
+    assert not ended.value.code
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -310,6 +323,10 @@ def test_sampled_layers_are_repeated_in_turn() -> None:
         (["mine:number", "-s", "2"], "mine has no function 'number'"),
         (["mine:model_alone", "-s", "2"], "expected (model, example)"),
         (["not_there:tiny", "-s", "2"], "No module named 'not_there'"),
+        (["mine:tiny", "-s", "2", "--ranks", "2"], "a --schedule runs; name one"),
+        (["mine:tiny", "-s", "3", "--schedule", "zbv"], "3 stages can't be laid on ranks 2 by 2"),
+        (["mine:tiny", "-s", "4", "--schedule", "zbv", "-r", "4"], "zbv"),
+        (["mine:tiny", "-s", "2", "--schedule", "zb"], "zb"),
         (["llamma", "-s", "2"], "did you mean llama"),
         (["nothing-like-it", "-s", "2"], "is no configuration of transformers"),
         (["llama", "-s", "2", "--set", "num_layer=2"], "LlamaConfig has no num_layer"),
@@ -328,6 +345,62 @@ def test_mistakes_are_told_in_one_message(
     said = refused(capsys, *arguments, "--runs", "1")
     assert told in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "mine:bad_weights",
+            "bad_weights() failed with ValueError: no weights in here (mine.py",
+        ),
+        ("mine:broken", "its model, run on its example, failed with RuntimeError: mat1 and mat2"),
+        ("wrong:tiny", "the import of wrong failed with SyntaxError"),
+        (
+            "late:tiny",
+            "the import of late failed with ZeroDivisionError: division by zero (late.py",
+        ),
+    ],
+)
+def test_what_fails_in_the_users_own_code_is_told_in_one_line(
+    name: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "wrong.py").write_text("def tiny(:\n")
+    (here / "late.py").write_text("1 / 0\n")
+    said = refused(capsys, name, "-s", "2", "--runs", "1").replace(f"{here}/", "")
+    assert told in said
+    assert "line " in said
+    assert len(said.splitlines()) == 1
+
+
+# --- for a schedule ------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_a_schedule_are_balanced(
+    costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 + 6 × 3 + 6 ms on two ranks: 12 and 13, as near as layers of 3 ms go."""
+    run("mine:tiny", "--stages", "4", "--schedule", "zbv", "--costs", costs)
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[2].startswith("stage rank modules")
+    assert [line[:3] for line in lines if line[:1] in "0123" and line] == [
+        "0 0",
+        "1 1",
+        "2 1",
+        "3 0",
+    ]
+    assert "slowest rank 13 ms per microbatch, forward and backward; 4.00% above" in out
+    assert "balanced for zbv; measured on a machine" in out
+
+
+def test_memory_is_that_of_the_schedule(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank holds the parameters of both its stages, and what the schedule has in flight."""
+    options = ["-s", "4", "--schedule", "zbv", "--state-factor", "1", "-m", "8", "--costs", costs]
+    run("mine:tiny", *options, "--memory-limit", "15kB")
+    assert "holds" in capsys.readouterr().out
+    told = refused(capsys, "mine:tiny", *options, "--memory-limit", "3kB")
+    assert "the least found to work is" in told
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,8 @@ def make_schedule(name: str, wrap: str, pipeline: DeviceMesh, replicas: DeviceMe
 def run_step(schedule: Any, step: int, pipeline: DeviceMesh, replicas: DeviceMesh) -> None:
     x, target = batch(step, replicas.get_local_rank())
     schedule.step(*((x,) if pipeline.get_local_rank() == 0 else ()), target=target)
+
+
+def run_eval(schedule: Any, pipeline: DeviceMesh, replicas: DeviceMesh) -> None:
+    x, _ = batch(0, replicas.get_local_rank())
+    schedule.eval(*((x,) if pipeline.get_local_rank() == 0 else ()))

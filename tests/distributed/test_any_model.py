@@ -11,10 +11,20 @@ from tests.real_models import REAL_MODELS
 # GPT-2 ties its head to its embedding, on the other rank; T5 also its two embeddings.
 PLANS = [("llama", "1f1b"), ("llama", "interleaved-zb"), ("gpt2", "1f1b"), ("t5", "zbv")]
 
+# An auxiliary loss from all stages, running statistics, skips over stages, pictures, tied words.
+OTHERS = [
+    ("bert", "1f1b"),
+    ("mixtral", "zbv"),
+    ("resnet50", "interleaved-1f1b"),
+    ("unet", "1f1b"),
+    ("vit", "interleaved-zb"),
+]
 
-def test_trains_over_two_processes() -> None:
-    held = [o.result() for o in run_ranks(any_model.train, 2, PLANS, timeout_s=120)]
-    for (name, _), first, second in zip(PLANS, *held, strict=True):
+
+@pytest.mark.parametrize("plans", [PLANS, OTHERS], ids=["decoders", "others"])
+def test_trains_over_two_processes(plans: list[tuple[str, str]]) -> None:
+    held = [o.result() for o in run_ranks(any_model.train, 2, plans, timeout_s=120)]
+    for (name, _), first, second in zip(plans, *held, strict=True):
         wanted = {each for each, _ in REAL_MODELS[name].model().named_parameters()}
         assert {*first, *second} == wanted
         assert first and second

@@ -19,6 +19,7 @@ from tests.distributed.replicas import (
     make_layers,
     make_meshes,
     make_schedule,
+    run_eval,
     run_step,
     whole,
 )
@@ -45,11 +46,15 @@ def train_with(
     name: str, wrap: str, pipeline: DeviceMesh, replicas: DeviceMesh
 ) -> list[list[dict[str, Any]]]:
     schedule, modules = make_schedule(name, wrap, pipeline, replicas)
+    # Evaluations before and between leave parameters and gradients as they are.
+    run_eval(schedule, pipeline, replicas)
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
     history = []
     for step in range(NUM_STEPS):
+        run_eval(schedule, pipeline, replicas)
         optimizer.zero_grad()
         run_step(schedule, step, pipeline, replicas)
+        run_eval(schedule, pipeline, replicas)
         optimizer.step()
         told = []
         for module in modules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_after_a_step_the_module_reduces_by_itself_again(breaks: bool) -> None:
     for replica in range(2):
         (plain(batch(1, replica)[0]).sum() / 2).backward()
     expected = [p.grad for p in plain.parameters()]
-    for outcome in run_ranks(use_after_steps, 4, breaks):
+    for outcome in run_ranks(use_after_steps, 4, breaks, timeout_s=180):
         for grads in outcome.result().values():
             torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
 
@@ -200,3 +201,25 @@ def test_what_can_not_be_pipelined_is_refused() -> None:
         *hooks, fsdp1 = outcome.result()
         assert all("has a communication hook, which is not called" in text for text in hooks)
         assert "use torch.distributed.fsdp.fully_shard instead" in fsdp1
+
+
+def shard_one_stage(rank: int, num_ranks: int) -> list[bool]:
+    """Of two stages one is sharded: its ranks gather and reshard, the others have nothing to."""
+    pipeline, replicas = make_meshes()
+    mine = pipeline.get_local_rank()
+    module = make_layers(2)[mine]
+    stage = PipelineStage(
+        WRAPS["fsdp"](module, replicas) if mine == 0 else module,
+        mine,
+        2,
+        CPU,
+        group=pipeline.get_group(),
+    )
+    schedule: Any = get_schedule_class("1f1b")(stage, 4, nn.functional.mse_loss, timeout_s=20)  # type: ignore[arg-type]
+    run_step(schedule, 0, pipeline, replicas)
+    return [p.grad is not None for p in module.parameters()]
+
+
+def test_ranks_agree_where_only_some_are_sharded() -> None:
+    for outcome in run_ranks(shard_one_stage, 4):
+        assert all(outcome.result())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import (
+    Pipeline,
     PipelineStage,
     Schedule1F1B,
+    ScheduleError,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    ScheduleProgram,
     StageError,
+    build,
 )
 from tests.distributed.attempts import SOON_S, Attempt, Run, played
 
@@ -99,6 +105,33 @@ def other_microbatches(rank: int, group: dist.ProcessGroup) -> object:
 
 def other_schedule(rank: int, group: dist.ProcessGroup) -> object:
     return step(rank, make_schedule(rank, group, Schedule1F1B if rank else ScheduleGPipe))
+
+
+def same_name(schedule: str, rank: int, group: dist.ProcessGroup) -> object:
+    """Gpipe on rank 0 and something else on rank 1, under one name."""
+    program = build(schedule if rank else "gpipe", ranks=2, microbatches=4)
+    return step(
+        rank,
+        ScheduleProgram(
+            [make_stage(rank, group)],
+            replace(program, name="mine"),
+            nn.functional.mse_loss,
+            timeout_s=20,
+        ),
+    )
+
+
+def other_split(rank: int, group: dist.ProcessGroup) -> object:
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+    pipe = Pipeline(
+        model,
+        loss_fn=nn.functional.mse_loss,
+        split=[2, 3] if rank else [2, 2],
+        n_microbatches=4,
+        group=group,
+        timeout_s=20,
+    )
+    return pipe.step(BATCH, target=BATCH)
 
 
 def loss_on_one_rank_only(rank: int, group: dist.ProcessGroup) -> object:
@@ -237,7 +270,7 @@ class By:
         return self.make(self.culprit, rank, group)
 
 
-S, P, SCH = "StageError", "PeerError", "ScheduleError"
+S, P, SCH, PAR = "StageError", "PeerError", "ScheduleError", "PartitionError"
 MISTAKES = {
     "no grad on rank 0": Mistake(By(under_no_grad, 0), (S, P), r"no_grad; use eval\(\)", (0,)),
     "no grad on rank 1": Mistake(By(under_no_grad, 1), (P, S), r"no_grad; use eval\(\)", (1,)),
@@ -263,6 +296,10 @@ MISTAKES = {
     "other schedule": Mistake(
         other_schedule, (SCH, SCH), "do not agree on .*rank 0: .*gpipe.*rank 1: .*1f1b"
     ),
+    "other order": Mistake(
+        partial(same_name, "1f1b"), (SCH, SCH), "do not agree on the program .*rank 0: .*rank 1: "
+    ),
+    "other split": Mistake(other_split, (PAR, PAR), "counts 5 layers, but there are 4", (1,)),
     "loss on one rank only": Mistake(
         loss_on_one_rank_only, (SCH, SCH), "do not agree on .*loss.*False.*True"
     ),
@@ -366,6 +403,33 @@ class Mended:
 
 def test_a_mended_mistake_is_forgotten() -> None:
     case = Mended()
+    for (told,) in played((case,), 2)[case]:
+        assert told.kind is None, told.message
+
+
+@dataclass(frozen=True)
+class MendedLate:
+    """Rank 0 waits in its first step already, while rank 1 makes mistakes and tries again."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        def mend() -> None:
+            if rank == 1:
+                time.sleep(0.8)  # by then the other rank waits, and its watcher looks
+                with pytest.raises(StageError):
+                    make_stage(5, group)
+                time.sleep(0.6)
+                with pytest.raises(ScheduleError):
+                    make_schedule(rank, group, loss_fn="mse")
+                time.sleep(0.6)
+            schedule = make_schedule(rank, group)
+            step(rank, schedule)
+            step(rank, schedule)
+
+        return [mend]
+
+
+def test_a_mistake_mended_while_others_wait_is_forgotten() -> None:
+    case = MendedLate()
     for (told,) in played((case,), 2)[case]:
         assert told.kind is None, told.message
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import BoundaryError, PartitionError, SplitPoint, StageError, pipe_split, pipeline
-from penstock.partition.graph_cut import Cut, assign
+from penstock.partition.capture.graph_cut import Cut, assign
 from tests.partition.capturing import Pair, cuts_before
 
 X = torch.ones(2, 4)
@@ -307,6 +307,43 @@ def test_a_tensor_kept_from_an_earlier_call_is_no_constant() -> None:
     model(X)
     with pytest.raises(PartitionError, match="autograd function Straight"):
         pipeline(model, (X,), split_spec=cuts_before("parts.1"))
+
+
+class Counted(nn.Module):
+    """What export can't see into, with a number that others read."""
+
+    def __init__(self, grows: bool) -> None:
+        super().__init__()
+        self.layer, self.grows = nn.Linear(4, 4), grows
+        if not grows:
+            self.rows = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grows:
+            self.rows = float(len(x))
+        y: Tensor = self.layer(Straight.apply(x))  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_number_of_a_whole_module_is_held_to(grows: bool) -> None:
+    """It is built into the graph; where the module sets it, that is noticed."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Counted(grows) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.parts[1](self.parts[0](x))
+            return y * getattr(self.parts[0], "rows", 1.0)
+
+    pair = Pair(Reads(), (X,), spec=cuts_before("parts.1"))
+    if grows:
+        with pytest.raises(StageError, match=r"outside of parts\.0 read its attribute rows .* mis"):
+            pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
+    else:
+        pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
 
 
 def keeps_for_this_call(model: Keeps, x: Tensor) -> Tensor:

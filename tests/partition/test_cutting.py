@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, Pipeline, ScheduleError, StageError
-from penstock.partition.plan import Plan
-from penstock.testing.compare import assert_same, plain_step, snapshot
+from penstock.partition.balance.plan import Plan
+from penstock.partition.tied import find_ties
+from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, NetBase
 
 X = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
@@ -42,6 +43,7 @@ def test_a_plan_and_its_file(tmp_path: Path) -> None:
     for name in ("plan.toml", "plan.json"):
         HALVES.save(tmp_path / name)
         assert sizes(agrees(NetBase(), split=str(tmp_path / name))) == [2, 4]
+        assert sizes(agrees(NetBase(), split=tmp_path / name)) == [2, 4]
     assert sizes(agrees(NetBase(), split=HALVES)) == [2, 4]
     row = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
     assert sizes(agrees(row, split=Plan(stages=(("0", "1"), ("2",))))) == [2, 1]
@@ -54,6 +56,11 @@ def test_a_plan_and_its_file(tmp_path: Path) -> None:
 def test_names_and_counts(split: Any, stages: list[int]) -> None:
     ranks = None if split else 2
     assert sizes(agrees(NetBase(), split=split, ranks=ranks)) == stages
+
+
+def test_an_example_may_be_the_one_argument() -> None:
+    for split in ([2, 2], "auto"):
+        assert sum(sizes(agrees(NetBase(), split=split, example=X[:3], ranks=2))) == 6
 
 
 def test_balanced_by_a_measurement() -> None:
@@ -71,6 +78,52 @@ def test_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         "NetBase: cut by module into 2 stages, since it has 4 repeated blocks; every stage runs "
         "the model's own forward"
     )
+
+
+class Shared(NetBase):
+    """Two blocks in turn, each of which stands twice in the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = type(self).listed(*self.blocks[:2], *self.blocks[:2])
+
+    listed: Any = staticmethod(lambda *blocks: nn.ModuleList(blocks))
+
+
+class SharedRow(Shared):
+    listed = nn.Sequential
+
+
+@pytest.mark.parametrize("model_type", [Shared, SharedRow])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 2},
+        {"ranks": 4},
+        {"ranks": 2, "schedule": "zbv"},
+        {"split": ["blocks.1"]},
+        {"split": [3, 1]},
+        {"split": [["embed", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head"]]},
+        {"ranks": 2, "split": "auto"},
+    ],
+)
+def test_a_layer_in_several_places_of_a_list(model_type: Any, options: Any) -> None:
+    """Each place goes to its stage; the gradients of all are the one layer's."""
+    plain = copy.deepcopy(model := model_type())
+    pipe = Pipeline(model, loss_fn=square, example=(X[:3],), n_microbatches=2, **options)
+    loss = pipe.step(X)
+    assert torch.equal(loss, plain_step(plain, square, X, n_microbatches=2).loss)
+    assert_same(snapshot(pipe), snapshot(plain), tolerance=Tolerance(relative=1e-5))
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    if "schedule" not in options and options.get("split") != "auto":
+        assert len(find_ties([stage.submod for stage in pipe.stages])) >= 2
+
+
+def test_a_layer_in_several_places_that_counts_its_calls_is_refused() -> None:
+    norm = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+    (model := NetBase()).blocks = nn.ModuleList([norm] * 4)
+    with pytest.raises(PartitionError, match=r"is one module within several, in the stages"):
+        Pipeline(model, loss_fn=square, example=(X[:3],), n_microbatches=2, split=[2, 2])
 
 
 class Again(NetBase):
@@ -95,6 +148,44 @@ def test_what_is_not_by_module_is_captured(caplog: pytest.LogCaptureFixture) -> 
     assert torch.equal(loss, plain_step(plain, square, X, n_microbatches=2).loss)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        ["head", "blocks.3", "blocks.2", "blocks.1"],
+        ["head", "blocks.1", "blocks.2.0", "blocks.3"],
+    ],
+)
+def test_a_captured_stage_begins_with_what_runs_first(later: list[str]) -> None:
+    plain = copy.deepcopy(model := Again())
+    split = [["embed", "blocks.0"], later]
+    pipe = Pipeline(model, loss_fn=square, split=split, example=(X[:3],), n_microbatches=2)
+    held = [dict(stage.submod.named_parameters()) for stage in pipe.stages]
+    assert set(held[0]) == {f"{n}.{p}" for n in ("embed", "blocks.0.0") for p in ("weight", "bias")}
+    assert {"head.weight", "blocks.1.0.weight", "blocks.3.0.bias"} < set(held[1])
+    loss = pipe.step(X)
+    assert torch.equal(loss, plain_step(plain, square, X, n_microbatches=2).loss)
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        (
+            [["embed", "blocks.0", "blocks.2"], ["blocks.1", "blocks.3", "head"]],
+            r"blocks\.2 is named in stage 0, but runs in stage 1 of the captured graph",
+        ),
+        (
+            [["embed", "blocks.1", "blocks.2"], ["blocks.0", "blocks.3", "head"]],
+            r"blocks\.1 is named in stage 0, but runs in stage 1 of the captured graph",
+        ),
+        ([["embed", "blocks.0"], ["blocks.1", "blocks.2", "head"]], r"parameters blocks\.3"),
+    ],
+)
+def test_names_that_a_captured_stage_does_not_hold(split: Any, told: str) -> None:
+    """They were taken for the stage's first name alone, without a word."""
+    with pytest.raises(PartitionError, match=told):
+        Pipeline(Again(), loss_fn=square, split=split, example=(X[:3],), n_microbatches=2)
 
 
 class AgainScored(Again):
@@ -142,6 +233,13 @@ def test_what_is_neither_says_both() -> None:
     [
         ({"split": "best", "ranks": 2}, PartitionError, "expected 'auto', a plan or its file"),
         ({"split": "none.toml"}, PartitionError, "no such plan"),
+        ({"split": 3}, PartitionError, "split=3: expected 'auto', a plan or its file"),
+        ({"split": []}, PartitionError, r"split=\[\]: expected 'auto', a plan or its file"),
+        (
+            {"split": ["blocks.1.0.weight"], "example": (X,)},
+            PartitionError,
+            r"is to begin with blocks\.1\.0\.weight, which is no module",
+        ),
         ({"split": "auto", "ranks": 2}, PartitionError, "pass example="),
         ({"split": "auto", "example": (X,)}, ScheduleError, "pass ranks="),
         ({"split": HALVES, "ranks": 3}, ScheduleError, "2 stages, but 1f1b on 3 ranks"),
@@ -157,3 +255,20 @@ def test_what_is_neither_says_both() -> None:
 def test_what_does_not_fit(options: Any, error: Any, told: str) -> None:
     with pytest.raises(error, match=told):
         Pipeline(NetBase(), loss_fn=square, n_microbatches=2, **options)
+
+
+def test_a_model_without_repeated_blocks_is_told_of_auto() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.out(self.embed(ids))
+            return out
+
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(PartitionError, match=r"calls no pipe_split\(\); split='auto' measures"):
+        Pipeline(Odd(), example=(ids,), ranks=2, loss_fn=torch.sum, n_microbatches=1)
+    pipe = Pipeline(Odd(), example=(ids,), ranks=2, loss_fn=None, n_microbatches=1, split="auto")
+    assert [len([*s.submod.parameters()]) for s in pipe.stages] == [1, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.partition.export_private import (
+from penstock.partition.capture.export_private import (
     argument_effects,
     has_backward_hooks,
     is_mutable,

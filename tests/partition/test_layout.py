@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import PartitionError
-from penstock.partition.costs import BlockCosts, BlockKind
-from penstock.partition.layout import Layout, Rule, RuleKind
+from penstock.partition.balance.costs import BlockCosts, BlockKind
+from penstock.partition.balance.layout import Layout
+from penstock.partition.balance.rule import Rule, RuleKind
 from penstock.partition.sequential import even_split
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Pipeline
-from penstock.partition.materialize import materialize
+from penstock import PartitionError, Pipeline, SplitPoint, pipeline
+from penstock.partition.modules.materialize import materialize
 from tests.partition.odd_models import DIM, NetBase
 from tests.real_models import REAL_MODELS
 
 CPU = torch.device("cpu")
+BEGINNING = SplitPoint.BEGINNING
 
 
 def on_meta() -> NetBase:
@@ -66,6 +67,67 @@ def test_what_has_values_keeps_them() -> None:
     before = linear.weight.clone()
     materialize([linear], CPU)
     assert torch.equal(linear.weight, before)
+
+
+def test_a_captured_model_without_memory() -> None:
+    """Only a state can fill it: what a graph is cut from knows no initialization."""
+
+    class Again(NetBase):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for block in (*self.blocks, self.blocks[0]):
+                x = block(x)
+            return self.head(x)
+
+    with torch.device("meta"):
+        model = Again()
+    x = torch.randn(4, DIM)
+    pipe = Pipeline(
+        model, example=(x[:2],), ranks=2, n_microbatches=2, loss_fn=lambda y, _: y.mean()
+    )
+    assert type(pipe.stages[0].submod).__name__ == "StageModule"  # not by module
+    plain = Again()
+    pipe.load_state_dict(plain.state_dict())
+    assert torch.equal(pipe.state_dict()["blocks.0.0.weight"], plain.blocks[0][0].weight)
+    loss = pipe.step(x)
+    assert torch.equal(loss, (plain(x[:2]).mean() + plain(x[2:]).mean()) / 2)
+
+
+def test_a_captured_stage_holds_no_other_stages_memory() -> None:
+    with torch.device("meta"):
+        cut = pipeline(NetBase(), (torch.ones(2, DIM),), split_spec={"blocks.2": BEGINNING})
+    first, last = (cut.get_stage_module(i) for i in range(2))
+    materialize([first], CPU)
+    assert not any(p.is_meta for p in first.parameters())
+    assert all(p.is_meta for p in last.parameters())
+    first.load_state_dict({n: torch.ones_like(p) for n, p in first.state_dict().items()})
+    assert first(torch.ones(2, DIM))[0].isfinite().all()
+
+
+def test_fixed_values_of_a_graph_on_the_meta_device_are_told() -> None:
+    class Fixed(NetBase):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.tensor([2.0], device=x.device)
+
+    with torch.device("meta"):
+        cut = pipeline(Fixed(), (torch.ones(2, DIM),), split_spec={"blocks.2": BEGINNING})
+    with pytest.raises(PartitionError, match=r"fixed values \(\(1,\), torch.float32\) on the meta"):
+        materialize([cut.get_stage_module(1)], CPU)
+
+
+def test_why_such_a_model_was_captured_is_told_with_it() -> None:
+    class Fixed(NetBase):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[3](self.embed(x))  # on the last stage, before the first one's blocks
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x) * torch.tensor([2.0], device=x.device)
+
+    with torch.device("meta"):
+        model = Fixed()
+    with pytest.raises(PartitionError, match="fixed values") as caught:
+        Pipeline(model, example=(torch.ones(2, DIM),), ranks=2, n_microbatches=1)
+    assert "captured as a graph, since not by module: blocks" in str(caught.value)
 
 
 def test_a_hugging_face_model_initializes_itself() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock import PartitionError
-from penstock.partition.plan import Plan, StageCosts
+from penstock.partition.balance.plan import Plan, StageCosts
 
 COSTS = (
     StageCosts(
@@ -123,6 +123,15 @@ def test_any_plan_comes_back_in_both_forms(data: st.DataObject) -> None:
         ({"stage": [{"modules": ["a"], "time_s": "1"}]}, "time_s of stage 0 .* is '1'"),
         ({"stage": [{"modules": ["a"], "time_s": 1}]}, "costs of stage 0 .* incomplete"),
         ({"stage": []}, "no stages"),
+        ({"penstock_plan": True}, "format True"),
+        ({"model": 3}, "model of the plan is 3, expected a string"),
+        ({"made": ["a"]}, r"made of the plan is \['a'\], expected a string"),
+        ({"stage": {"modules": ["a"]}}, "no list of stages"),
+        ({"stage": [{}]}, "modules of stage 0 of the plan are None"),
+        ({"stage": [{"modules": ["a", 1]}]}, "modules of stage 0 .* expected a list of names"),
+        ({"stage": [{"modules": ["a"], "sends": "x"}]}, "sends of stage 0 .* are 'x'"),
+        ({"stage": [{"modules": ["a"], "time_s": True}]}, "time_s of stage 0 .* is True"),
+        ({"stage": [{"modules": ["a"], "time_s": float("nan")}]}, "time_s of stage 0 .* is nan"),
     ],
 )
 def test_what_is_no_plan(change: dict[str, Any], told: str) -> None:

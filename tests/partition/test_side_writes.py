@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, draw_step_seed, microbatch_rng
-from penstock.partition.by_module import NotByModule, split_by_module
+from penstock.partition.modules.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 
@@ -172,6 +172,124 @@ def test_what_modules_keep_now_and_then() -> None:
         pipe.step(batch())
 
 
+def test_what_modules_keep_from_a_later_call_on() -> None:
+    """Every call is looked at, not just the first."""
+
+    class Later(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.seen: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.calls += 1
+            if self.calls > 3:
+                self.keep(y)
+            return y
+
+        def keep(self, y: Tensor) -> None:
+            self.aux = y.square().mean()
+
+    class Grows(Later):
+        def keep(self, y: Tensor) -> None:
+            self.seen.append(y)
+
+    for block, name in ((Later, "aux"), (Grows, "seen")):
+        model = sums(block, lambda layer: getattr(layer, "aux", 0.0))
+        pipe = Pipeline(model, example=(batch()[:2],), ranks=2, n_microbatches=2)
+        pipe.step(batch())
+        with pytest.raises(
+            PartitionError, match=rf"layers\.0 keeps tensors in its attribute {name}"
+        ):
+            pipe.step(batch())
+
+
+class Numbers(Block):
+    """Keeps a number, which does not cross."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = float(x.shape[0]) + getattr(self, "scale", 0.0)
+        return super().forward(x)
+
+
+def test_numbers_that_modules_keep_are_not_for_others() -> None:
+    told = r"reads layers\.0\.scale, which layers\.0 sets when it is called"
+    refused(sums(Numbers, lambda layer: layer.scale), told)
+    refused(sums(Numbers, lambda layer: getattr(layer, "scale", 1.0) + 1), told)
+
+    class Quiet(Net):
+        block = Numbers
+
+    trains_alike(Quiet(), ranks=2)
+
+
+def test_what_modules_keep_is_not_read_before_it_is_set() -> None:
+    """It would be of the microbatch before, or of none."""
+
+    class Before(Net):
+        block = Defaulted
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            old = sum(layer.aux * 1.0 for layer in self.layers)
+            return {"loss": super().forward(x)["loss"] + old}
+
+    refused(Before(), r"reads layers\.0\.aux, which layers\.0 sets when it is called")
+
+
+class SharesState(nn.Module):
+    """A block with a module that several blocks have, and that keeps something."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared = shared
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.shared(x))  # type: ignore[no-any-return]
+
+
+class Replaces(nn.Module):
+    """Puts another tensor in a buffer's place, or into an attribute, or counts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.last = kind, 0, torch.zeros(())
+        self.register_buffer("ema", None if kind == "late" else torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        match self.kind:
+            case "calls":
+                self.calls += 1
+                return x * self.calls
+            case "last":
+                x, self.last = x + self.last, mean.mean()
+                return x
+            case "values":
+                mean = mean * (1 if mean.sum() > 0 else 2)  # can't run on shapes
+        self.ema = mean if self.ema is None else self.ema * 0.5 + mean
+        return x + self.ema  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("buffer", "ema"), ("late", "ema"), ("values", "ema"), ("calls", "calls"), ("last", "last")],
+)
+def test_a_module_within_several_that_keeps_something(kind: str, what: str) -> None:
+    shared = Replaces(kind)
+
+    class Shares(Net):
+        def block(self) -> nn.Module:
+            return SharesState(shared)
+
+    model = Shares()
+    before = shared.ema
+    refused(model, rf"layers\.0\.shared is one module within several.*changes its {what}")
+    assert shared.ema is before and shared.calls == 0 and shared.last == 0
+    split_by_module(model, ["head"], (batch()[:2],))
+
+
 # --- containers and tensors that are handed on -------------------------------------------------
 
 
@@ -303,7 +421,32 @@ def test_a_hook_that_is_seen_before() -> None:
                 x = layer(x)
             return {"loss": self.head(x).square().mean()}
 
-    refused(Always(), "registers a hook on a tensor, which several stages would run")
+    refused(Always(), "registers a hook on a tensor, which several stages would do")
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_hook_on_a_node_of_the_graph(always: bool) -> None:
+    """Who puts one there reads grad_fn first."""
+
+    class Node(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.embed(x)
+            if always or x.requires_grad:
+                node = x.grad_fn
+                if node is not None:
+                    node.register_prehook(lambda grads: (grads[0] * 2,))
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": self.head(x).square().mean()}
+
+    if always:
+        refused(Node(), "reads a tensor's grad_fn, which several stages would do")
+    model = Node()
+    with pytest.raises(PartitionError, match="reads a tensor's grad_fn"):
+        Pipeline(model, example=(batch()[:2],), ranks=2, n_microbatches=4).step(batch())
+    # What was watched is as before.
+    assert "grad_fn" not in vars(Tensor)
+    assert Tensor.register_hook.__module__ == "torch._tensor"
 
 
 def test_backward_hooks_of_what_runs_on_several_stages() -> None:
@@ -432,6 +575,21 @@ def test_one_draw_that_several_stages_use() -> None:
             return {"loss": self.head(x).square().mean()}
 
     refused(Masked(), r"draws random numbers .*stages \[0, 1\] need")
+
+
+def test_an_early_draw_that_a_later_stage_alone_uses() -> None:
+    """It would draw where it runs, after others: not the plain model's mask."""
+
+    class Early(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.embed(x)
+            kept = F.dropout(x, 0.5, self.training)
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": self.head(x + kept).square().mean()}
+
+    refused(Early(), r"draws random numbers .* in stage 0, for values that stage 1 alone needs")
+    split_by_module(Early().eval(), [2, 2], (batch()[:2],))
 
 
 def test_a_draw_that_only_decides() -> None:

@@ -14,6 +14,7 @@ from penstock import (
     PipelineSchedule,
     PipelineStage,
     Schedule1F1B,
+    ScheduleError,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     StageError,
@@ -348,5 +349,18 @@ def test_forward_only_as_a_schedule() -> None:
     with torch.no_grad():
         expected = torch.cat([model(x) for x in inputs.tensor_split(3)])
     assert torch.equal(pipe.eval(inputs), expected)
-    assert pipe.step(inputs) is None
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_forward_only_evaluates_losses_and_refuses_to_train() -> None:
+    model = mlp(2)
+    pipe = Pipeline(model, loss_fn=F.mse_loss, schedule="forward-only", ranks=2, n_microbatches=3)
+    inputs, target = features(6, 0)
+    with pytest.raises(ScheduleError, match=r"forward-only has no backward; call eval\(\)"):
+        pipe.step(inputs, target=target)
+    with torch.no_grad():
+        parts = zip(inputs.tensor_split(3), target.tensor_split(3), strict=True)
+        expected = [F.mse_loss(model(x), y) for x, y in parts]
+    # The refusal has broken nothing.
+    pipe.eval(inputs, target=target)
+    assert all(map(torch.equal, pipe.losses, expected))

@@ -104,7 +104,7 @@ def test_stages_that_do_not_fit(make: Callable[[], object], said: str) -> None:
     ("options", "said"),
     [
         ({"layers": 3, "split": [1, 1, 1]}, "3 stages, but 1f1b on 2 ranks with 1 per rank needs"),
-        ({"schedule": "2f2b"}, "there is no schedule '2f2b'; The schedules are: forward-only, gpi"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b'; the schedules are: forward-only, gpi"),
         ({"schedule": "1f1"}, r"there is no schedule '1f1'; did you mean '1f1b'\?"),
         ({"schedule": "zbv", "virtual": 3, "layers": 6}, "zbv: virtual=3 .* 2 does"),
         ({"schedule": "gpipe", "virtual": 2, "layers": 4}, "gpipe: virtual=2 .* 1 does"),
@@ -321,3 +321,9 @@ def test_a_program_for_other_ranks() -> None:
 def test_a_program_of_another_placement_is_told_from_its_text() -> None:
     with pytest.raises(ScheduleError, match="2 rows; the placement has 3 ranks"):
         parse_csv(GOOD, placement=linear(3))
+
+
+def test_a_batch_without_rows() -> None:
+    pipe = Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss, n_microbatches=2, split=[1])
+    with pytest.raises(ValueError, match=r"shape \(0, 2\) has no rows along dimension 0"):
+        pipe.step(torch.ones(0, 2), target=torch.ones(0, 2))

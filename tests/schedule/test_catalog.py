@@ -42,7 +42,7 @@ def test_no_two_families_share_a_name() -> None:
 def test_an_unknown_name_gets_the_nearest_as_a_hint() -> None:
     with pytest.raises(ScheduleError, match=r"no schedule 'intrleaved'; did you mean 'interleaved"):
         build("intrleaved", ranks=2, microbatches=2)
-    with pytest.raises(ScheduleError, match=r"no schedule 'q'; The schedules are: forward-only,"):
+    with pytest.raises(ScheduleError, match=r"no schedule 'q'; the schedules are: forward-only,"):
         build("q", ranks=2, microbatches=2)
 
 
@@ -141,7 +141,7 @@ def test_numbers_that_do_not_work_get_the_nearest_that_do(
         ("hanayo", {"virtual": 3}, r"virtual=3 .*; any even number does"),
         ("hanayo", {"waves": 0}, r"waves=0 must be a whole number from 1 on"),
         ("hanayo", {"waves": 2, "virtual": 6}, r"waves=2 make 4 stages per rank, not virtual=6"),
-        ("1f1b-v", {"limit": 11}, r"limit=11 activations do not suffice; 12 do"),
+        ("1f1b-v", {"limit": 11}, r"limit=11 activations do not suffice; give 12 or more"),
         ("zb-1p", {"forward": -1}, r"forward=-1 must be a finite number from 0 on"),
         ("zb-2p", {"weight_grad": float("nan")}, r"weight_grad=nan must be a finite number"),
         ("zb-2p", {"input_grad": [1, 2]}, r"input_grad has 2 numbers for 8 stages; give one"),

@@ -236,6 +236,17 @@ def test_a_deadlock_is_drawn_as_the_shortest_circle() -> None:
     ]
 
 
+def test_what_is_waited_for_is_named_as_it_stands_in_the_program() -> None:
+    # What 0B0 needs is the input gradient 1I0, and this program has it in 1B0.
+    with pytest.raises(ScheduleError) as caught:
+        check(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n"))
+    assert str(caught.value).splitlines()[1::3] == [
+        "  rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1B0 (its step 3), and rank 1 is "
+        "stuck at step 1 (1F1)",
+        "    rank 0   0F0 [0B0] 0F1       waits for 1B0 of rank 1",
+    ]
+
+
 @pytest.mark.parametrize("capacity", [-1, 1.5, "many"])
 def test_a_capacity_is_a_number_of_messages(capacity: object) -> None:
     with pytest.raises(ScheduleError, match="expected a whole number from 0 on, or None"):
@@ -293,7 +304,7 @@ def test_a_block_holds_computation() -> None:
 def test_as_many_ranks_as_placed_and_at_least_one_microbatch() -> None:
     program = Program(name="x", placement=linear(2), num_microbatches=0, ranks=((),))
     assert [str(problem) for problem in problems(program)] == [
-        "steps for 1 ranks, but the placement has 2",
+        "steps for 1 rank, but the placement has 2",
         "0 microbatches; a step takes at least one",
     ]
 

@@ -88,7 +88,7 @@ def test_a_wrong_program_is_refused_when_it_is_built() -> None:
 
     with pytest.raises(ScheduleError, match="1B0 needs 1F0, which comes only at step 1"):
         penstock.build("wrong", ranks=2, microbatches=1)
-    with pytest.raises(ScheduleError, match="wrong made a program for 2 ranks and 1 microbatches"):
+    with pytest.raises(ScheduleError, match="wrong made a program for 2 ranks and 1 microbatch,"):
         penstock.build("wrong", ranks=2, microbatches=2)
 
     @penstock.schedule("wrong")  # type: ignore[type-var]

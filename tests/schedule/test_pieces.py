@@ -40,7 +40,7 @@ def test_sequences_may_go_in_any_order_and_pieces_in_theirs(text: str) -> None:
     ("text", "told"),
     [
         ("0F1,0F0,0B1,0B0", "0F1 needs 0F0, which comes only at step 1"),
-        ("0F0,0F1,0B0,0B1", "0B0 needs 0I1, which comes only at step 3"),
+        ("0F0,0F1,0B0,0B1", "0B0 needs 0B1, which comes only at step 3"),
         ("0F0,0F1,0I0,0W0,0I1,0W1", "0I0 needs 0I1, which comes only at step 4"),
     ],
 )
@@ -58,7 +58,7 @@ def test_pieces_out_of_order_are_refused_by_the_checker_and_the_simulator(
     ("program", "told"),
     [
         (one_rank("0F0,0F1,0F2", 2), "3 microbatches for num_splits=2"),
-        (one_rank("0F0", 0), "1 microbatches for num_splits=0"),
+        (one_rank("0F0", 0), "1 microbatch for num_splits=0"),
         (
             Program(
                 name="both",

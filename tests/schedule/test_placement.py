@@ -99,4 +99,4 @@ def test_each_copy_takes_a_microbatch() -> None:
         ranks=(steps,),
     )
     (problem,) = problems(lonely)
-    assert problem.message.startswith("1 microbatches for 2 copies of the model")
+    assert problem.message.startswith("1 microbatch for 2 copies of the model")

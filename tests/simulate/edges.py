@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-__all__ = ["per_edge"]
+from penstock.schedule.placement import Placement
+
+__all__ = ["edges_of", "per_edge"]
+
+
+def edges_of(placement: Placement) -> list[tuple[int, int]]:
+    """The stages that send to each other, or would if they were on two ranks."""
+    nexts = [(stage, placement.neighbour(stage, +1)) for stage in range(placement.num_stages)]
+    return [(stage, other) for stage, other in nexts if other is not None]
 
 
 def per_edge(
-    num_stages: int, cost: st.SearchStrategy[float]
+    placement: Placement, cost: st.SearchStrategy[float]
 ) -> st.SearchStrategy[dict[tuple[int, int], float]]:
-    """A cost for some of the edges between so many stages."""
-    edges = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    """A cost for some of the edges between the stages of a placement."""
+    edges = edges_of(placement)
     return st.dictionaries(st.sampled_from(edges), cost) if edges else st.just({})

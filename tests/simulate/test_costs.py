@@ -1,13 +1,16 @@
 """Costs: numbers or one per stage, by value, checked when made."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
+from penstock.schedule.catalog import build
+from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
 
 
 def test_numbers_and_sequences_are_kept_in_one_form() -> None:
@@ -29,8 +32,14 @@ def test_what_does_not_compute_costs_nothing(op: Op) -> None:
     assert Costs(latency=5).of(op, num_stages=2) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["forward", "input_grad", "weight_grad", "latency", "overlap"])
-@pytest.mark.parametrize("wrong", [-1, math.nan, math.inf, "fast", [1, -0.5], [1, None]])
+SWITCHES = ("transfers_overlap", "one_message_at_a_time")
+NUMBERS = [field.name for field in fields(Costs) if field.name not in SWITCHES]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "wrong", [-1, math.nan, math.inf, -math.inf, "fast", [1, -0.5], [1, None], [math.nan]]
+)
 def test_what_is_no_cost_is_refused(name: str, wrong: object) -> None:
     with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): .* is not a finite number"):
         Costs(**{name: wrong})  # type: ignore[arg-type]
@@ -89,6 +98,53 @@ def test_other_costs_take_no_edges_and_no_edge_takes_a_bandwidth_of_0() -> None:
         Costs(bandwidth={(0, 1): 0})
     with pytest.raises(ScheduleError, match="given per edge; ask latency_between"):
         Costs(latency={(0, 1): 1}).per_stage("latency", num_stages=2)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("wrong", [None, 1, "no", math.nan])
+def test_what_is_no_switch_is_refused(name: str, wrong: object) -> None:
+    with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): .* is not True or False"):
+        Costs(**{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [n for n in NUMBERS if Costs.__dataclass_fields__[n].default])
+def test_a_cost_that_always_is_can_t_be_none(name: str) -> None:
+    with pytest.raises(
+        ScheduleError, match=rf"Costs\({name}=\.\.\.\): None is not a finite number"
+    ):
+        Costs(**{name: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_any_cost_for_another_number_of_stages_is_refused(name: str, length: int) -> None:
+    costs = Costs(**{name: [1.0] * length})  # type: ignore[arg-type]
+    message = rf"Costs\({name}=\.\.\.\) has {length} numbers?, but the program has 4 stages"
+    with pytest.raises(ScheduleError, match=message):
+        simulate(build("1f1b", ranks=4, microbatches=4), costs)
+    with pytest.raises(ScheduleError, match=message):
+        lower_bounds(costs, ranks=4, microbatches=4)
+
+
+@pytest.mark.parametrize("name", ["latency", "bandwidth"])
+def test_an_edge_between_two_copies_of_the_model_is_refused(name: str) -> None:
+    program = build("dualpipe", ranks=4, microbatches=8)
+    assert program.num_stages == 8
+    message = rf"Costs\({name}=\.\.\.\): the edge \(3, 4\) leads from the last stage of one copy"
+    with pytest.raises(ScheduleError, match=message):
+        simulate(program, Costs(**{name: {(3, 4): 1}}))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=message):
+        lower_bounds(
+            Costs(**{name: {(4, 3): 1}}),  # type: ignore[arg-type]
+            ranks=4,
+            microbatches=8,
+            placement=program.placement,
+        )
+    beyond = r"the edge \(7, 8\) leads to stage 8, but the program's stages are 0 to 7"
+    with pytest.raises(ScheduleError, match=beyond):
+        simulate(program, Costs(**{name: {(7, 8): 1}}))  # type: ignore[arg-type]
+    costs = Costs(**{name: {(2, 3): 1, (4, 5): 1}}, message_bytes=1)  # type: ignore[arg-type]
+    assert simulate(program, costs).makespan >= simulate(program).makespan
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

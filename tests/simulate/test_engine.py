@@ -18,7 +18,7 @@ from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.testing.programs import computed_programs
-from tests.simulate.edges import per_edge
+from tests.simulate.edges import edges_of, per_edge
 from tests.simulate.plain_engine import slowly
 
 COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
         forward=draw(per_stage),
         input_grad=draw(per_stage),
         weight_grad=draw(per_stage),
-        latency=draw(per_stage | per_edge(program.num_stages, COST)),
+        latency=draw(per_stage | per_edge(program.placement, COST)),
         overlap=draw(st.none() | per_stage),
     )
 
@@ -253,7 +253,7 @@ def test_edges_as_slow_as_each_other_are_one_number(
     program: Program, data: st.DataObject, overlap: bool, in_turn: bool
 ) -> None:
     latency, bandwidth = data.draw(COST), data.draw(st.sampled_from([0.5, 1.0, 4.0]))
-    edges = [(stage, stage + 1) for stage in range(program.num_stages - 1)]
+    edges = edges_of(program.placement)
     one = Costs(
         latency=latency,
         message_bytes=3,

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from penstock import Pipeline
 from penstock.errors import StageError
-from penstock.stage.deferred import CannotDeferError, DeferredWeights, find_leaks
+from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, find_leaks
+from penstock.testing.compare import plain_step
 from tests.stage.deferral_cases import Block, Calls, Scale, assert_same, gradients, plain, split, x
 
 
@@ -199,6 +201,53 @@ def test_a_custom_function_leaks_and_is_found() -> None:
     module.zero_grad()
     torch.autograd.backward((out,), (torch.ones_like(out),))
     assert_same(found, gradients(module, ()))
+
+
+class Squared(nn.Module):
+    """Uses its weight in a custom function, which can't be seen, and in an operation put off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, t: Tensor) -> Tensor:
+        out: Tensor = Scale.apply(t, self.weight) * self.weight
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved-zb"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_hooks_see_the_whole_gradient_of_a_leaking_parameter_once(
+    schedule: str, microbatches: int
+) -> None:
+    """From the first microbatch on, in whose forward the leak is found."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(3, 3), Squared()) for _ in range(4)]
+    plain = copy.deepcopy(stages)
+    fired: list[int] = []
+
+    def hook(model: list[nn.Sequential]) -> list[nn.Parameter]:
+        weights: list[nn.Parameter] = [stage[1].weight for stage in model]  # type: ignore[misc]
+        for weight in weights:
+            weight.register_hook(lambda grad: grad * grad)  # not the same of a sum and of its parts
+        return weights
+
+    for index, weight in enumerate(hook(stages)):
+        weight.register_post_accumulate_grad_hook(lambda _, index=index: fired.append(index))
+    hook(plain)
+    pipe = Pipeline(
+        stages, loss_fn=F.mse_loss, schedule=schedule, ranks=2, n_microbatches=microbatches
+    )
+    inputs, target = torch.randn(6, 3), torch.randn(6, 3)
+    for step in range(2):
+        pipe.step(inputs, target=target)
+        plain_step(
+            nn.Sequential(*plain), F.mse_loss, inputs, target=target, n_microbatches=microbatches
+        )
+        assert sorted(fired) == sorted([*range(4)] * microbatches * (step + 1))
+        for ours, theirs in zip(stages, plain, strict=True):
+            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_ordinary_modules_leak_nothing() -> None:

@@ -88,6 +88,52 @@ def test_gradients_are_those_of_the_plain_model(num_stages: int, full: bool) -> 
     torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
 
 
+class Doubled(torch.autograd.Function):
+    """An operation whose weight gradient can't be put off by itself; it counts its backwards."""
+
+    num_backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        Doubled.num_backwards += 1
+        x, weight = ctx.saved_tensors
+        return grad * weight * 2, (grad * x * 2).sum(0)
+
+
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Doubled.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_where_nobody_waits_for_input_gradients_the_backward_is_left_to_w() -> None:
+    modules = [nn.Sequential(Double(), nn.Tanh()) for _ in range(2)]
+    expected = plain_grads(modules)
+    first, last = stages = make_stages(modules)
+    Doubled.num_backwards = 0
+    for mb, (x, target) in enumerate(microbatches()):
+        run_backward(
+            stages, mb, nn.functional.mse_loss(run_forward(stages, mb, x), target), full=False
+        )
+    # The last stage's have run, for the first one waits for them; and nothing of the first's.
+    assert Doubled.num_backwards == NUM_MICROBATCHES
+    assert modules[0][0].weight.grad is None
+    for stage in (first, last):
+        for mb in range(NUM_MICROBATCHES):
+            stage.backward_weight_one_chunk(mb)
+    assert Doubled.num_backwards == 2 * NUM_MICROBATCHES
+    torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
+
+
 def test_full_and_split_backwards_may_be_mixed() -> None:
     modules = make_modules(2)
     expected = plain_grads(modules)

@@ -8,13 +8,15 @@ from itertools import pairwise
 import pytest
 
 from penstock import Costs, build, check, schedules, simulate
+from penstock.schedule.action import Op, Overlap, action
 from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.result import Simulation
 from penstock.trace import Span, Trace
-from penstock.view.boxes import arrange, memory_lines
+from penstock.view.boxes import arrange
 from penstock.view.causes import critical_path, waited_for
+from penstock.view.lanes import memory_lines
 
 
 def step(name: str, *, costs: Costs | None = None) -> Simulation:
@@ -92,3 +94,36 @@ def test_a_measured_step_begins_at_zero_and_is_drawn_in_milliseconds() -> None:
 def test_a_trace_without_spans_draws_nothing() -> None:
     drawing = arrange(Trace(name="x", num_ranks=2, unit="s", spans=()))
     assert (drawing.boxes["left"], drawing.path["xs"], drawing.peaks) == ([], [], (0.0, 0.0))
+
+
+def test_blocks_have_frames_from_their_first_start_to_their_last_end() -> None:
+    drawing = arrange(step("dualpipev"))
+    at = drawing.boxes["action"].index("0F7")
+    other = drawing.boxes["action"].index(drawing.boxes["block"][at].split()[-1])
+    frame = (drawing.boxes["left"][at], drawing.boxes["right"][other], 0)
+    frames = zip(*(drawing.blocks[name] for name in ("left", "right", "top")), strict=True)
+    assert frame in [(left, right, int(top)) for left, right, top in frames]
+    assert drawing.boxes["block"][0] == ""
+
+
+def test_parts_of_a_block_that_ran_at_one_time_share_the_lane() -> None:
+    forward, backward = action(0, Op.FORWARD, 1), action(0, Op.FULL_BACKWARD, 0)
+    spans = (
+        Span(rank=0, action=forward, start=0, end=3),
+        Span(rank=0, action=backward, start=1, end=4),
+    )
+    block = Overlap(parts=(forward, backward))
+    drawn = arrange(Trace(name="x", num_ranks=1, unit="s", spans=spans, blocks=(block,))).boxes
+    assert drawn["foot"][0] == drawn["top"][1]
+    assert drawn["foot_alone"][0] == drawn["top_alone"][1]
+    assert drawn["top"][0] < drawn["foot"][0] < drawn["foot"][1]
+
+
+def test_copies_lie_above_what_is_computed() -> None:
+    drawing = arrange(step("po-f", costs=Costs(offload=0.5, reload=0.5)))
+    kinds = drawing.boxes["kind"]
+    tops, feet = drawing.boxes["top"], drawing.boxes["foot"]
+    highest = min(top % 1 for top, kind in zip(tops, kinds, strict=True) if kind == "forward")
+    reloads = [foot % 1 for foot, kind in zip(feet, kinds, strict=True) if "reload" in kind]
+    offloads = [foot % 1 for foot, kind in zip(feet, kinds, strict=True) if "offload" in kind]
+    assert max(offloads) < min(reloads) < highest

@@ -13,7 +13,7 @@ from penstock.schedule.action import Op, action
 from penstock.schedule.passes import lower
 from penstock.schedule.rules import COMPUTE
 from penstock.trace import Span, Trace
-from penstock.view.perfetto import save_perfetto, to_perfetto
+from penstock.view.perfetto import from_perfetto, save_perfetto, to_perfetto
 
 Event = dict[str, Any]
 
@@ -91,3 +91,11 @@ def test_saved_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "trace.json"
     save_perfetto(one_span("s"), path)
     assert path.read_text(encoding="utf-8") == to_perfetto(one_span("s"))
+
+
+def test_blocks_are_told_and_read_back() -> None:
+    trace = simulate(build("dualpipev", ranks=2, microbatches=4)).trace
+    told = {e["name"]: e["args"].get("block") for e in events_of(trace, "X")}
+    assert told["0F3"] == told["3B1"] == "(0F3;3B1)OVERLAP_F_B"
+    assert told["0F0"] is None
+    assert from_perfetto(to_perfetto(trace)).block_of() == trace.block_of() != {}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import PenstockError, build, simulate
+from penstock import Costs, PenstockError, build, simulate
 from penstock.schedule.action import Op
 from penstock.trace import Trace
-from penstock.view.palette import COLOURS, shade
+from penstock.view.palette import COLOURS, FRAME, shade
 from penstock.view.picture import draw
 
 
@@ -35,7 +35,7 @@ def test_boxes_labels_and_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
     assert [w for w in words(svg) if w.startswith("rank")] == [f"rank {r}" for r in range(4)]
     assert boxes(svg, COLOURS[Op.FORWARD]) == 4 * 8
     assert boxes(svg, COLOURS[Op.FULL_BACKWARD]) == 4 * 8
-    assert words(svg).count("7") == 2 * 4
+    assert words(svg).count("F7") == words(svg).count("B7") == 4
     assert "1f1b, 4 ranks: makespan 33, bubble 27.3%" in words(svg)
     assert {"forward", "backward", "idle"} <= set(words(svg))
     assert "weight gradient" not in words(svg)
@@ -101,3 +101,19 @@ def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(PenstockError, match=r"pip install 'penstock\[view\]'"):
         draw(trace_of("gpipe"), tmp_path / "t.png")
+
+
+def test_blocks_are_framed_and_copies_drawn_beside_the_compute(tmp_path: Path) -> None:
+    trace = trace_of("dualpipev")
+    draw(trace, tmp_path / "t.svg")
+    svg = (tmp_path / "t.svg").read_text()
+    assert svg.count(f"stroke: {FRAME}") == len(trace.blocks) + 1
+    assert "run as one block" in words(svg)
+    offloading = simulate(build("po-f", ranks=2, microbatches=4), Costs(offload=0.5, reload=0.25))
+    draw(offloading.trace, tmp_path / "t.svg")
+    svg = (tmp_path / "t.svg").read_text()
+    copies = sum(act.op is Op.OFFLOAD for act in offloading.program.actions())
+    for op in (Op.OFFLOAD, Op.RELOAD):
+        assert sum(boxes(svg, shade(COLOURS[op], step, 2)) for step in range(2)) == copies > 0
+    assert {"offload to the host", "reload from the host"} <= set(words(svg))
+    assert "run as one block" not in words(svg)

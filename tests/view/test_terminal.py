@@ -51,3 +51,12 @@ def test_the_legend_names_what_is_there() -> None:
     assert legend(trace_of("zbv")).plain.split() == [
         "forward", "input", "gradient", "weight", "gradient",
     ]  # fmt: skip
+
+
+def test_a_plus_joins_the_parts_of_a_block() -> None:
+    trace = trace_of("dualpipev", microbatches=4)
+    text = timeline(trace, width=120)
+    assert " 3+1  " in text.plain
+    assert text.plain.count("+") == len(trace.blocks)
+    assert "+ joins a block" in legend(trace).plain
+    assert "block" not in legend(trace_of("1f1b")).plain

@@ -64,3 +64,10 @@ def test_ranks_without_a_span_keep_their_lane() -> None:
 def test_a_width_without_room_for_anything_is_refused() -> None:
     with pytest.raises(ValueError, match="width is 5, expected at least 20"):
         to_text(trace_of("gpipe", ranks=1, microbatches=1), width=5)
+
+
+def test_parts_of_a_block_are_joined() -> None:
+    trace = trace_of("dualpipev", ranks=2, microbatches=4)
+    assert " 0F3+3B1 --- " in to_text(trace, width=200)
+    assert to_text(trace, width=200).count("+") == len(trace.blocks) == 6
+    assert "F+B." in to_text(trace, width=60)

@@ -15,6 +15,7 @@ from penstock.schedule.check import check as prove
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
+from penstock.schedule.words import number_of, numbers_of
 from penstock.trace import Trace
 
 __all__ = ["check"]
@@ -49,7 +50,7 @@ def check(
         checked = prove(program, model)
         if not program.has_transfers:
             # Where they are inserted is proven, too: that is what runs.
-            prove(lower(checked), model)
+            prove(lower(checked, channels=model), model)
     except ScheduleError as error:
         console.print(f"[bold red]wrong[/] {_summary(program)}", soft_wrap=True)
         console.print(str(error), markup=False, soft_wrap=True)
@@ -69,8 +70,10 @@ def _summary(program: Program) -> str:
     actions = list(program.actions())
     computes = sum(act.op in COMPUTE for act in actions)
     transfers = "with its transfers" if program.has_transfers else "transfers to be inserted"
-    return (
-        f"{program.name}: {program.num_ranks} ranks, {program.num_stages} stages, "
-        f"{program.num_microbatches} microbatches, {len(actions)} actions "
-        f"({computes} computations), {transfers}"
+    sizes = numbers_of(
+        rank=program.num_ranks,
+        stage=program.num_stages,
+        microbatch=program.num_microbatches,
+        action=len(actions),
     )
+    return f"{program.name}: {sizes} ({number_of(computes, 'computation')}), {transfers}"

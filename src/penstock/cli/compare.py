@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.completion import sources
 from penstock.cli.figures import over_limit, ranges
 from penstock.cli.setting import Setting, takes_setting
-from penstock.cli.sources import is_file, load_program
+from penstock.cli.sources import is_file, load_program, takes_virtual
 from penstock.cli.terminal import number, percent, stdout, table, warn
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
@@ -45,7 +46,7 @@ class _Row:
         return over_limit([peak / self.share for peak in held] if counted else held, limit)
 
 
-@takes_setting
+@takes_setting()
 def compare(
     schedules: Annotated[
         list[str],
@@ -53,6 +54,7 @@ def compare(
             metavar="SCHEDULE...",
             help="Names, each with options of its own if need be, as in "
             "interleaved-1f1b:virtual=4; or files with programs.",
+            autocompletion=sources,
         ),
     ],
     *,
@@ -98,13 +100,18 @@ def compare(
             warn(f"{row.label}: {fault}")
 
 
-def _refuse_options_of_none(sources: list[str], setting: Setting) -> None:
-    chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
+def _refuse_options_of_none(given: list[str], setting: Setting) -> None:
+    chosen = [family(each.partition(":")[0]) for each in given if not is_file(each)]
     if not chosen:
-        setting.refuse_beside_file(" ".join(sources))
+        setting.refuse_beside_file(" ".join(given))
+    names = ", ".join(each.name for each in chosen)
+    if chosen and not any(takes_virtual(each, setting.virtual) for each in chosen):
+        raise ScheduleError(
+            f"none of {names} can have --virtual {setting.virtual} stages per rank; `penstock "
+            "schedules` tells what each can"
+        )
     for option in setting.options():
         if not any(option in each.options for each in chosen):
-            names = ", ".join(each.name for each in chosen)
             raise ScheduleError(f"none of {names} has an option {option!r}")
 
 

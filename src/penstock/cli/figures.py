@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.cli.terminal import number, percent
+from penstock.schedule.words import number_of
 from penstock.simulate.result import Simulation
 
 __all__ = ["figures_json", "figures_text", "over_limit", "peaks_text", "ranges"]
@@ -40,7 +41,7 @@ def figures_text(result: Simulation) -> str:
     return (
         f"makespan [bold]{number(result.makespan)}[/], bubble [bold]{percent(result.bubble_ratio)}"
         f"[/]; span {number(result.span)}, bubble {percent(result.span_bubble_ratio)}; "
-        f"{result.messages} messages"
+        + number_of(result.messages, "message")
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.asked import Asked, Loaded
 from penstock.cli.sizes import bytes_text
 from penstock.errors import PartitionError
-from penstock.partition.sample import LEAST_SAMPLE
+from penstock.partition.balance.sample import LEAST_SAMPLE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -153,7 +153,7 @@ def fewer_layers(config: Any, most: int) -> dict[str, int]:
 
 def trunks_of(model: nn.Module) -> dict[str, list[str]]:
     """The names of the layers of each trunk."""
-    from penstock.partition.blocks import units_of
+    from penstock.partition.balance.blocks import units_of
 
     trunks: dict[str, list[str]] = {}
     for unit in units_of(model):

@@ -12,13 +12,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from typing import Any
 
 from penstock.cli.asked import Asked, Loaded
 from penstock.cli.huggingface import from_transformers
 from penstock.errors import PartitionError
 
-__all__ = ["load_model"]
+__all__ = ["failed", "load_model"]
+
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def load_model(asked: Asked) -> Loaded:
@@ -75,11 +78,16 @@ def from_factory(asked: Asked) -> Loaded:
         raise PartitionError(
             f"{asked.name}: {error}; name a module that python can import from here"
         ) from error
+    except Exception as error:  # whatever the user's module raises
+        raise failed(f"{asked.name}: the import of {module_name}", error) from error
     for part in name.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):
         raise PartitionError(f"{asked.name}: {module_name} has no function {name!r}")
-    made = factory()
+    try:
+        made = factory()
+    except Exception as error:  # whatever the user's function raises
+        raise failed(f"{asked.name}: {name}()", error) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
         kinds = [type(each).__name__ for each in made] if isinstance(made, tuple) else made
         raise PartitionError(
@@ -87,3 +95,28 @@ def from_factory(asked: Asked) -> Loaded:
             "microbatch as a tuple of positional or a dict of keyword arguments"
         )
     return Loaded(model=made[0], example=made[1], trunks={})
+
+
+def failed(what: str, error: Exception) -> PartitionError:
+    """The error of the user's own code, in one line that names the place.
+
+    Args:
+        what: what failed, at the head of the line.
+        error: what it raised.
+    """
+    told = " ".join(str(error).split())
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}, line {error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not is_library(frame.filename)] or frames
+        place = f"{own[-1].filename}, line {own[-1].lineno}"
+    return PartitionError(
+        f"{what} failed with {type(error).__name__}{': ' if told else ''}{told} ({place}); call "
+        "it in Python for the whole traceback"
+    )
+
+
+def is_library(filename: str) -> bool:
+    """Whether a line is none of the user's."""
+    return filename.startswith((OURS, "<frozen")) or "site-packages" in filename

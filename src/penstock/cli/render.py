@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.completion import sources
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import load
 from penstock.cli.terminal import stdout
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
+from penstock.schedule.rules import COMPUTE
 from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
 from penstock.trace import Trace
@@ -22,12 +24,13 @@ _PICTURES = (".png", ".svg", ".pdf")
 _KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.perfetto.dev)"
 
 
-@takes_setting
+@takes_setting()
 def render(
     source: Annotated[
         str,
         typer.Argument(
-            help="A schedule's name, a program's file (*.csv, *.json), or a saved trace (*.json)."
+            help="A schedule's name, a program's file (*.csv, *.json), or a saved trace (*.json).",
+            autocompletion=sources,
         ),
     ],
     *,
@@ -38,40 +41,53 @@ def render(
     setting: Setting,
 ) -> None:
     """Draw a step. A measured one is laid beside the same program, simulated."""
-    if output.suffix not in (".html", ".json", *_PICTURES):
+    if output.suffix.lower() not in (".html", ".json", *_PICTURES):
         raise PenstockError(f"{output}: don't know how to write {output.suffix!r}; take {_KINDS}")
     found = load(source, setting)
     if isinstance(found, Trace):
-        beside = None if alone or found.unit != "s" else _simulated(found)
+        if not any(span.action.op in COMPUTE for span in found.spans):
+            raise ScheduleError(f"{source}: a trace without a computation: nothing to draw")
+        beside = None if alone or found.unit != "s" else _simulated(found, source)
         _write(found, beside, output)
     else:
         _write(setting.play(check(found)), None, output)
     stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
 
 
-def _simulated(measured: Trace) -> Simulation:
+def _simulated(measured: Trace, source: str) -> Simulation:
     """The program that ran, with what its actions cost."""
     from penstock.simulate.measured import costs_of, program_of
 
-    program = program_of(measured)
-    return simulate(program, costs_of(measured, program.num_stages))
+    try:
+        program = program_of(measured)
+        return simulate(program, costs_of(measured, program.num_stages))
+    except ScheduleError as error:
+        why = " ".join(str(error).split())
+        raise ScheduleError(
+            f"{source}: not a whole step, which can't be simulated ({why}); --alone draws it"
+        ) from error
 
 
 def _write(step: Trace | Simulation, beside: Simulation | None, output: Path) -> None:
     """The imports are heavy, and one of them is needed."""
     trace = step if isinstance(step, Trace) else step.trace
-    if output.suffix == ".html":
+    if output.suffix.lower() == ".html":
         from penstock.view.page import save_page
 
         save_page(step, output, beside=beside)
-    elif output.suffix == ".json":
+    elif output.suffix.lower() == ".json":
         from penstock.view.perfetto import save_perfetto
 
         save_perfetto(trace, output)
     else:
         from dataclasses import replace
 
-        from penstock.view.picture import draw
+        from penstock.view.picture import draw, title_of
 
-        traces = [trace] if beside is None else [trace, replace(beside.trace, unit=trace.unit)]
-        draw(traces, output)
+        if beside is None:
+            draw(trace, output)
+        else:
+            traces = [trace, replace(beside.trace, unit=trace.unit)]
+            names = ("measured", "simulated")
+            titles = [f"{n}: {title_of(t)}" for n, t in zip(names, traces, strict=True)]
+            draw(traces, output, titles=titles)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import stdout, table
+from penstock.schedule.catalog import family
 from penstock.schedule.catalog import schedules as families
 from penstock.schedule.family import Family
 
@@ -14,10 +15,22 @@ __all__ = ["schedules"]
 
 
 def schedules(
-    *, names: Annotated[bool, typer.Option("--names", help="Their names alone.")] = False
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One to tell all about.", show_default=False),
+    ] = None,
+    *,
+    names: Annotated[bool, typer.Option("--names", help="Their names alone.")] = False,
 ) -> None:
-    """List all schedules: how stages lie on ranks, what options there are, where it is from."""
+    """List all schedules: how stages lie on ranks, what options there are, where it is from.
+
+    With a NAME: all about one, its timeline drawn.
+    """
     console = stdout()
+    if name is not None:
+        each = family(name)
+        console.print(each.doc or each.summary, markup=False, highlight=False, soft_wrap=True)
+        return
     if names:
         for each in families():
             console.print(each.name, markup=False)

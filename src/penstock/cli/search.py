@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["search"]
 
+_KINDS = (".csv", ".json", ".html", ".png", ".svg", ".pdf")
+
 
 class Objective(Enum):
     """What is made small."""
@@ -28,7 +30,7 @@ class Objective(Enum):
     SPAN = "span"
 
 
-@takes_setting
+@takes_setting(without=("option", "jitter", "jitter_seed"))
 def search(
     *,
     objective: Annotated[
@@ -38,6 +40,20 @@ def search(
     time_limit: Annotated[float, typer.Option(help="How long to search, in seconds.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of random choices.")] = 0,
     pareto: Annotated[bool, typer.Option(help="Look for time against memory, too.")] = False,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            help="Let stages run their forward again instead of holding what it keeps; it takes "
+            "--cost recompute=..., or what F takes."
+        ),
+    ] = False,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            help="Let stages copy what they hold to the host and back; give --cost offload=... "
+            "and --cost reload=..., or activation_bytes and offload_bandwidth."
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -49,8 +65,6 @@ def search(
     """Search for the best program within --memory, and prove how far from the best it may be."""
     from penstock.search.engine import search as find
 
-    if setting.option or setting.jitter:
-        raise PenstockError("search takes no --option, which is a schedule's, and no --jitter")
     _refuse_unknown(output)
     with _bar() as bar:
         task = bar.add_task("search", total=1.0, best="")
@@ -71,11 +85,14 @@ def search(
             objective=objective.value,
             time_limit_s=time_limit,
             seed=seed,
+            recompute=recompute,
+            offload=offload,
             pareto=pareto,
             progress=show,
         )
         bar.update(task, completed=1.0)
-    _tell(found)
+    # Without a limit nothing is gained by holding less; where that is allowed, the bound knows.
+    _tell(found, among_all=setting.memory is None or recompute or offload)
     if output is not None:
         _write(found, output)
         stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
@@ -96,12 +113,13 @@ def _bar() -> Bar:
     )
 
 
-def _tell(found: SearchResult) -> None:
+def _tell(found: SearchResult, *, among_all: bool) -> None:
     console = stdout()
+    among = "" if among_all else "without recomputation or offload, "
     proof = (
-        "[bold green]without offload, no program is better[/]"
+        f"[bold green]{among}no program is better[/]"
         if found.is_proven
-        else f"without offload, no program is below {number(found.bound)}: "
+        else f"{among}no program is below {number(found.bound)}: "
         f"a gap of {percent(found.gap)} at most"
     )
     console.print(
@@ -119,24 +137,25 @@ def _tell(found: SearchResult) -> None:
 
 def _refuse_unknown(output: Path | None) -> None:
     """Before the search, not after it."""
-    if output is not None and output.suffix not in (".csv", ".json", ".html", ".png", ".svg"):
+    if output is not None and output.suffix.lower() not in _KINDS:
         raise PenstockError(
             f"{output}: don't know how to write {output.suffix!r}; take .csv or .json for the "
-            "program, .html for its page, .png or .svg for a picture"
+            "program, .html for its page, .png, .svg or .pdf for a picture"
         )
 
 
 def _write(found: SearchResult, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    if output.suffix == ".csv":
+    kind = output.suffix.lower()
+    if kind == ".csv":
         from penstock.schedule.text import save_csv
 
         save_csv(found.program, output)
-    elif output.suffix == ".json":
+    elif kind == ".json":
         from penstock.schedule.text import to_json
 
         output.write_text(to_json(found.program), encoding="utf-8")
-    elif output.suffix == ".html":
+    elif kind == ".html":
         from penstock.view.page import save_page
 
         save_page(found.simulation, output)

@@ -1,33 +1,41 @@
 """The setting that most subcommands share: ranks, microbatches, costs, memory.
 
 ``takes_setting`` turns a function with a parameter of type ``Setting`` into one whose parameters
-are the fields of it, each an option of the command line. Texts become numbers here; what numbers
-mean is the library's affair.
+are the fields of it, each an option of the command line. What texts mean, ``values.py`` knows.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
+from penstock.cli.completion import cost_names
+from penstock.cli.values import (
+    OTHER_COSTS,
+    read_cost,
+    read_message_cost,
+    read_options,
+    read_other_costs,
+)
 from penstock.errors import ScheduleError
 from penstock.schedule.program import Program
-from penstock.simulate.costs import Cost, Costs, MessageCost
+from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
 
-__all__ = ["Setting", "read_options", "takes_setting"]
+__all__ = ["Setting", "takes_setting"]
+
+Command: TypeAlias = Callable[..., None]
 
 _COST_HELP = "one number, or one per stage as 1,2,1"
 _PANEL = "Costs"
 _RANKS, _MICROBATCHES = 4, 8
-_FLAGS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
-_OTHERS = ", ".join(field.name for field in fields(Costs) if field.name not in _FLAGS)
+_NAMES = ", ".join(OTHER_COSTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +126,8 @@ class Setting:
         typer.Option(
             "--cost",
             metavar="NAME=VALUE",
-            help=f"Another cost, such as bandwidth=2; may be repeated. Names: {_OTHERS}.",
+            help=f"Another cost, such as bandwidth=2; may be repeated. Names: {_NAMES}.",
+            autocompletion=cost_names,
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -187,112 +196,30 @@ class Setting:
             ScheduleError: a text that is no number, or a number that is no cost.
         """
         return Costs(
-            forward=_cost("forward", self.forward),
-            input_grad=_cost("input-grad", self.input_grad),
-            weight_grad=_cost("weight-grad", self.weight_grad),
-            latency=_message_cost("latency", self.latency),
-            overlap=None if self.overlap is None else _cost("overlap", self.overlap),
-            **self._other_costs(),
+            forward=read_cost("forward", self.forward),
+            input_grad=read_cost("input-grad", self.input_grad),
+            weight_grad=read_cost("weight-grad", self.weight_grad),
+            latency=read_message_cost("latency", self.latency),
+            overlap=None if self.overlap is None else read_cost("overlap", self.overlap),
+            **read_other_costs(self.cost or ()),
         )
-
-    def _other_costs(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for text in self.cost or ():
-            name, _, value = text.partition("=")
-            name = name.replace("-", "_")
-            if name not in _OTHERS.split(", "):
-                raise ScheduleError(f"--cost {text!r}: expected NAME=VALUE; names are: {_OTHERS}")
-            if name in found:
-                raise ScheduleError(f"--cost {text!r}: {name} is given twice; give it once")
-            switch = {"true": True, "false": False}.get(value.lower())
-            found[name] = _message_cost(f"cost {name}", value) if switch is None else switch
-        return found
 
     def options(self) -> dict[str, object]:
         """The family's options, read by ``read_options``."""
         return read_options(self.option or ())
 
 
-def read_options(texts: list[str] | tuple[str, ...]) -> dict[str, object]:
-    """``name=value`` texts as arguments: whole numbers, numbers, true and false, else text.
+def takes_setting(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
+    """A decorator: the command's parameter ``setting`` is given field by field.
 
     Args:
-        texts: each as ``name=value``.
-
-    Raises:
-        ScheduleError: a text without a name or a value, or a name that is given twice.
-
-    Example:
-        >>> read_options(["group=4", "tail=keep"])
-        {'group': 4, 'tail': 'keep'}
-    """
-    found: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        name = name.replace("-", "_")
-        if not (name and equals and value):
-            raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
-        if name in found:
-            raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
-        found[name] = _value(value)
-    return found
-
-
-def _value(text: str) -> object:
-    known: dict[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in known:
-        return known[text.lower()]
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _message_cost(name: str, text: str) -> MessageCost:
-    """Edges where there are any, as ``1-2=5,2-3=1``; else as ``_cost``."""
-    if "=" not in text:
-        return _cost(name, text)
-    edges: dict[tuple[int, int], float] = {}
-    for part in text.split(","):
-        try:
-            edge, cost = part.split("=")
-            one, two = map(int, edge.split("-"))
-            number = float(cost)
-        except ValueError as error:
-            raise ScheduleError(
-                f"--{name} {part!r}: expected the cost of an edge, such as 1-2=5"
-            ) from error
-        if (one, two) in edges:
-            raise ScheduleError(f"--{name} {part!r}: this edge is given twice; give it once")
-        edges[one, two] = number
-    return edges
-
-
-def _cost(name: str, text: str) -> Cost:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ScheduleError(
-            f"--{name} {text!r}: expected a number, or one per stage as 1,2,1"
-        ) from error
-    return numbers[0] if len(numbers) == 1 else numbers
-
-
-def takes_setting(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, whose parameter ``setting`` is given field by field.
-
-    Args:
-        command: a function with a keyword-only parameter ``setting`` of type ``Setting``.
+        without: fields that the command has no use for; they keep their defaults.
 
     Returns:
-        A function with one parameter per field of ``Setting`` in its place, as Typer reads them.
+        What makes of a function with a keyword-only parameter ``setting`` of type ``Setting`` one
+        with a parameter per field in its place, as Typer reads them.
     """
     hints = get_type_hints(Setting, include_extras=True)
-    names = [field.name for field in fields(Setting)]
-    signature = inspect.signature(command, eval_str=True)
-    own = [each for name, each in signature.parameters.items() if name != "setting"]
     taken = [
         inspect.Parameter(
             field.name,
@@ -301,16 +228,22 @@ def takes_setting(command: Callable[..., None]) -> Callable[..., None]:
             annotation=hints[field.name],
         )
         for field in fields(Setting)
+        if field.name not in without
     ]
-    by_place = [each for each in own if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    by_name = [each for each in own if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
-    @functools.wraps(command)
-    def unfolded(*args: Any, **given: Any) -> None:
-        setting = Setting(**{name: given.pop(name) for name in names})
-        command(*args, **given, setting=setting)
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def unfolded(*args: Any, **given: Any) -> None:
+            setting = Setting(**{each.name: given.pop(each.name) for each in taken})
+            command(*args, **given, setting=setting)
 
-    unfolded.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*by_place, *taken, *by_name]
-    )
-    return unfolded
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for name, each in signature.parameters.items() if name != "setting"]
+        by_name = [each for each in own if each.kind is inspect.Parameter.KEYWORD_ONLY]
+        by_place = [each for each in own if each not in by_name]
+        unfolded.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*by_place, *taken, *by_name]
+        )
+        return unfolded
+
+    return decorate

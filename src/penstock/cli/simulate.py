@@ -6,19 +6,24 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.completion import sources
 from penstock.cli.figures import figures_json, figures_text, over_limit, peaks_text
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import load_program
 from penstock.cli.terminal import stdout, warn
+from penstock.schedule.words import numbers_of
 from penstock.simulate.result import Simulation
 
 __all__ = ["simulate"]
 
 
-@takes_setting
+@takes_setting()
 def simulate(
     schedule: Annotated[
-        str, typer.Argument(help="A schedule's name, or a program's file (*.csv, *.json).")
+        str,
+        typer.Argument(
+            help="A schedule's name, or a program's file (*.csv, *.json).", autocompletion=sources
+        ),
     ],
     *,
     json: Annotated[bool, typer.Option("--json", help="The figures alone, as JSON.")] = False,
@@ -43,10 +48,12 @@ def _draw(result: Simulation) -> None:
     program, console = result.program, stdout()
     coloured = console.color_system is not None
     pieces = f" of {program.num_splits} pieces" if program.num_splits > 1 else ""
-    console.print(
-        f"[bold]{program.name}[/], {program.num_ranks} ranks, {program.num_stages} stages, "
-        f"{program.num_whole_microbatches} microbatches{pieces}\n"
+    sizes = numbers_of(
+        rank=program.num_ranks,
+        stage=program.num_stages,
+        microbatch=program.num_whole_microbatches,
     )
+    console.print(f"[bold]{program.name}[/], {sizes}{pieces}\n")
     console.print(timeline(result.trace, width=console.width, colour=coloured), end="")
     if coloured:
         console.print(legend(result.trace))

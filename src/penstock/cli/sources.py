@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.cli.setting import Setting, read_options
+from penstock.cli.setting import Setting
+from penstock.cli.values import read_options
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
 from penstock.schedule.check import check
@@ -22,7 +23,7 @@ from penstock.schedule.text import from_json, load_csv
 from penstock.simulate.fitting import build_for
 from penstock.trace import Trace
 
-__all__ = ["is_file", "load", "load_program"]
+__all__ = ["is_file", "load", "load_program", "takes_virtual"]
 
 _SUFFIXES = (".csv", ".json")
 
@@ -69,26 +70,30 @@ def load(source: str, setting: Setting, *, each_its_own: bool = False) -> Progra
         setting.refuse_beside_file(source)
     if Path(source).suffix.lower() != ".json":
         return load_csv(source)
-    text = Path(source).read_text(encoding="utf-8")
     try:
+        text = Path(source).read_text(encoding="utf-8-sig")
         if '"traceEvents"' in text:
             from penstock.view.perfetto import from_perfetto
 
             return from_perfetto(text)
         return from_json(text)
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{source}: not a text file in UTF-8 ({error})") from error
+    except RecursionError as error:
+        raise ScheduleError(f"{source}: not JSON: brackets in brackets without end") from error
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from error
 
 
 def _build(source: str, setting: Setting, each_its_own: bool) -> Program:
-    name, _, own = source.partition(":")
+    name, colon, own = source.partition(":")
     chosen = family(name)
     options = setting.options()
     virtual = setting.virtual
     if each_its_own:
         options = {key: value for key, value in options.items() if key in chosen.options}
-        virtual = virtual if _takes(chosen, virtual) else None
-    options |= read_options(own.split(",")) if own else {}
+        virtual = virtual if takes_virtual(chosen, virtual) else None
+    options |= read_options(own.split(",")) if colon else {}
     virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
     return build_for(
         setting.costs(),
@@ -100,5 +105,8 @@ def _build(source: str, setting: Setting, each_its_own: bool) -> Program:
     )
 
 
-def _takes(chosen: Family, virtual: int | None) -> bool:
-    return virtual is None or chosen.virtuals is None or virtual in chosen.virtuals
+def takes_virtual(chosen: Family, virtual: int | None) -> bool:
+    """Whether a family can have so many stages per rank; None is what is usual in it."""
+    if virtual is None:
+        return True
+    return virtual >= 1 if chosen.virtuals is None else virtual in chosen.virtuals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -10,10 +11,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["number", "percent", "stderr", "stdout", "table", "warn"]
+__all__ = ["number", "percent", "plain", "stderr", "stdout", "table", "warn", "write_anything"]
 
 # A pipe has no width of its own: what is written into one is not folded at Rich's 80 columns.
 _PIPED_WIDTH = 140
+
+
+def write_anything() -> None:
+    """Let both streams write what their encoding lacks as an escape, rather than fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def stdout() -> Console:
@@ -75,8 +83,19 @@ def percent(ratio: float) -> str:
     return f"{ratio:.2%}"
 
 
-def warn(message: str) -> None:
-    """One line on standard error, in yellow."""
+def plain(text: str) -> str:
+    """A text from outside, for a console: brackets are no markup, control characters harmless.
+
+    Example:
+        >>> print(plain("[a].csv: '0F0\\x1b'"))
+        \\[a].csv: '0F0\\x1b'
+    """
     from rich.markup import escape
 
-    stderr().print(f"[yellow]{escape(message)}[/]", soft_wrap=True)
+    shown = (each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    return escape("".join(shown))
+
+
+def warn(message: str) -> None:
+    """One line on standard error, in yellow."""
+    stderr().print(f"[yellow]{plain(message)}[/]", soft_wrap=True)

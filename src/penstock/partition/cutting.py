@@ -12,23 +12,26 @@ chooses, and says in one line of the log what it chose and why; it cuts nothing 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.homes import Cuts
-from penstock.partition.plan import Plan
+from penstock.partition.balance.plan import Plan
+from penstock.partition.modules.homes import Cuts
 from penstock.partition.sequential import cut, even_split, layers_of
+
+if TYPE_CHECKING:
+    from penstock.partition.balance.own_plan import OwnPlan
 
 __all__ = [
     "Example",
     "ModelCut",
     "SplitWish",
-    "balanced_plan",
     "cut_model",
     "own_loss",
     "read_split",
@@ -37,7 +40,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
+Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 SplitWish: TypeAlias = Cuts | str
 
 AUTO = "auto"
@@ -50,6 +53,7 @@ class ModelCut:
     Args:
         modules: one per stage.
         way: how it was cut, for people to read.
+        why: why it was captured, likewise.
         whole_call: whether the stages together are called as the model is, so that it may
             compute its loss itself, and no target is needed.
         has_loss: whether the model's output has a loss.
@@ -57,23 +61,27 @@ class ModelCut:
 
     modules: tuple[nn.Module, ...]
     way: str
+    why: str = ""
     whole_call: bool = False
     has_loss: bool = False
 
 
-def read_split(split: SplitWish | None) -> SplitWish | None:
+def read_split(split: SplitWish | os.PathLike[str] | None) -> SplitWish | None:
     """``split`` as the user gave it, with a plan in place of a plan's file.
 
     Raises:
-        PartitionError: the file is no plan, or the word unknown.
+        PartitionError: the file is no plan, the word unknown, or it is nothing of the kind.
     """
-    if not isinstance(split, str) or split == AUTO:
-        return split
-    if split.endswith((".toml", ".json")):
+    if isinstance(split, os.PathLike):
+        return Plan.load(os.fspath(split))
+    if isinstance(split, str) and split.endswith((".toml", ".json")):
         return Plan.load(split)
+    a_list = isinstance(split, Sequence) and not isinstance(split, (str, bytes))
+    if split is None or split == AUTO or isinstance(split, Plan) or (a_list and len(split)):
+        return split
     raise PartitionError(
-        f"split={split!r}: expected 'auto', a plan or its file (.toml, .json), names of modules or "
-        "counts"
+        f"split={split!r}: expected 'auto', a plan or its file (.toml, .json), or a list that has "
+        "for each stage the names of its modules, or the number of its layers"
     )
 
 
@@ -106,7 +114,8 @@ def cut_model(
         model: the model, or a list of its layers.
         split: a plan, names or counts (see ``split_by_module``); even counts if None.
         num_stages: how many stages to make.
-        example: one microbatch: a tuple of positional, or a dict of keyword arguments.
+        example: one microbatch: a tuple of positional, or a dict of keyword arguments; or its
+            one argument.
         device: where the stages will live.
 
     Raises:
@@ -116,47 +125,77 @@ def cut_model(
         return _cut_row(model, split, num_stages)
     # What rows of layers do without is imported when it is needed, here and below: it is half of
     # all that Pipeline would import.
-    from penstock.partition.by_module import NotByModule, computes_loss, split_by_module
-    from penstock.partition.units import find_blocks
+    from penstock.partition.balance.own_plan import OwnPlan
+    from penstock.partition.modules.by_module import computes_loss
+    from penstock.partition.modules.units import find_blocks
 
-    name = type(model).__name__
     if num_stages == 1 and split is None:
         has_loss = example is not None and computes_loss(model, example)
         return ModelCut(modules=(model,), way="whole", whole_call=True, has_loss=has_loss)
+    own = OwnPlan.of(model)
+    own.tell(type(model).__name__)
     blocks = find_blocks(model)
     if split is None and blocks:
         split = even_split(len(blocks), num_stages)
     if split is None:
-        if example is None:
-            raise PartitionError(
-                f"this {name} has no list of repeated blocks to share out; name the modules of "
-                "each stage in split=, or pass an example= to capture it, with pipe_split() in "
-                "its forward"
-            )
-        return _captured(model, None, num_stages, example, "it has no list of repeated blocks")
+        return _captured_where_marked(model, num_stages, example)
     assert not isinstance(split, str)
+    return _by_module_or_captured(model, split, num_stages, blocks, own, example, device)
+
+
+def _captured_where_marked(model: nn.Module, num_stages: int, example: Example | None) -> ModelCut:
+    if example is None:
+        raise PartitionError(
+            f"this {type(model).__name__} has no list of repeated blocks to share out; name the "
+            "modules of each stage in split=, or pass an example= for split='auto', or to capture "
+            "it with pipe_split() in its forward"
+        )
+    return _captured(model, None, num_stages, example, "it has no list of repeated blocks")
+
+
+def _by_module_or_captured(
+    model: nn.Module,
+    split: Cuts,
+    num_stages: int,
+    blocks: Sequence[str],
+    own: OwnPlan,
+    example: Example | None,
+    device: torch.device,
+) -> ModelCut:
+    from penstock.partition.modules.by_module import NotByModule, split_by_module
+
+    name = type(model).__name__
     try:
         done = split_by_module(model, split, example, device=device)
     except NotByModule as error:
         if example is None:
             raise
         try:
-            starts = _starts(split, blocks)
-            return _captured(model, starts, num_stages, example, f"not by module: {error}")
+            names = _beginnings(split, blocks)
+            return _captured(model, names, num_stages, example, f"not by module: {error}")
         except PartitionError as other:
             raise PartitionError(_neither(error, other)) from error
     logger.info(
         "%s: cut by module into %d stages, since %s; every stage runs the model's own forward",
         name,
         len(done.stages),
-        f"it has {len(blocks)} repeated blocks" if blocks else "its modules are named",
+        why_by_module(own, blocks),
     )
+    if done.dry_run is not None:
+        own.check_order(name, done.dry_run.first_calls())
     return ModelCut(
         modules=done.stages,
         way="by module",
         whole_call=True,
         has_loss=done.dry_run is not None and done.dry_run.loss,
     )
+
+
+def why_by_module(own: OwnPlan, blocks: Sequence[str]) -> str:
+    """Why a model is cut by module, for the log."""
+    if own.trunks:
+        return f"its own plan has {len(blocks)} blocks in {', '.join(own.trunks)}"
+    return f"it has {len(blocks)} repeated blocks" if blocks else "its modules are named"
 
 
 def _cut_row(
@@ -169,26 +208,35 @@ def _cut_row(
     return ModelCut(modules=tuple(cut(layers, parts)), way="layer by layer")
 
 
-def _starts(split: Cuts, blocks: Sequence[str]) -> list[str]:
-    """The modules with which stages after the first begin."""
+def _beginnings(split: Cuts, blocks: Sequence[str]) -> list[Any]:
+    """The modules with which stages after the first begin; or for each stage all of its names."""
     parts: list[Any] = list(split.stages if isinstance(split, Plan) else split)
-    if all(isinstance(part, str) for part in parts):
-        return parts
     if all(isinstance(part, int) for part in parts):
         return [blocks[sum(parts[:i])] for i in range(1, len(parts))]
-    return [names[0] for names in parts[1:]]
+    return parts
 
 
 def _captured(
-    model: nn.Module, starts: Sequence[str] | None, num_stages: int, example: Example, why: str
+    model: nn.Module, names: Sequence[Any] | None, num_stages: int, example: Example, why: str
 ) -> ModelCut:
-    from penstock.partition.by_module import as_call
-    from penstock.partition.markers import SplitPoint
-    from penstock.partition.split_model import pipeline
+    from penstock.partition.capture.by_names import pipeline_of_names
+    from penstock.partition.capture.markers import SplitPoint
+    from penstock.partition.capture.split_model import pipeline
+    from penstock.partition.modules.by_module import as_call
 
     args, kwargs = as_call(example)
-    spec = dict.fromkeys(starts, SplitPoint.BEGINNING) if starts else None
-    pipe = pipeline(model, args, kwargs, split_spec=spec)
+    if names and not isinstance(names[0], str):
+        Plan(stages=tuple(names)).check(model)
+        pipe = pipeline_of_names(model, args, kwargs, names)
+    else:
+        spec = dict.fromkeys(names, SplitPoint.BEGINNING) if names else None
+        pipe = pipeline(model, args, kwargs, split_spec=spec)
+    if pipe.num_stages == 1:
+        raise PartitionError(
+            f"this {type(model).__name__} has no list of repeated blocks to share out, and its "
+            "forward calls no pipe_split(); split='auto' measures its modules and cuts between "
+            "any of them, or name the modules of each stage in split="
+        )
     if pipe.num_stages != num_stages:
         raise PartitionError(
             f"captured, the {type(model).__name__} has {pipe.num_stages} stages (one more than "
@@ -203,41 +251,16 @@ def _captured(
     )
     modules = tuple(pipe.get_stage_module(i) for i in range(num_stages))
     has_loss = bool(getattr(modules[-1], "has_loss", False))
-    return ModelCut(modules=modules, way="captured", whole_call=True, has_loss=has_loss)
+    return ModelCut(modules=modules, way="captured", why=why, whole_call=True, has_loss=has_loss)
 
 
 def _neither(by_module: PartitionError, captured: PartitionError) -> str:
-    from penstock.partition.capture import BY_MODULE
+    from penstock.partition.capture.capture import BY_MODULE
 
     told = str(captured)
     for joined in ("; ", ", or "):
         told = told.replace(f"{joined}{BY_MODULE}", "")  # it has been tried
     return f"{by_module}; nor can it be captured: {told}"
-
-
-def balanced_plan(
-    model: nn.Module | Sequence[nn.Module], num_stages: int, example: Example | None
-) -> Plan:
-    """The plan whose slowest stage is the quickest, measured on this machine.
-
-    Args:
-        model: the model, on one device.
-        num_stages: how many stages to make.
-        example: one microbatch.
-
-    Raises:
-        PartitionError: there is no example to measure with, or there are too few blocks.
-    """
-    if example is None:
-        raise PartitionError(
-            "split='auto' measures the model: pass example=, one microbatch as a tuple of "
-            "positional or a dict of keyword arguments"
-        )
-    from penstock.partition.balance import balance
-    from penstock.partition.profile import profile
-
-    measured = profile(model, tuple(example) if not isinstance(example, Mapping) else example)
-    return measured.plan(balance(measured, num_stages).counts, made="balanced on this machine")
 
 
 def own_loss(output: Any, target: object = None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Two habits of Hugging Face's models that stages have to know of.
+"""Habits of Hugging Face's models that stages have to know of.
 
 What they collect from within their parts, beside what these return:
 
@@ -9,32 +9,36 @@ A part that runs on another stage appends nothing there, and the auxiliary loss 
 number. So what a part appends is taken for one of its outputs: it can cross, and where the part
 is absent, it is appended in its place. And the cache of keys and values, which serves generation,
 but is filled in training as well unless it is turned off: the parts would write into it on
-different stages. Seen to work on transformers 5.23 (``tests/partition/test_huggingface.py`` says
-so again on each run). Nothing is imported here: where transformers is not loaded, there is
-nothing to know.
+different stages. And the plans for pipelines that many of them bring along. Seen to work on
+transformers 5.23 (``tests/partition/test_huggingface.py`` says so again on each run). Nothing is
+imported here: where transformers is not loaded, there is nothing to know.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
 __all__ = [
     "Captured",
+    "PlanEntry",
     "capture_since",
     "collector",
     "install_hooks",
     "mark",
+    "published_plan",
     "replay",
     "without_cache",
 ]
 
 MODULE = "transformers.utils.output_capturing"
 Captured: TypeAlias = dict[str, list[Any]]
+PlanEntry: TypeAlias = tuple[Sequence[str], Sequence[str]]
+"""What a module takes, and what it gives."""
 
 
 def collector() -> dict[str, Any] | None:
@@ -85,3 +89,30 @@ def without_cache(module: nn.Module) -> None:
         quiet = copy.copy(config)
         quiet.use_cache = False
         module.config = quiet
+
+
+def published_plan(model: nn.Module) -> dict[str, PlanEntry]:
+    """The plan for pipelines of a model, or of the outermost parts of it that bring one along.
+
+    ``base_model_pp_plan`` of a configuration speaks of the model without its head; with what the
+    class of the whole model adds to it, it is kept on the model, under the names there.
+
+    Args:
+        model: any module.
+
+    Returns:
+        By the qualified names of modules, what each takes and gives; empty where nothing is said.
+    """
+    found: dict[str, PlanEntry] = {}
+    planned: list[str] = []
+    for name, module in model.named_modules():
+        plan = getattr(module, "_pp_plan", None)
+        if not isinstance(plan, dict) or not plan:
+            continue
+        if any(name.startswith(each) for each in planned):
+            continue
+        prefix = f"{name}." if name else ""
+        planned.append(prefix)
+        for key, (takes, gives) in plan.items():
+            found[f"{prefix}{key}"] = takes, gives
+    return found

@@ -15,7 +15,9 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["Tie", "find_ties", "first_name"]
+from penstock.stage.wrappers import named_plainly
+
+__all__ = ["Tie", "all_names", "find_ties", "first_name"]
 
 Tie: TypeAlias = Mapping[int, str]
 """For each stage that holds it, the name of a parameter there; or of a module, for all of its."""
@@ -39,7 +41,7 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
     """
     ties: dict[int, dict[int, str]] = {}
     for stage, module in enumerate(modules):
-        for name, param in module.named_parameters():
+        for name, param in named_plainly(module, buffers=False):
             ties.setdefault(id(param), {})[stage] = name
     return tuple(tie for tie in ties.values() if len(tie) > 1)
 
@@ -58,8 +60,24 @@ def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
         >>> first_name([{0: "embed", 3: "head"}], 2, "norm.weight")
         'norm.weight'
     """
+    return next(iter(all_names(ties, stage, name)), name)
+
+
+def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
+    """The names that a parameter of a stage has in the stages that it is tied to.
+
+    Args:
+        ties: what is tied.
+        stage: the stage that holds the parameter.
+        name: its name there.
+
+    Example:
+        >>> all_names([{0: "embed", 3: "head"}], 3, "head.weight")
+        ['embed.weight', 'head.weight']
+    """
+    found = []
     for tie in ties:
         here = tie.get(stage)
         if here is not None and (name == here or name.startswith(f"{here}.")):
-            return tie[min(tie)] + name.removeprefix(here)
-    return name
+            found += [tie[at] + name.removeprefix(here) for at in sorted(tie)]
+    return found

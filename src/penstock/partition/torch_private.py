@@ -6,8 +6,10 @@ say so again on each run). This module does not know what they are for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +20,14 @@ __all__ = [
     "as_fake",
     "autocast_state",
     "fake_mode",
+    "fused_by",
     "has_forward_hooks",
     "has_no_forward",
+    "in_function_forward",
     "is_data_dependent",
     "is_random",
     "mutated_arguments",
+    "run_uncompiled",
     "same_storage",
     "watched_hooks",
     "without_torch_function",
@@ -43,6 +48,9 @@ REGISTRIES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+# What FSDP2 and replicate keep on the modules that they wrap; a number of its own stands behind.
+WRAPPERS_STATE = "__composable_api_state_key_"
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -88,6 +96,39 @@ def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Mo
             attributes[name] = attributes[name].copy()
     object.__setattr__(made, "__dict__", attributes)
     return made
+
+
+def fused_by(module: nn.Module) -> str | None:
+    """What makes one thing of a module's forward, so that its copy would run the module itself.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> fused_by(linear) is None
+        True
+        >>> linear.compile(backend="eager")
+        >>> fused_by(linear)
+        'torch.compile'
+    """
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    held = [value for value in vars(module).values() if callable(value)]
+    compiled |= any(hasattr(value, "_torchdynamo_orig_callable") for value in held)
+    if compiled or is_compiled(module):
+        return "torch.compile"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "torch.jit"
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` makes of another one."""
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+
+
+def run_uncompiled(copy: nn.Module) -> None:
+    """Have a copied shell run its own children, where the module that it is of is compiled."""
+    vars(copy)["_compiled_call_impl"] = None
+    if is_compiled(copy):
+        vars(copy)["forward"] = lambda *args, **kwargs: copy._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
 
 
 def without_torch_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -182,27 +223,77 @@ def autocast_state(device: torch.device) -> tuple[Any, ...]:
     )
 
 
+# Told of hooks, by all that watch them now: one may begin within another.
+_watchers: list[Callable[[str], None]] = []
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
+# Of torch's own code, what looks at the graph in a user's stead.
+_GRAPH = str(Path(torch.__file__).parent / "autograd" / "graph.py")
+
+
 @contextmanager
-def watched_hooks(told: Callable[[Tensor], None]) -> Iterator[None]:
-    """Tell of every tensor that gets a hook on its gradient.
+def watched_hooks(told: Callable[[str], None]) -> Iterator[None]:
+    """Tell of every tensor that gets a hook on its gradient, or shows its node of the graph.
+
+    Hooks on nodes can't be seen, but who would put one there reads ``grad_fn`` first.
 
     Example:
-        >>> with watched_hooks(lambda tensor: print(tensor.shape)):
+        >>> with watched_hooks(print):
         ...     handle = torch.zeros(2, requires_grad=True).register_hook(print)
-        torch.Size([2])
+        registers a hook on a tensor
     """
-    original: Any = Tensor.register_hook
-
-    def register_hook(self: Tensor, hook: Any) -> Any:
-        told(self)
-        return original(self, hook)
-
     of: Any = Tensor
-    of.register_hook = register_hook
+    if not _watchers:
+        of.register_hook = _told_register_hook
+        of.grad_fn = property(_told_grad_fn)
+    _watchers.append(told)
     try:
         yield
     finally:
-        of.register_hook = original
+        _watchers.remove(told)
+        if not _watchers:
+            of.register_hook = _register_hook
+            del of.grad_fn
+
+
+_register_hook = Tensor.register_hook
+_grad_fn: Any = torch._C.TensorBase.grad_fn
+
+
+def _told_register_hook(tensor: Tensor, hook: Any) -> Any:
+    for watcher in list(_watchers):
+        watcher("registers a hook on a tensor")
+    return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+
+def _told_grad_fn(tensor: Tensor) -> Any:
+    reader = sys._getframe(1).f_code.co_filename
+    if reader == _GRAPH or not reader.startswith((_TORCH, _OURS)):
+        for watcher in list(_watchers):
+            watcher("reads a tensor's grad_fn")
+    return _grad_fn.__get__(tensor)
+
+
+def in_function_forward() -> bool:
+    """Whether this library is called within the forward of an autograd function of others.
+
+    Such a function makes a graph of its own in its backward, or none.
+
+    Example:
+        >>> in_function_forward()
+        False
+    """
+    frame: Any = sys._getframe(1)
+    ours = True
+    while frame is not None:
+        was, ours = ours, frame.f_code.co_filename.startswith(_OURS)
+        if ours and not was:
+            return False  # what runs around the call of the model's code is no part of it
+        first = next(iter(frame.f_code.co_varnames), "")
+        if isinstance(frame.f_locals.get(first), torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def same_storage(left: Tensor, right: Tensor) -> bool:

@@ -6,8 +6,11 @@ handles none; see ``engine.py``.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.call import Call
 from penstock.runtime.executor import Executor
 from penstock.runtime.inbox import Inbox
+from penstock.runtime.lanes import Lanes, has_blocks, why_in_turn
 from penstock.runtime.outputs import join_outputs
 from penstock.runtime.player import Player
 from penstock.runtime.role import Role
@@ -26,9 +30,12 @@ from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Op
 from penstock.schedule.order import global_order
 from penstock.schedule.program import CheckedProgram
+from penstock.stage.device_streams import DeviceStreams
 from penstock.stage.stage import Stage
 
 __all__ = ["Act"]
+
+_log = logging.getLogger(__name__)
 
 # The ops that change how the forward of their microbatch runs.
 _SHAPES_FORWARD = frozenset({Op.INPUT_GRAD, Op.RECOMPUTE, Op.OFFLOAD})
@@ -42,6 +49,7 @@ class Act:
         role: how its players play.
         stages: this process's stages, by index.
         transports: one per rank that this process plays, in rank order.
+        streams: those of the device, if it has any.
 
     Attributes:
         players: one per stage, by index.
@@ -54,6 +62,7 @@ class Act:
         role: Role,
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
+        streams: DeviceStreams | None = None,
     ) -> None:
         self.role = role
         self._needs_target = role.train and role.needs_target
@@ -73,8 +82,40 @@ class Act:
         )
         self._shapes = ShapeBook()
         self._loss_dtype: torch.dtype | None = None
+        self._told_later: str | None = None
+        self._streams = streams
+        self._lanes = self._make_lanes(streams)
         self.players = self._make_players()
-        self.executor = Executor(self._bind())
+        self.executor = Executor(self._bind(), streams)
+
+    def rebind(self, program: CheckedProgram) -> None:
+        """Play ``program`` from now on, whose computations and messages are the same as before.
+
+        What stages know of what crosses their boundaries stays known.
+        """
+        self._program = program
+        if self._lanes is not None:
+            self._lanes = self._make_lanes(self._streams)
+        self.executor = Executor(self._bind(), self._streams)
+
+    def _make_lanes(self, streams: DeviceStreams | None) -> Lanes | None:
+        if not has_blocks(self._program):
+            return None
+        kind, wanted = self._device.type, self.role.overlap
+        reason = why_in_turn(self._program, streams, kind, wanted=wanted)
+        if reason is None and streams is not None:
+            return Lanes(streams)
+        if self._program.placement.entries[0] in self._stages:
+            self._told_later = f"forward and backward of a block run in turn: {reason}"
+        return None
+
+    def play(self) -> None:
+        """Run all calls of the program."""
+        if self._told_later is not None:
+            _log.info("%s: %s", self._program.name, self._told_later)
+            self._told_later = None
+        with self._lanes or nullcontext():
+            self.executor.run()
 
     def _make_players(self) -> dict[int, Player]:
         program, placement = self._program, self._program.placement
@@ -89,6 +130,7 @@ class Act:
             stages = [self._stages[i] for i in placement.stages_of(transport.rank)]
             around = [placement.neighbour(s.stage_index, d) for s in stages for d in (-1, 1)]
             peers = {placement.rank_of(other) for other in around if other is not None}
+            transport.introduce(peers - {transport.rank})
             # In one process nothing is on its way: what is sent has arrived.
             arrived = {} if self._is_alone else acknowledgements(program, transport.rank)
             inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
@@ -101,6 +143,7 @@ class Act:
                     inboxes,
                     done[stage.stage_index],
                     arrived,
+                    self._lanes,
                 )
         for index, player in players.items():
             player.connect(
@@ -125,12 +168,16 @@ class Act:
             steps = [step for _, step in global_order(program)]
         else:
             steps = list(program.ranks[self._transports[0].rank])
-        return [
-            call
-            for step in steps
-            for action in step.parts
-            for call in self.players[action.stage].bind(action)
-        ]
+        plans = self._lanes.plan(steps, program.placement) if self._lanes is not None else None
+        calls: list[Call] = []
+        for number, step in enumerate(steps):
+            for part, action in enumerate(step.parts):
+                bound = self.players[action.stage].bind(action)
+                if plans is not None:
+                    enter = plans[number][part]
+                    bound = [replace(call, enter=enter) for call in bound]
+                calls += bound
+        return calls
 
     def open(self, batch: Batch, num_steps: int) -> None:
         """Begin a step: all ranks learn which shapes come, from the rank of the first stage.
@@ -195,8 +242,8 @@ class Act:
             The losses, shape (microbatches,), on every rank as the rank of the last stage has
             them; None where none were computed.
         """
-        computed = [m for m, loss in enumerate(batch.losses) if loss is not None]
-        mine = torch.stack([batch.losses[m] for m in computed]) if computed else None  # type: ignore[misc]
+        computed = [loss for loss in batch.losses if loss is not None]
+        mine = torch.stack(computed) if computed else None
         if self._is_alone:
             return mine
         (transport,) = self._transports
@@ -210,10 +257,9 @@ class Act:
             code = _LOSS_DTYPES.index(mine.dtype) if mine is not None else -1
             (code,) = transport.share_numbers([code], self._last_rank)
             self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
-        num = self._program.num_microbatches
-        table = torch.zeros(num, dtype=torch.float64, device=self._device)
-        if mine is not None:
-            table[computed] = mine.to(table)
+        # Put up from what is on the device: numbers from the host would be waited for there.
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        table = torch.stack([zero if loss is None else loss.to(zero) for loss in batch.losses])
         transport.add_up(table)
         return table.to(self._loss_dtype) if self._loss_dtype is not None else None
 

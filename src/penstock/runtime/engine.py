@@ -7,11 +7,9 @@ stands above it (``schedules.py``, ``pipeline.py``).
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from torch import Tensor
 from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
+from penstock.runtime.agreement import digest, hold_together
 from penstock.runtime.batch import Batch
 from penstock.runtime.call import Call
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
@@ -26,17 +25,20 @@ from penstock.runtime.role import LossFn, Role
 from penstock.runtime.sharing import Sharing
 from penstock.runtime.streams import make_streams, share_step_seed
 from penstock.runtime.transport import Transport
+from penstock.runtime.wrappers import Wrappers
 from penstock.schedule.action import Op
 from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, TRANSFERS
-from penstock.schedule.text import format_csv
-from penstock.stage.data_parallel import Replicas, replicas_of
+from penstock.schedule.text import to_json
+from penstock.stage import device_streams
 from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
 __all__ = ["Engine", "Options"]
+
+_AMONG_REPLICAS = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,14 @@ class Options:
         scale_grads: whether each microbatch's loss is divided by their number.
         dynamic_shapes: whether shapes may change from microbatch to microbatch.
         microbatch_rng: whether random numbers are those of one device.
+        overlap: whether forward and backward of a block run side by side, where they can.
     """
 
     loss_fn: LossFn | None = None
     scale_grads: bool = True
     dynamic_shapes: bool = False
     microbatch_rng: bool = False
+    overlap: bool = False
 
 
 class Engine:
@@ -83,20 +87,20 @@ class Engine:
         self.options = options
         self.stages = dict(stages)
         self.transports = tuple(transports)
+        device = next(iter(self.stages.values())).device if self.stages else torch.device("cpu")
+        self._streams = device_streams.streams_of(device)
         self.failure: PenstockError | None = None
         self._agreed = False
         self._num_steps = 0
         # Of what was asked for: ranks may differ in whether their stages are sharded.
-        self._digest = hashlib.sha256(format_csv(program).encode()).hexdigest()[:16]
+        self._digest = digest(to_json(program))
         self._check_stages(program)
         make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
         self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
-        self._wrapped = {i: s.submod for i, s in self.stages.items()}
-        # A module that is a stage several times (one copy per direction) is wrapped once.
-        wrappers = {id(submod): replicas_of(submod) for submod in self._wrapped.values()}
-        self._replicas = {i: wrappers[id(submod)] for i, submod in self._wrapped.items()}
-        sharding = any(r is not None and r.sharded for r in self._replicas.values())
-        self.program = _lowered(program, sharding=sharding)
+        self._wrappers = Wrappers(self.stages)
+        self._asked = program
+        self._sharding = self._wrappers.sharding
+        self.program = _lowered(program, sharding=self._sharding)
         self.eval_program = check(lower(forward_only(program)))
         self._train = self._act(self.program, train=True)
         self._eval = self._act(self.eval_program, train=False)
@@ -108,8 +112,9 @@ class Engine:
             loss_fn=self.options.loss_fn,
             loss_divisor=program.num_microbatches if self.options.scale_grads else 1,
             dynamic_shapes=self.options.dynamic_shapes,
+            overlap=self.options.overlap,
         )
-        return Act(program, role, self.stages, self.transports)
+        return Act(program, role, self.stages, self.transports, self._streams)
 
     def _check_stages(self, program: Program) -> None:
         placement = program.placement
@@ -166,6 +171,7 @@ class Engine:
         for transport in self.transports:
             transport.begin()
         self._agree()
+        self._look_at_wrappers()
         act.open(batch, self._num_steps)
         if train and self.options.microbatch_rng:
             share_step_seed(self.stages.values(), self.transports, self.program.placement)
@@ -182,28 +188,29 @@ class Engine:
         return losses
 
     def _play(self, act: Act) -> None:
-        replicas = self._current_replicas(act)
+        replicas = self._wrappers.distinct
+        for i, player in act.players.items():
+            player.replicas = self._wrappers.of[i]
         try:
             for each in replicas:
                 each.begin()
+            for transport in self.transports:
+                transport.join_replicas([group for each in replicas for group in each.groups])
             with torch.set_grad_enabled(act.role.train):
-                act.executor.run()
+                act.play()
             for transport in self.transports:
                 transport.drain()
         finally:
             for each in replicas:
                 each.end()
 
-    def _current_replicas(self, act: Act) -> list[Replicas]:
-        # A stage's module may be wrapped, or wrapped differently, between steps.
-        for i, stage in self.stages.items():
-            if stage.submod is not self._wrapped[i]:
-                twins = [j for j in self._wrapped if self._wrapped[j] is stage.submod]
-                self._wrapped[i] = stage.submod
-                known = self._replicas[twins[0]] if twins else replicas_of(stage.submod)
-                self._replicas[i] = known
-            act.players[i].replicas = self._replicas[i]
-        return list({id(r): r for r in self._replicas.values() if r is not None}.values())
+    def _look_at_wrappers(self) -> None:
+        """Play what the stages' modules are wrapped in now, which may have changed."""
+        self._wrappers.look()
+        if self._wrappers.sharding is not self._sharding:
+            self._sharding = self._wrappers.sharding
+            self.program = _lowered(self._asked, sharding=self._sharding)
+            self._train.rebind(self.program)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -256,33 +263,29 @@ class Engine:
             "the number of microbatches": self.num_microbatches,
             "the number of stages": self.program.num_stages,
             "the number of pieces of a sequence": self.program.num_splits,
-            "the program": hashlib.sha256(format_csv(self.program).encode()).hexdigest()[:16],
+            "the program": self._digest,
             "dynamic_shapes": self.options.dynamic_shapes,
             "microbatch_rng": self.options.microbatch_rng,
             "having a loss_fn": self.options.loss_fn is not None,
             "what stages share": self._sharing.facts,
         }
-        for transport in self.transports:
-            notes = [json.loads(n) for n in transport.gather_notes(json.dumps(facts).encode())]
-            for key in facts:
-                values = [note[key] for note in notes]
-                if any(value != values[0] for value in values):
-                    shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
-                    raise ScheduleError(f"the ranks do not agree on {key} ({shown})")
+        hold_together(facts, self.transports)
         self._sharing.agree()
         self._agreed = True
 
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""
         placement = self.program.placement
-        spans = spans_of(self._last.executor, placement)
+        spans = spans_of(self._last.executor, placement, self._streams)
         if len(self.transports) < self.program.num_ranks:
             transport = self.transports[0]
             transport.begin()
             notes = transport.gather_notes(encode_spans(spans))
             transport.end()
             spans = [span for note in notes for span in decode_spans(note)]
-        return merge_spans(self.program.name, self.program.num_ranks, spans)
+        trace = merge_spans(self.program.name, self.program.num_ranks, spans)
+        program = self.program if self._last is self._train else self.eval_program
+        return replace(trace, blocks=program.blocks)
 
     def close(self) -> None:
         """Let go of the transports' threads."""
@@ -317,6 +320,8 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         return error
     if (call.waits or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
+    if action.op in _AMONG_REPLICAS and isinstance(error, RuntimeError):
+        return error  # a wait that broke, most likely
     placed = StageError(f"{type(error).__name__}: {error}", where=where)
     placed.__cause__ = error
     return placed

@@ -1,38 +1,73 @@
 """The board: where the first cause of a failed step is written, for every rank to read.
 
-It is a key of the process group's store; only the first cause written to it stays. The others read
-it there and raise it as their own. This module moves no tensors and wakes nobody; see ``c10d.py``
-for that.
+    pipeline 0   rank 0 ─ rank 1      rank 1 fails: it writes to its pipeline's place, which rank 0
+                   │        │         reads, and to those of the groups that its stages are
+    pipeline 1   rank 0 ─ rank 1      replicated over; there the other pipeline reads it
+
+A place is a key of a process group's store; only the first cause written to it stays. The others
+read it there and raise it as their own. This module moves no tensors and wakes nobody; see
+``watcher.py`` and ``c10d.py`` for that.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from penstock.cause import Cause
 
-__all__ = ["Board"]
+__all__ = ["Board", "Place"]
+
+# A rank that could not make its stages may be about to make them right: so long others wait.
+NOTE_GRACE_S = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A key of a store that ranks share.
+
+    Args:
+        store: a ``torch.distributed.Store``; each thread needs a clone of its own.
+        key: the key, alike on all ranks.
+    """
+
+    store: Any
+    key: str
+
+    def read(self) -> bytes:
+        """What is there; empty if nothing is, or what was has been taken back."""
+        return bytes(self.store.get(self.key)) if self.store.check([self.key]) else b""
+
+    def write(self, cause: Cause) -> Cause:
+        """Write ``cause`` unless another one came first; returns the one that stands."""
+        return Cause.from_json(self.store.compare_set(self.key, "", cause.to_json()))
+
+    def clone(self) -> Place:
+        """The same place for another thread."""
+        return Place(store=self.store.clone(), key=self.key)
 
 
 class Board:
-    """Where the first cause is written, for all ranks of one schedule.
+    """Where the first cause is written, for all ranks of one schedule and of its replicas.
 
     Args:
-        store: a ``torch.distributed.Store`` that all ranks share; each thread needs a clone of
-            its own.
-        key: names the schedule, alike on all ranks.
-        note_key: where a rank that could not even make its stages has left its cause.
+        places: that of the schedule, whose cause stands; then those of the groups over which
+            stages are replicated, which all of their ranks read and write.
+        note: where a rank that could not even make its stages has left its cause.
 
     Attributes:
         is_lost: whether the store is gone, and with it most likely the process that held it.
     """
 
-    def __init__(self, store: Any, key: str, note_key: str) -> None:
-        self._store = store
-        self._key = key
-        self._note_key = note_key
+    def __init__(self, places: Sequence[Place], note: Place) -> None:
+        self._places = tuple(places)
+        self._note = note
+        # What the note said when it was last read, and since when.
+        self._noted = (b"", 0.0)
         # Once lost, a store stays lost, and asking it again costs a page of log each time.
         self.is_lost = False
 
@@ -40,21 +75,40 @@ class Board:
         """Write ``cause`` unless another one came first; returns the one that stands."""
         if self.is_lost:
             return cause
+        own, *others = self._places
         try:
-            return Cause.from_json(self._store.compare_set(self._key, "", cause.to_json()))
+            cause = own.write(cause)
+            for place in others:
+                place.write(cause)
         except (RuntimeError, dist.DistError):
             self.is_lost = True
-            return cause
+        return cause
 
-    def read(self) -> Cause | None:
-        """The cause, if there is one. Where the store is gone, ``is_lost`` says so."""
+    def read(self, *, patient: bool = False) -> Cause | None:
+        """The cause, if there is one. Where the store is gone, ``is_lost`` says so.
+
+        Args:
+            patient: whether a note has to have stood for a while: its rank may try again.
+        """
         if self.is_lost:
             return None
         try:
-            for key in (self._key, self._note_key):
-                # A note that was taken back is empty.
-                if self._store.check([key]) and (data := self._store.get(key)):
+            for place in self._places:
+                if data := place.read():
                     return Cause.from_json(data)
+            if data := self._note.read():
+                return self._read_note(data, patient=patient)
         except (RuntimeError, dist.DistError):
             self.is_lost = True
         return None
+
+    def _read_note(self, data: bytes, *, patient: bool) -> Cause | None:
+        now = time.monotonic()
+        if self._noted[0] != data:
+            self._noted = (data, now)
+        is_young = now - self._noted[1] < NOTE_GRACE_S
+        return None if patient and is_young else Cause.from_json(data)
+
+    def clone(self) -> Board:
+        """The same board for another thread."""
+        return Board([place.clone() for place in self._places], self._note.clone())

@@ -43,7 +43,7 @@ def flatten_tensors(tensors: Sequence[Tensor | None], likes: Sequence[Tensor]) -
         if tensor is not None:
             part.copy_(tensor)
     present = [tensor is not None for tensor in tensors]
-    flat[-len(likes) :] = torch.tensor(present, dtype=torch.uint8)
+    flat[-len(likes) :] = torch.tensor(present, dtype=torch.uint8, device="cpu")
     return flat
 
 

@@ -76,17 +76,25 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) ->
     return str(text)
 
 
-def gather_state(group: dist.ProcessGroup, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of all ranks in one, on every rank, tensors on the CPU.
+def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of all ranks in one, on every rank: whole tensors, on the CPU.
 
     Args:
-        group: the ranks; every one calls.
-        state: this rank's part.
+        group: the ranks; None where all of them are in this process.
+        state: this rank's part. Every rank calls, and so does every replica that holds shards
+            (DTensors) of the same tensors.
     """
-    mine = {
-        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-    }
+    mine = {name: _whole(value) for name, value in state.items()}
+    if group is None:
+        return mine
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, mine, group=group)
     return {name: value for part in parts for name, value in part.items()}
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    gather = getattr(value, "full_tensor", None)
+    whole: torch.Tensor = value if gather is None else gather()
+    return whole.detach().cpu()

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.schedule.action import Op
+from penstock.stage import device_streams
 from penstock.stage.replay import Replayer
-from penstock.stage.shelf import Shelf
+from penstock.stage.shelf import Copier, Shelf
 from penstock.stage.slots import Slot
 from penstock.stage.stage import Stage
 
@@ -37,8 +38,8 @@ class Keeper:
         self._recomputed = done.get(Op.RECOMPUTE, frozenset())
         self._offloaded = done.get(Op.OFFLOAD, frozenset())
         self._replayer = Replayer(stage.device)
-        copies = bool(self._offloaded) and stage.device.type == "cuda"
-        self._stream = torch.cuda.Stream(stage.device) if copies else None  # type: ignore[no-untyped-call]
+        streams = device_streams.streams_of(stage.device) if self._offloaded else None
+        self._copier = Copier(streams) if streams is not None else None
 
     def forward_for(
         self, microbatch: int, forward: Callable[[Slot], None]
@@ -76,7 +77,7 @@ class Keeper:
     def _collect(self, slot: Slot, forward: Callable[[Slot], None]) -> None:
         module = self._stage.submod
         stays: list[Tensor] = [*module.parameters(), *module.buffers(), *(slot.arrival or ())]
-        slot.shelf = Shelf(self._stage.device, stays, self._stream)
+        slot.shelf = Shelf(self._stage.device, stays, self._copier)
         with slot.shelf.collecting():
             forward(slot)
 

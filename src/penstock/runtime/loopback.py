@@ -7,10 +7,12 @@ message that is not there when it is waited for is therefore a fault of ours, no
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import InternalError, PenstockError
@@ -111,11 +113,20 @@ class LoopbackTransport:
         # One process: every rank is built from the same arguments, so all would say the same.
         return [note] * self.num_ranks
 
+    def introduce(self, peers: Iterable[int]) -> None:
+        pass
+
     def relax(self, relaxed: bool) -> None:
         pass
 
     def drain(self) -> None:
         pass
+
+    def join_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        pass
+
+    def among_replicas(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def fail(self, error: BaseException) -> PenstockError | None:
         return None

@@ -98,6 +98,11 @@ def _split_leaf(leaf: Any, chunks: int, spec: TensorChunkSpec | None) -> Sequenc
     if not isinstance(spec, TensorChunkSpec):
         raise ValueError(f"a chunk spec holds {spec!r}; use TensorChunkSpec(dim) or None")
     rows = leaf.size(spec.split_dim)
+    if not rows:
+        raise ValueError(
+            f"a tensor of shape {tuple(leaf.shape)} has no rows along dimension {spec.split_dim}: "
+            "there is nothing to train on"
+        )
     if rows < chunks:
         raise ValueError(
             f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "

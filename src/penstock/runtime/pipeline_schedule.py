@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import PenstockError, ScheduleError, StageError
+from penstock.errors import ScheduleError, StageError
 from penstock.partition.tied import Tie
 from penstock.runtime.batch import Batch
 from penstock.runtime.c10d import C10dTransport
@@ -37,8 +38,8 @@ __all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSchedule"]
 LossFn = Callable[..., Any]
 DEFAULT_TIMEOUT_S = 600.0
 
-# Schedules made so far per group: every rank makes them in the same order, so the count names
-# them alike everywhere.
+# Schedules made so far per group, not counting those that could not be: every rank makes them in
+# the same order, so the count names them alike everywhere, also where one had to try again.
 _num_made: Counter[str] = Counter()
 
 
@@ -60,6 +61,9 @@ class PipelineSchedule:
         microbatch_rng: whether stages draw random numbers (dropout) as the plain loop does in which
             ``penstock.microbatch_rng`` stands around each forward: whatever the schedule, the cut
             and the number of ranks. If not, each rank draws in the order in which it runs.
+        overlap: whether the forward and the backward of a block (DualPipe's, DualPipeV's) run side
+            by side on two streams, where the device has streams. If not, they run in turn, as on
+            the CPU. Hooks must not write what other stages read.
         sequence_dim: along which dimension of inputs, targets and outputs sequences run, where
             the program splits them (``Program.num_splits``); tensors with fewer dimensions go to
             every piece as they are.
@@ -97,6 +101,7 @@ class PipelineSchedule:
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
         microbatch_rng: bool = False,
+        overlap: bool = False,
         sequence_dim: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
@@ -110,16 +115,17 @@ class PipelineSchedule:
         self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
-        if transports is None:
-            with announced(default_group()):
-                transports = _transports(stages, timeout_s)
         options = Options(
             loss_fn=loss_fn,
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             microbatch_rng=microbatch_rng,
+            overlap=overlap,
         )
-        try:
+        group = _group_of(stages)
+        # The other ranks may be waiting for this one in their first step.
+        with announced(group):
+            transports = transports or _transports(stages, group, timeout_s)
             check_indices(stages)
             if loss_fn is not None and not callable(loss_fn):
                 raise ScheduleError(
@@ -131,11 +137,8 @@ class PipelineSchedule:
             by_index = {s.stage_index: s for s in stages}
             ties = shared or stages[0].ties
             self.engine = Engine(program, by_index, transports, options, ties)
-        except PenstockError as error:
-            # The other ranks may be waiting for this one in their first step.
-            for transport in transports:
-                transport.fail(error)
-            raise
+        if group is not None:
+            _num_made[group.group_name] += 1
         self._trains = self.has_loss and self.engine.has_backward
         for stage in stages:
             stage.chunks = n_microbatches
@@ -327,7 +330,15 @@ def check_indices(stages: Sequence[PipelineStage]) -> None:
         raise ScheduleError(f"the stages are in the order {indices}; pass them in rising order")
 
 
-def _transports(stages: Sequence[PipelineStage], timeout_s: float) -> list[Transport]:
+def _group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
+    """The pipeline's group, whatever was passed for the stages."""
+    first = next(iter(stages), None) if isinstance(stages, Sequence) else stages
+    return first.group if isinstance(first, PipelineStage) else default_group()
+
+
+def _transports(
+    stages: Sequence[PipelineStage], group: dist.ProcessGroup | None, timeout_s: float
+) -> list[Transport]:
     if isinstance(stages, PipelineStage):
         raise ScheduleError(
             "a PipelineStage was given alone, expected a list of this rank's stages"
@@ -340,10 +351,7 @@ def _transports(stages: Sequence[PipelineStage], timeout_s: float) -> list[Trans
                 f"a {type(stage).__name__} was given as a stage, expected a PipelineStage "
                 "(schedules with one stage per rank take it alone, the others in a list)"
             )
-    group = stages[0].group
     if group is None or group.size() == 1:
         return list(loopback(1))
-    name = group.group_name
-    _num_made[name] += 1
-    key = f"{name}/{_num_made[name]}"
-    return [C10dTransport(group, stages[0].device, key, timeout_s)]
+    number = _num_made[group.group_name]
+    return [C10dTransport(group, stages[0].device, number, timeout_s)]

@@ -10,17 +10,15 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, assert_never
 
-import optree
-import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from penstock.errors import BoundaryError, StageError
+from penstock.errors import BoundaryError
 from penstock.runtime.batch import Batch
 from penstock.runtime.call import Call
+from penstock.runtime.ending import Ending
 from penstock.runtime.inbox import Inbox
 from penstock.runtime.keeping import Keeper
-from penstock.runtime.loss import scalar_loss
+from penstock.runtime.lanes import Lanes
 from penstock.runtime.role import Role
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Action, Op
@@ -46,6 +44,7 @@ class Player:
             has it: INPUT_GRAD leaves weight gradients to W, RECOMPUTE and OFFLOAD are the keeper's.
         arrived: for each action that waits for a message, how many of its rank's messages to the
             sender have arrived by then (see ``schedule.acknowledgements``).
+        lanes: the streams that its calls run on, where there are several.
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
@@ -60,6 +59,7 @@ class Player:
         inboxes: dict[int, Inbox],
         done: Mapping[Op, Set[int]],
         arrived: Mapping[Action, int],
+        lanes: Lanes | None = None,
     ) -> None:
         self.stage = stage
         # Whether the model's inputs enter here, and whether its outputs leave.
@@ -68,12 +68,13 @@ class Player:
         # Between steps a batch that holds nothing: the step's tensors are the caller's again.
         self._no_batch = self.batch = Batch(num_microbatches)
         self._role = role
-        self._needs_target = role.needs_target
+        self._ending = Ending(role)
         self._transport = transport
         self._inboxes = inboxes
         self._deferred = done.get(Op.INPUT_GRAD, frozenset())
         self._keeper = Keeper(stage, done)
         self._arrived = arrived
+        self._lanes = lanes
         self.replicas: Replicas | None = None
         # Each neighbour is a player on this rank, or a peer with its inbox, or neither.
         self._before: Player | None = None
@@ -85,7 +86,6 @@ class Player:
         self._out_specs: dict[int, BoundarySpec] = {}
         self._grads_out: dict[int, tuple[bool, ...]] = {}
         self._grads_in: dict[int, tuple[bool, ...]] = {}
-        self._seeds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def connect(self, before: Player | int | None, after: Player | int | None) -> None:
         """Set the neighbours: a player on this rank, a peer's rank, or none."""
@@ -174,7 +174,8 @@ class Player:
 
     def _unshard(self) -> None:
         if self.replicas is not None:
-            self.replicas.unshard()
+            with self._transport.among_replicas():
+                self.replicas.unshard()
 
     def _reshard(self) -> None:
         if self.replicas is not None:
@@ -182,7 +183,8 @@ class Player:
 
     def _reduce_grads(self) -> None:
         if self.replicas is not None:
-            self.replicas.reduce_grads()
+            with self._transport.among_replicas():
+                self.replicas.reduce_grads()
 
     # --- forward -----------------------------------------------------------------------------
 
@@ -214,6 +216,8 @@ class Player:
         tensors, spec = slot.arrival, slot.in_spec
         slot.arrival = None
         assert spec is not None
+        if self._lanes is not None:
+            self._lanes.adopt(tensors)
         return self.stage.enter(slot, tensors, spec)
 
     def _run(self, slot: Slot) -> Any:
@@ -224,7 +228,7 @@ class Player:
     def _forward(self, slot: Slot) -> None:
         output = self._run(slot)
         if self._is_last:
-            self._finish(slot, output)
+            self._ending.take(slot, output, self.batch)
         else:
             self._pass_on(slot, output)
 
@@ -232,7 +236,8 @@ class Player:
         """Run the forward for its graph alone: what it gave has been passed on already."""
         output = self._run(slot)
         if self._is_last:
-            self._finish(slot, output)  # what is known of the batch is found once more, the same
+            # What is known of the batch is found once more, the same.
+            self._ending.take(slot, output, self.batch)
         else:
             assert slot.spec is not None
             self.stage.leave(slot, output, slot.spec)
@@ -265,45 +270,6 @@ class Player:
             slot.note = None
         self._transport.send(peer.peer, slot.spec.pack(slot.outgoing))
         slot.outgoing = None
-
-    # --- loss --------------------------------------------------------------------------------
-
-    def _finish(self, slot: Slot, output: Any) -> None:
-        batch = self.batch
-        mb = slot.microbatch
-        if batch.keep_outputs:
-            batch.outputs[mb] = _detached(output)
-        if self._role.loss_fn is None:
-            return
-        if batch.targets is None and self._needs_target:
-            return  # an evaluation of outputs alone
-        target = None if batch.targets is None else batch.targets[mb]
-        against = () if target is None and not self._needs_target else (target,)
-        result = self._role.loss_fn(output, *against, **batch.loss_kwargs)
-        if result is None and not self._role.train:
-            return
-        if isinstance(result, tuple) and len(result) == 2:
-            result, batch.metrics[mb] = result
-        loss = scalar_loss(result)
-        batch.losses[mb] = loss.detach()
-        if not self._role.train:
-            return
-        if not loss.requires_grad:
-            raise StageError(
-                "the loss does not depend on any parameter that requires grad, or the loss "
-                "function detached it"
-            )
-        slot.roots = (get_gradient_edge(loss),)
-        slot.grad_arrival = (self._seed(loss),)
-
-    def _seed(self, loss: Tensor) -> Tensor:
-        """The gradient that the backward starts from: scaling the loss, not the gradients."""
-        key = (loss.dtype, loss.device)
-        if key not in self._seeds:
-            one = torch.ones((), dtype=loss.dtype, device=loss.device)
-            # Divided in the loss's own dtype, as (loss / n).backward() would.
-            self._seeds[key] = one / self._role.loss_divisor
-        return self._seeds[key]
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -338,14 +304,19 @@ class Player:
         slot.grad_arrival = slot.spec.unpack_grads(tensors)
 
     def _backward(self, slot: Slot) -> None:
-        grads, slot.grad_arrival = slot.grad_arrival, None
-        self.stage.backward(slot, grads)
+        self.stage.backward(slot, self._take_grads(slot))
         self._pass_back(slot)
 
     def _input_grad(self, slot: Slot) -> None:
-        grads, slot.grad_arrival = slot.grad_arrival, None
-        self.stage.input_grad(slot, grads)
+        self.stage.input_grad(slot, self._take_grads(slot))
         self._pass_back(slot)
+
+    def _take_grads(self, slot: Slot) -> Sequence[Tensor | None]:
+        grads: Sequence[Tensor | None] = slot.grad_arrival
+        slot.grad_arrival = None
+        if self._lanes is not None:
+            self._lanes.adopt(grads)
+        return grads
 
     def _pass_back(self, slot: Slot) -> None:
         if self._is_first:
@@ -383,11 +354,3 @@ class Player:
             if grad is not None:
                 sent.append(spec.metas[i].pack(grad))
         return sent
-
-
-def _detached(output: Any) -> Any:
-    return optree.tree_map(
-        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
-        output,
-        namespace="penstock",
-    )

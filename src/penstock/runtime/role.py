@@ -22,12 +22,14 @@ class Role:
         loss_fn: ``loss_fn(output, target)`` gives a scalar, or ``(scalar, metrics)``.
         loss_divisor: what each microbatch's loss is divided by in the backward.
         dynamic_shapes: whether shapes may change from microbatch to microbatch.
+        overlap: whether forward and backward of a block run side by side, where they can.
     """
 
     train: bool
     loss_fn: LossFn | None
     loss_divisor: int
     dynamic_shapes: bool
+    overlap: bool = False
 
     @property
     def needs_target(self) -> bool:

@@ -145,6 +145,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
         *,
         dynamic_shapes: bool = False,
         microbatch_rng: bool = False,
+        overlap: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
     ) -> None:
@@ -158,6 +159,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             microbatch_rng=microbatch_rng,
+            overlap=overlap,
             timeout_s=timeout_s,
             shared=shared,
         )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PartitionError
 from penstock.partition.tied import Tie
 from penstock.schedule.placement import Placement
+from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 
 __all__ = ["Groups", "groups_of", "named_tensors"]
 
@@ -100,29 +100,15 @@ def named_tensors(module: nn.Module, stage: int, name: str, buffers: bool) -> di
     Raises:
         PartitionError: there is nothing of that name.
     """
-    plain = _unwrapped(module)
-    if dict(plain.named_parameters(remove_duplicate=False)).keys() & {name}:
-        return {} if buffers else {"": plain.get_parameter(name)}
+    params = {plain_name(module, n): p for n, p in module.named_parameters(remove_duplicate=False)}
+    if name in params:
+        return {} if buffers else {"": params[name]}
     try:
-        within = plain.get_submodule(name)
+        within = unwrapped(module).get_submodule(name)
     except AttributeError:
-        known = [known for known, _ in plain.named_parameters()]
-        shown = ", ".join(known[:6]) + (", …" if len(known) > 6 else "")
+        shown = ", ".join([*params][:6]) + (", …" if len(params) > 6 else "")
         raise PartitionError(
             f"stage {stage} has neither a parameter nor a module {name!r}; its parameters are: "
             f"{shown or 'none'}"
         ) from None
-    listed = within.named_buffers if buffers else within.named_parameters
-    return dict(listed())
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module that a wrapper around the whole stage holds: names are its."""
-    inner = module
-    while True:
-        if isinstance(inner, DistributedDataParallel):
-            inner = inner.module
-        elif isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):
-            inner = compiled
-        else:
-            return inner
+    return dict(named_plainly(within, buffers=buffers))

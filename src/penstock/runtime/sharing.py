@@ -65,8 +65,16 @@ class Sharing:
         self._transport = transports[0] if len(transports) < placement.num_ranks else None
         self._submods: list[nn.Module] = []
         self._params: tuple[Shared, ...] = ()
+        self._introduce()
         self._resolve()
         self._tell()
+
+    def _introduce(self) -> None:
+        if self._transport is not None:
+            for number in range(len(self._groups.every)):
+                ranks = set(self._groups.ranks(number, self._placement))
+                if self._transport.rank in ranks:
+                    self._transport.introduce(ranks - {self._transport.rank})
 
     def _tell(self) -> None:
         """Say once, in the process of the first stage, which way is taken."""

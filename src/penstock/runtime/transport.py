@@ -7,10 +7,12 @@ plane*, likewise in order. Nothing here knows stages, microbatches or programs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PenstockError
@@ -83,6 +85,11 @@ class Transport(Protocol):
         """Every rank's note, by rank; every rank calls it."""
         ...
 
+    def introduce(self, peers: Iterable[int]) -> None:
+        """Messages will go to and come from these ranks, each of which is told so as well: be
+        connected with them before the next step."""
+        ...
+
     def relax(self, relaxed: bool) -> None:
         """Whether sends may pile up: while receives are posted late, waiting for one could
         block both ends."""
@@ -90,6 +97,15 @@ class Transport(Protocol):
 
     def drain(self) -> None:
         """Wait until all that was sent is gone."""
+        ...
+
+    def join_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Share failures with the ranks of these groups, too: stages here are replicated or
+        sharded over them."""
+        ...
+
+    def among_replicas(self) -> AbstractContextManager[None]:
+        """What is waited for within is those ranks: by torch, under the eye of this transport."""
         ...
 
     def fail(self, error: BaseException) -> PenstockError | None:

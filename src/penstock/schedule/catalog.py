@@ -165,11 +165,9 @@ def family(name: str) -> Family:
         known = schedules()
         written = {_normal(n): each.name for each in known for n in (each.name, *each.aliases)}
         near = get_close_matches(_normal(name), written, n=1)
-        hint = f"did you mean {written[near[0]]!r}? " if near else ""
+        hint = f"did you mean {written[near[0]]!r}? The" if near else "the"
         names = ", ".join(each.name for each in known)
-        raise ScheduleError(
-            f"there is no schedule {name!r}; {hint}The schedules are: {names}{faults}"
-        )
+        raise ScheduleError(f"there is no schedule {name!r}; {hint} schedules are: {names}{faults}")
     return found
 
 

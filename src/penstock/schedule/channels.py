@@ -22,7 +22,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.coding import Coded, Tables
 from penstock.schedule.rules import RECEIVE_FOR
 
-__all__ = ["Channels", "waits"]
+__all__ = ["TWO_WAY", "Channels", "waits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,10 @@ class Channels:
             raise ScheduleError(
                 f"Channels(capacity={given!r}): expected a whole number from 0 on, or None"
             )
+
+
+TWO_WAY = Channels()
+"""What the runtime needs: it counts neither on room for messages nor on one order for both ways."""
 
 
 def waits(coded: Coded, channels: Channels) -> tuple[Tables, dict[int, list[int]]]:

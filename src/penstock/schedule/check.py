@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Op
-from penstock.schedule.channels import Channels, waits
-from penstock.schedule.coding import Coded, encode
+from penstock.schedule.channels import TWO_WAY, Channels, waits
+from penstock.schedule.coding import Coded
 from penstock.schedule.counterexample import circle_of, order_of
 from penstock.schedule.diagnosis import (
     Problem,
@@ -37,6 +37,7 @@ from penstock.schedule.diagnosis import (
     stuck_problems,
     text_of,
 )
+from penstock.schedule.encoding import encode
 from penstock.schedule.play import Player
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COPIES, COVERS, RECEIVE_FOR, TRANSFERS
@@ -45,11 +46,9 @@ from penstock.schedule.upkeep import keeping_problems, reduction_problems, shard
 __all__ = ["Problem", "check", "problems"]
 
 _SHOWN = 20
-# What the runtime needs: it neither counts on room for messages, nor on one order for both ways.
-_RUNTIME = Channels()
 
 
-def check(program: Program, channels: Channels = _RUNTIME) -> CheckedProgram:
+def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
     """Prove that a program is right, or say all that is wrong with it.
 
     Args:
@@ -74,7 +73,7 @@ def check(program: Program, channels: Channels = _RUNTIME) -> CheckedProgram:
         Traceback (most recent call last):
         penstock.errors.ScheduleError: rank 1, action 1B0: program 'csv' has 2 problems:
           rank 1, step 0 (1B0): 1B0 needs 1F0, which comes only at step 1
-          rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1I0 (its step 0), ...
+          rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1B0 (its step 0), ...
     """
     found, drawn = _examine(program, channels)
     if found:
@@ -92,7 +91,7 @@ def check(program: Program, channels: Channels = _RUNTIME) -> CheckedProgram:
     )
 
 
-def problems(program: Program, channels: Channels = _RUNTIME) -> tuple[Problem, ...]:
+def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, ...]:
     """Everything that is wrong with a program.
 
     What makes the rest meaningless comes first and alone: steps that can't be, then actions that

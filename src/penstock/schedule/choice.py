@@ -8,6 +8,7 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
+from penstock.schedule.words import number_of
 
 __all__ = ["choose_program", "copies_of"]
 
@@ -66,8 +67,8 @@ def choose_program(
     num_ranks = infer_ranks(num_stages, virtual) if known is None else known
     if num_stages is not None and num_stages != num_ranks * virtual:
         raise ScheduleError(
-            f"{num_stages} stages, but {schedule} on {num_ranks} ranks with {virtual} per rank "
-            f"needs {num_ranks * virtual}; change split, ranks or virtual"
+            f"{number_of(num_stages, 'stage')}, but {schedule} on {number_of(num_ranks, 'rank')} "
+            f"with {virtual} per rank needs {num_ranks * virtual}; change split, ranks or virtual"
         )
     return build(
         schedule,
@@ -93,7 +94,8 @@ def refuse_misfits(
         )
     if world not in (None, program.num_ranks):
         raise ScheduleError(
-            f"the program given as schedule is for {program.num_ranks} ranks, but there are {world}"
+            f"the program given as schedule is for {number_of(program.num_ranks, 'rank')}, but "
+            f"there are {world}"
         )
     has_stages = program.placement.num_model_stages
     per_rank = has_stages / program.num_ranks
@@ -114,7 +116,7 @@ def infer_ranks(num_stages: int | None, virtual: int) -> int:
         raise ScheduleError("say on how many ranks to run: pass ranks=, or split= with the stages")
     if num_stages % virtual:
         raise ScheduleError(
-            f"{num_stages} stages can't be laid on ranks {virtual} by {virtual}; "
+            f"{number_of(num_stages, 'stage')} can't be laid on ranks {virtual} by {virtual}; "
             "pass a split whose length is a multiple of it"
         )
     return num_stages // virtual

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from penstock.schedule.action import Action
 from penstock.schedule.coding import Coding
 from penstock.schedule.play import Player
 from penstock.schedule.program import Program
@@ -45,8 +46,8 @@ def circle_of(program: Program, player: Player, coding: Coding) -> str:
     rows = []
     for place, rank in enumerate(circle):
         before, after = circle[place - 1], circle[(place + 1) % len(circle)]
-        steps = _steps_to(program, rank, player.positions[rank], coding, waits[before][rank])
-        awaited = coding.action(waits[rank][after])
+        steps = _steps_to(program, player, rank, coding.action(waits[before][rank]))
+        awaited, _ = _giver(program, player, after, coding.action(waits[rank][after]))
         whose = "its own" if after == rank else f"rank {after}"
         rows.append((f"rank {rank}", steps, f"waits for {awaited} of {whose}"))
     title = "\n  the shortest circle of waiting, the step that each rank is at in brackets:"
@@ -95,18 +96,21 @@ def _circle_from(start: int, waits: _Waits) -> list[int]:
     return [*waits, start]
 
 
-def _steps_to(program: Program, rank: int, at: int, coding: Coding, awaited: int) -> str:
+def _giver(program: Program, player: Player, rank: int, wanted: Action) -> tuple[Action, int]:
+    """What gives an awaited action on its rank, such as B where I is awaited, and at which step."""
+    at = player.positions[rank]
+    for index, step in enumerate(program.ranks[rank][at:], at):
+        for part in step.parts:
+            alike = (part.stage, part.microbatch) == (wanted.stage, wanted.microbatch)
+            if alike and wanted.op in (part.op, *COVERS.get(part.op, ())):
+                return part, index
+    return wanted, at
+
+
+def _steps_to(program: Program, player: Player, rank: int, wanted: Action) -> str:
     """The steps of a rank from a little before the one that it is at to an awaited one."""
-    steps, wanted = program.ranks[rank], coding.action(awaited)
-
-    def gives(index: int) -> bool:
-        return any(
-            (part.stage, part.microbatch) == (wanted.stage, wanted.microbatch)
-            and wanted.op in (part.op, *COVERS.get(part.op, ()))
-            for part in steps[index].parts
-        )
-
-    last = next((index for index in range(at, len(steps)) if gives(index)), at)
+    steps, at = program.ranks[rank], player.positions[rank]
+    _, last = _giver(program, player, rank, wanted)
     begin = max(0, at - _BEFORE)
     words = ["…"] if begin else []
     words += [str(step) for step in steps[begin:at]]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.coding import Coding, fault_of
+from penstock.schedule.coding import Coding
+from penstock.schedule.encoding import fault_of
 from penstock.schedule.play import Player
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
+from penstock.schedule.words import number_of
 
 __all__ = [
     "Problem",
@@ -28,6 +31,8 @@ __all__ = [
 
 # For an action: the rank that takes it and the index of its step there.
 Place = tuple[int, int]
+# What gives an action (itself, or B for I and W), and where it is.
+_Providers: TypeAlias = dict[Action, tuple[Action, Place]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +62,22 @@ class Problem:
 def size_problems(program: Program) -> list[Problem]:
     """A number of ranks or microbatches that can't be."""
     messages = []
+    microbatches = number_of(program.num_microbatches, "microbatch")
     if program.num_ranks != program.placement.num_ranks:
         messages.append(
-            f"steps for {program.num_ranks} ranks, but the placement has "
+            f"steps for {number_of(program.num_ranks, 'rank')}, but the placement has "
             f"{program.placement.num_ranks}"
         )
     if program.num_microbatches < 1:
-        messages.append(f"{program.num_microbatches} microbatches; a step takes at least one")
+        messages.append(f"{microbatches}; a step takes at least one")
     elif program.num_microbatches < program.placement.copies:
         messages.append(
-            f"{program.num_microbatches} microbatches for {program.placement.copies} copies of "
-            "the model; each copy takes at least one"
+            f"{microbatches} for {number_of(program.placement.copies, 'copy')} of the "
+            "model; each copy takes at least one"
         )
     if program.num_splits < 1 or program.num_microbatches % program.num_splits:
         messages.append(
-            f"{program.num_microbatches} microbatches for num_splits={program.num_splits}: each "
+            f"{microbatches} for num_splits={program.num_splits}: each "
             "sequence is so many of them, at least one"
         )
     elif program.num_splits > 1 and program.placement.copies > 1:
@@ -193,19 +199,18 @@ def stuck_problems(program: Program, player: Player, coding: Coding) -> list[Pro
         player: its play, stuck.
         coding: the numbering of the codes.
     """
-    providers: dict[Action, Place] = {}
+    providers: _Providers = {}
     for act, place in _taken(program):
-        providers[act] = place
+        providers[act] = act, place
         for op in COVERS.get(act.op, ()):
-            providers[action(act.stage, op, act.microbatch)] = place
+            providers[action(act.stage, op, act.microbatch)] = act, place
     found = [*_backwards(program, providers)]
     told = {(problem.rank, problem.step) for problem in found}
     for rank, awaited in enumerate(player.awaits):
         step = player.positions[rank]
         if awaited is None or (rank, step) in told:
             continue
-        wanted = coding.action(awaited)
-        other, there = providers[wanted]
+        wanted, (other, there) = providers[coding.action(awaited)]
         reached = player.positions[other]
         verb = "post" if wanted.op in (Op.RECV_F, Op.RECV_B) else "do"
         message = (
@@ -216,7 +221,7 @@ def stuck_problems(program: Program, player: Player, coding: Coding) -> list[Pro
     return found
 
 
-def _backwards(program: Program, providers: dict[Action, Place]) -> Iterator[Problem]:
+def _backwards(program: Program, providers: _Providers) -> Iterator[Problem]:
     """Steps that stand before something that they need of their own rank."""
     transfers = any(act.op in TRANSFERS for act in providers)
     for act, (rank, step) in _taken(program):
@@ -226,10 +231,10 @@ def _backwards(program: Program, providers: dict[Action, Place]) -> Iterator[Pro
             if needed not in providers:
                 yield _at(program, rank, step, f"{act} needs {needed}, which is not in the program")
                 continue
-            other, there = providers[needed]
+            giver, (other, there) = providers[needed]
             if other == rank and there >= step:
                 late = "is in the same block" if there == step else f"comes only at step {there}"
-                yield _at(program, rank, step, f"{act} needs {needed}, which {late}")
+                yield _at(program, rank, step, f"{act} needs {giver}, which {late}")
 
 
 def _taken(program: Program) -> Iterator[tuple[Action, Place]]:

@@ -6,6 +6,10 @@ them by users, is in ``penstock.schedule.catalog``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from inspect import getdoc
+from sys import modules
+
 from penstock.schedule.builders.chimera import chimera
 from penstock.schedule.builders.chimera import nearest as nearest_chimera
 from penstock.schedule.builders.dualpipe import dualpipe
@@ -34,7 +38,7 @@ from penstock.schedule.family import Arrangement, Family
 
 __all__ = ["FAMILIES"]
 
-_GROUP = "how many microbatches go round the loop together"
+_GROUP = "the most microbatches that go round the loop together"
 _AHEAD = "how many computations a reload is asked for ahead of its backward"
 _COSTS = {
     "forward": "what a forward costs: a number, or one per stage",
@@ -42,7 +46,7 @@ _COSTS = {
     "weight_grad": "what a weight gradient costs: a number, or one per stage",
 }
 
-FAMILIES = (
+_ROWS = (
     Family(
         name="forward-only",
         builder=forward_only,
@@ -262,7 +266,7 @@ FAMILIES = (
         arrangement=Arrangement.V_SHAPE,
         default_virtual=2,
         virtuals=(2,),
-        summary="forwards and backwards in blocks over a V-shape, run in turn",
+        summary="forwards and backwards in blocks over a V-shape",
         source="arXiv:2412.19437",
     ),
     Family(
@@ -287,4 +291,10 @@ FAMILIES = (
         rule="even P, M ≥ 2",
         nearest=nearest_chimera,
     ),
+)
+
+FAMILIES = tuple(
+    # The docstring of a builder's module draws a timeline, and has formulas and the source.
+    replace(row, doc=getdoc(modules[row.builder.__module__]) or "")
+    for row in _ROWS
 )

@@ -41,6 +41,7 @@ class Family:
         default_virtual: stages per rank where none is asked for.
         virtuals: the numbers of stages per rank that work, rising; None for any.
         summary: one line for people.
+        doc: more for people: a timeline drawn, formulas, the source.
         source: where the method was published.
         aliases: other names, beside those that differ in case, separators or a leading
             "Schedule" alone.
@@ -63,6 +64,7 @@ class Family:
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     rule: str = ""
     splits_sequences: bool = False
+    doc: str = field(default="", repr=False)
     nearest: Callable[[int, int], tuple[int, int]] = _the_same
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from penstock.schedule.action import Step
 from penstock.schedule.check import check
-from penstock.schedule.coding import encode
+from penstock.schedule.encoding import encode
 from penstock.schedule.play import Player
 from penstock.schedule.program import CheckedProgram, Program
 

@@ -20,6 +20,7 @@ from penstock.schedule.catalog import add, refuse_no_name
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
+from penstock.schedule.words import number_of
 
 __all__ = ["schedule"]
 
@@ -70,7 +71,7 @@ def schedule(
         '0F0 0B0 0F1 0B1'
         >>> build("doctest-one-rank", ranks=2, microbatches=2)
         Traceback (most recent call last):
-        penstock.errors.ScheduleError: doctest-one-rank made a program for 1 ranks and 2 \
+        penstock.errors.ScheduleError: doctest-one-rank made a program for 1 rank and 2 \
 microbatches, asked for 2 and 2
         >>> remove("doctest-one-rank")
     """
@@ -92,7 +93,8 @@ microbatches, asked for 2 and 2
             own = parameters["virtual"].default if several else 1
             usual = own if isinstance(own, int) else 2
         laid = Arrangement.LOOPED if several or usual > 1 else Arrangement.LINEAR
-        text = (inspect.getdoc(builder) or "").strip().partition("\n")[0].rstrip(".")
+        doc = (inspect.getdoc(builder) or "").strip()
+        text = doc.partition("\n")[0].rstrip(".")
         add(
             Family(
                 name=name,
@@ -103,6 +105,7 @@ microbatches, asked for 2 and 2
                 summary=text if summary is None else summary,
                 source=source,
                 aliases=aliases,
+                doc=doc,
                 options={each: "" for each in parameters if each not in _GIVEN},
             )
         )
@@ -134,8 +137,8 @@ def _verified(name: str, builder: Callable[..., Program]) -> Callable[..., Progr
         whole = made.num_whole_microbatches
         if (made.num_ranks, whole) != (ranks, microbatches):
             raise ScheduleError(
-                f"{name} made a program for {made.num_ranks} ranks and {whole} "
-                f"microbatches, asked for {ranks} and {microbatches}"
+                f"{name} made a program for {number_of(made.num_ranks, 'rank')} and "
+                f"{number_of(whole, 'microbatch')}, asked for {ranks} and {microbatches}"
             )
         return check(replace(made, name=name))
 

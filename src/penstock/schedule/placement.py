@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
+from penstock.schedule.words import number_of
 
 __all__ = ["Placement", "bidirectional", "linear", "looped", "v_shape", "wave"]
 
@@ -53,14 +54,14 @@ class Placement:
         wanted = set(range(self.num_ranks))
         if held != wanted:
             raise ScheduleError(
-                f"placement {self.stage_ranks} on {self.num_ranks} ranks: "
+                f"placement {self.stage_ranks} on {number_of(self.num_ranks, 'rank')}: "
                 f"ranks without a stage {sorted(wanted - held)}, "
                 f"ranks that do not exist {sorted(held - wanted)}"
             )
         if self.copies < 1 or len(self.stage_ranks) % self.copies:
             raise ScheduleError(
-                f"placement {self.stage_ranks}: {len(self.stage_ranks)} stages can't be "
-                f"{self.copies} copies of a model; each copy has as many stages"
+                f"placement {self.stage_ranks}: {number_of(len(self.stage_ranks), 'stage')} can't "
+                f"be {number_of(self.copies, 'copy')} of a model; each copy has as many stages"
             )
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.schedule.action import Action, Op, Step
+from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.placement import Placement
 
 __all__ = ["Program", "CheckedProgram"]
@@ -50,6 +50,11 @@ class Program:
     def num_stages(self) -> int:
         """Number of stages."""
         return self.placement.num_stages
+
+    @property
+    def blocks(self) -> tuple[Overlap, ...]:
+        """The forwards and backwards that ranks run as one step, rank by rank."""
+        return tuple(s for steps in self.ranks for s in steps if isinstance(s, Overlap))
 
     @property
     def has_transfers(self) -> bool:

@@ -23,6 +23,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.step_text import format_step, parse_action, parse_step
+from penstock.schedule.words import number_of
 
 __all__ = [
     "format_csv",
@@ -210,8 +211,8 @@ def _parse(
         placement = _placement_of(ranks, source)
     elif len(ranks) != placement.num_ranks:
         raise ScheduleError(
-            f"{source}{len(ranks)} rows; the placement has {placement.num_ranks} ranks, and each "
-            "takes a line"
+            f"{source}{number_of(len(ranks), 'row')}; the placement has "
+            f"{number_of(placement.num_ranks, 'rank')}, and each takes a line"
         )
     if num_microbatches is None:
         used = [a.microbatch for steps in ranks for step in steps for a in step.parts]
@@ -250,7 +251,8 @@ def _refuse_far_numbers(ranks: tuple[tuple[Step, ...], ...], source: str) -> Non
                 if number >= most:
                     raise ScheduleError(
                         f"{source}row {rank + 1}, {act}: {what} {number} in a text of "
-                        f"{most - 1000} actions; each {what} from 0 on takes one at least",
+                        f"{number_of(most - 1000, 'action')}; each {what} from 0 on takes one at "
+                        "least",
                         where=Where(rank=rank, action=str(act)),
                     )
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import get_args
 
 from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement, looped, wave
+from penstock.schedule.words import number_of
 from penstock.search.problem import Objective, Problem, slack
+from penstock.search.relief import Relief, least_relieved, reliefs
 from penstock.simulate.costs import Costs
 
-__all__ = ["problems_of"]
+__all__ = ["can_offload", "problems_of"]
 
 
 def problems_of(
@@ -24,8 +26,12 @@ def problems_of(
     memory_limit: float | None,
     objective: Objective,
     placements: Sequence[Placement] | None,
+    allowed: Sequence[Relief],
 ) -> tuple[Problem, ...]:
     """A problem for each placement on which the limit can be met; arguments as for ``search``.
+
+    Where programs may be relieved of activations these are all placements: what the least is that
+    they hold is known when they are found.
 
     Raises:
         ScheduleError: what is asked for makes no sense, or can't be.
@@ -45,12 +51,33 @@ def problems_of(
     limit = math.inf if memory_limit is None else _limit(memory_limit)
     problems = [_problem(costs, each, microbatches, limit, objective) for each in placements]
     least = min(max(problem.least_memory) for problem in problems)
-    if least > limit + slack(limit):
-        raise ScheduleError(
-            f"search: no program meets memory_limit={memory_limit:g}: on some rank one microbatch "
-            f"alone holds {least:g}; give at least that, or fewer stages per rank"
-        )
-    return tuple(p for p in problems if max(p.least_memory) <= limit + slack(limit))
+    relieved = {relief.name: least_relieved(problems, relief) for relief in allowed}
+    if min(least, *relieved.values(), least) > limit + slack(limit):
+        raise ScheduleError(_too_little(problems, limit, least, relieved))
+    return tuple(problem for problem in problems if allowed or problem.can_be_met)
+
+
+def _too_little(
+    problems: Sequence[Problem], limit: float, least: float, relieved: Mapping[str, float]
+) -> str:
+    """What to say of a limit that no program meets."""
+    text = (
+        f"search: no program meets memory_limit={limit:g}: on some rank one microbatch alone "
+        f"holds {least:g}"
+    )
+    for name, amount in relieved.items():
+        text += f", with {name} {amount:g}"
+    text += "; give at least that, or fewer stages per rank"
+    for relief in reliefs(recompute=True, offload=can_offload(problems[0].costs)):
+        would = least if relief.name in relieved else least_relieved(problems, relief)
+        if would < min(least, *relieved.values(), least):
+            text += f"; with {relief.argument}=True, {would:g} would do"
+    return text
+
+
+def can_offload(costs: Costs) -> bool:
+    """Whether costs say what offload costs."""
+    return any(each is not None for each in (costs.offload, costs.reload, costs.offload_bandwidth))
 
 
 def _limit(memory_limit: float) -> float:
@@ -89,14 +116,15 @@ def _refuse_misfits(placements: Sequence[Placement], ranks: int, virtual: int | 
     for placement in placements:
         if placement.num_ranks != ranks:
             raise ScheduleError(
-                f"search: a placement on {placement.num_ranks} ranks, but ranks={ranks}"
+                f"search: a placement on {number_of(placement.num_ranks, 'rank')}, but "
+                f"ranks={ranks}"
             )
         if placement.copies != 1:
             raise ScheduleError("search: placements with two copies of the model are not searched")
         if virtual is not None and placement.num_stages != ranks * virtual:
             raise ScheduleError(
-                f"search: a placement of {placement.num_stages} stages, but {ranks} ranks with "
-                f"virtual={virtual} hold {ranks * virtual}"
+                f"search: a placement of {number_of(placement.num_stages, 'stage')}, but "
+                f"ranks={ranks} with virtual={virtual} hold {ranks * virtual}"
             )
 
 

@@ -4,9 +4,10 @@
     retimed          their orders as urgencies, so that uneven costs take no more gaps than needed
     blocks           list scheduling by building blocks, their knobs tuned on few microbatches and
                      the best stretched to all
-    exchanges        neighbours on the critical path, where the step is not large
+    exchanges        neighbours on the critical path of several orders, where the step is not large
     exact            CP-SAT, warm-started from the best: the whole step where it is small, else
                      windows of it, the cool-down first
+    relief           where asked for: what holds too much, with stages recomputed or offloaded
 
 Each method starts from what those before it found, and nothing worse ever takes its place. This
 module knows what follows what; how each method works is the affair of its own module.
@@ -21,11 +22,12 @@ from importlib.util import find_spec
 
 from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement
-from penstock.search.asked import problems_of
+from penstock.search.asked import can_offload, problems_of
 from penstock.search.budget import Budget
 from penstock.search.known import Known
 from penstock.search.methods import Effort, closed_forms, exchange, first, polish, retime, tune
-from penstock.search.problem import Objective, Problem, slack
+from penstock.search.problem import Objective, Problem
+from penstock.search.relief import Relief, least_relieved, reliefs, relieve
 from penstock.search.result import Progress, SearchResult
 from penstock.simulate.costs import Costs
 
@@ -34,6 +36,8 @@ __all__ = ["search"]
 _UNIT = Costs()
 # Of the work, the part of the first search where time is traded against memory; how many others.
 _FIRST, _LIMITS = 0.3, 8
+# Of the work, the part without a limit where programs may be relieved of what they hold.
+_LOOSE = 0.4
 
 
 def search(
@@ -48,6 +52,8 @@ def search(
     time_limit_s: float = 10.0,
     seed: int = 0,
     exact: bool = True,
+    recompute: bool = False,
+    offload: bool = False,
     pareto: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
@@ -65,9 +71,13 @@ def search(
         placements: how stages may lie on ranks; None for loops, and waves where ``virtual`` is
             even.
         time_limit_s: how long to search, in seconds.
-        seed: of random choices. The same seed finds the same program on every machine that is
-            not much slower than ours (see ``SearchResult.reproducible``).
+        seed: of random choices. The same seed finds the same program as long as work ends the
+            search, not the clock, as it does on slow or busy machines: the result says which
+            (``SearchResult.reproducible``).
         exact: whether to polish small steps with OR-Tools CP-SAT (``penstock[search]``).
+        recompute: whether stages may run their forward again instead of holding what it keeps
+            (``costs.recompute``, ``costs.recompute_bytes``).
+        offload: whether they may copy it to the host and back; ``costs`` say what that costs.
         pareto: whether to look for programs that take more time in less memory, too.
         progress: called now and then with how far the search is.
 
@@ -76,7 +86,8 @@ def search(
 
     Raises:
         ScheduleError: a memory limit that no program can meet (the message says the least that
-            one can); numbers, costs or placements that don't go together; OR-Tools is asked for
+            one can, and whether recomputation or offload would help); offload at no known cost;
+            numbers, costs or placements that don't go together; OR-Tools is asked for
             and missing.
 
     Example:
@@ -93,6 +104,12 @@ def search(
             "search: exact search needs OR-Tools; pip install 'penstock[search]', or pass "
             "exact=False to search without"
         )
+    if offload and not can_offload(costs):
+        raise ScheduleError(
+            "search: offload=True, but costs say nothing of it; pass Costs(offload=..., "
+            "reload=...), or activation_bytes and offload_bandwidth"
+        )
+    allowed = reliefs(recompute=recompute, offload=offload)
     budget = Budget(time_limit_s)
     problems = problems_of(
         costs,
@@ -102,19 +119,53 @@ def search(
         memory_limit=memory_limit,
         objective=objective,
         placements=placements,
+        allowed=allowed,
     )
-    known = Known(problems, budget=budget, progress=progress)
+    known = Known(problems, budget=budget, progress=progress, relieved=bool(allowed))
     effort = Effort(share=1.0, seed=seed, exact=exact, size=problems[0].size)
+    if allowed:
+        # Without a limit first: what is fast may be relieved of what it holds too much.
+        known.problems = [problem.limited(math.inf) for problem in problems]
+        _go(known, replace(effort, share=_LOOSE))
+        known.problems = list(problems)
+        _relieve(known, allowed, pareto=pareto)
+        effort = replace(effort, share=1 - _LOOSE)
+    known.problems = [problem for problem in problems if problem.can_be_met]
+    if known.problems:
+        _plain(known, effort, pareto=pareto)
+    known.problems = list(problems)
+    if allowed:
+        _relieve(known, allowed, pareto=pareto)
+    return known.result(with_pareto=pareto)
+
+
+def _plain(known: Known, effort: Effort, *, pareto: bool) -> None:
+    """Programs that keep what forwards leave."""
     if pareto:
-        _go(known, replace(effort, share=_FIRST))
-        _trade(known, replace(effort, share=1 - _FIRST))
+        _go(known, replace(effort, share=effort.share * _FIRST))
+        _trade(known, replace(effort, share=effort.share * (1 - _FIRST)))
     else:
         _go(known, effort)
-    return known.result(with_pareto=pareto)
+
+
+def _relieve(known: Known, allowed: Sequence[Relief], *, pareto: bool) -> None:
+    """Relieve what was found until it is within the limit; and for a front, within lower ones."""
+    given = known.problems
+    starts = tuple(found for found in known.found if not found.is_relieved)
+    limits = [known.limit]
+    if pareto:
+        least = min(least_relieved(given, relief) for relief in allowed)
+        limits += _lower_limits(given, least, max(found.peak for found in known.front()))
+    for limit in limits:
+        known.tell(known.done_share, "relief")
+        known.problems = [problem.limited(limit) for problem in given]
+        relieve(known, starts, allowed)
+    known.problems = given
 
 
 def _go(known: Known, effort: Effort) -> None:
     """All methods, as long as there is something to gain."""
+    effort = effort.timed(known.budget, known.done_share)
     known.tell(known.done_share, "closed forms")
     first(known)
     if not known.done_share:
@@ -132,20 +183,24 @@ def _go(known: Known, effort: Effort) -> None:
 
 def _trade(known: Known, effort: Effort) -> None:
     """Search again under lower limits, from the least that can be met on."""
-    best, given = known.best(), known.problems
-    assert best is not None
+    given = known.problems
     least = min(max(problem.least_memory) for problem in given)
-    ratio = max(1.0, best.peak / least)
-    limits = sorted({_rounded(least * ratio ** (n / _LIMITS), given) for n in range(_LIMITS)})
+    limits = _lower_limits(given, least, known.plain()[0].peak)
     for limit in limits:
-        if least <= limit < best.peak and not known.is_late():
-            known.problems = [
-                problem.limited(limit)
-                for problem in given
-                if max(problem.least_memory) <= limit + slack(limit)
-            ]
+        lower = [problem.limited(limit) for problem in given]
+        known.problems = [problem for problem in lower if problem.can_be_met]
+        if known.problems and not known.is_late():
             _go(known, replace(effort, share=effort.share / len(limits)))
     known.problems = given
+
+
+def _lower_limits(given: Sequence[Problem], least: float, most: float) -> list[float]:
+    """Limits from the least that can be met on, up to what is held where none is lower."""
+    if least <= 0:
+        return []
+    ratio = max(1.0, most / least)
+    limits = {_rounded(least * ratio ** (n / _LIMITS), given) for n in range(_LIMITS)}
+    return [limit for limit in sorted(limits) if least <= limit < most]
 
 
 def _rounded(limit: float, problems: Sequence[Problem]) -> float:

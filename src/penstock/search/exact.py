@@ -8,6 +8,15 @@ Costs are floats, and CP-SAT counts in integers: where a common unit is not to b
 rounded down, so that its bound is still one that no program can beat; what an order comes to is
 never taken from here, but played.
 
+A rank's span counts from its own first start, so that it may gain by starting late:
+
+    rank 0  F0 F1 ..        rank 0  F0 F1 ..
+    rank 1  .. F0 F1 ..     rank 1  .. .. F1 F0 ..
+
+Kinds that take their microbatches in turn, and ranks that start as soon as they can, lose such
+programs. So a bound on the span is searched for by itself, where ranks start when they like: sort
+the times of any program kind by kind, and they are among those that are left.
+
 CP-SAT runs on one schedule of interleaved workers with a fixed seed and a limit of deterministic
 time, so that it answers alike on every machine; the clock is a second limit. This module alone
 knows OR-Tools, and imports it when used.
@@ -39,8 +48,8 @@ class Exact:
     Args:
         order: an order at least as good as the one to start from; None where none was found in
             the time given.
-        bound: no program has a smaller objective; 0 where only a window was searched.
-        proven: whether nothing better is left to find (in the window).
+        bound: no program has a smaller objective; 0 where not all of them were searched among.
+        proven: whether nothing better is left to find (among those that were searched).
         used_s: the deterministic time that it took.
         cut_short: whether the clock ended it.
     """
@@ -61,6 +70,7 @@ def improve(
     clock_s: float,
     seed: int,
     at_least: float = 0.0,
+    late_starts: bool = False,
 ) -> Exact:
     """The best order that differs from ``start`` in the window alone.
 
@@ -73,11 +83,12 @@ def improve(
         clock_s: limit in seconds.
         seed: of CP-SAT's own choices.
         at_least: a bound that is known already.
+        late_starts: whether ranks may start later than they can: for a bound on the span.
 
     Raises:
         ImportError: OR-Tools is not installed.
     """
-    model = _Model(problem, start, window, at_least)
+    model = _Model(problem, start, window, at_least, late_starts)
     return model.solve(effort_s=effort_s, clock_s=clock_s, seed=seed)
 
 
@@ -90,6 +101,7 @@ class _Model:
         start: Placed,
         window: tuple[float, float] | None,
         at_least: float,
+        late_starts: bool,
     ) -> None:
         from ortools.sat.python import cp_model
 
@@ -97,24 +109,51 @@ class _Model:
         self.problem = problem
         self.start = start
         self.low, self.high = (-math.inf, math.inf) if window is None else window
-        self.whole = window is None
+        self.late_starts = late_starts
+        self.bounds_all = window is None and (late_starts or problem.objective == "makespan")
         self.model = self.cp.CpModel()
         needs = [delay for needs in problem.needs for _, delay in needs]
-        self.unit = _unit([*problem.durations, *needs, *problem.origins], start.value)
+        numbers = [*problem.durations, *needs, *problem.origins]
+        self.unit = _unit(numbers, start.value)
+        # Of a time between two others that are rounded down, one unit may be lost.
+        self.lost = int(late_starts and not _is_unit(self.unit, numbers))
         self.lengths = [self.ticks(length) for length in problem.durations]
-        self.horizon = self.ticks(max(max(ends) for ends in start.ends)) + 1
+        ends = self.ends_of_ranks()
+        # A rank's first action follows one of a rank that started before it.
+        latest = len(ends) * (start.value + max(needs, default=0.0)) if late_starts else max(ends)
+        self.horizon = self.ticks(latest) + 1
         # Per kind, of each microbatch: its start, a number where it is not to be changed.
         self.starts: list[list[Any]] = [self.starts_of(kind) for kind in range(problem.num_kinds)]
         self.precede()
         self.take_turns()
         self.keep_limits()
+        most = start.value if late_starts else problem.value(ends)
         self.objective = self.model.new_int_var(
-            max(0, self.ticks(at_least)), max(1, math.ceil(start.value / self.unit)), "objective"
+            max(0, self.ticks(at_least)), max(1, math.ceil(most / self.unit)), "goal"
         )
-        for kind, starts in enumerate(self.starts):
-            origin = math.ceil(problem.origins[problem.ranks[kind]] / self.unit - 1e-9)
-            self.model.add(self.objective >= starts[-1] + self.lengths[kind] - origin)
+        self.count_from_origins()
         self.model.minimize(self.objective)
+
+    def ends_of_ranks(self) -> list[float]:
+        """When each rank ends in the order to begin with."""
+        found = [0.0] * len(self.start.order)
+        for kind, ends in enumerate(self.start.ends):
+            rank = self.problem.ranks[kind]
+            found[rank] = max(found[rank], *ends)
+        return found
+
+    def count_from_origins(self) -> None:
+        """The objective is no less than any rank's last end, from its origin on."""
+        problem = self.problem
+        for kind, starts in enumerate(self.starts):
+            rank = problem.ranks[kind]
+            origin: Any = math.ceil(problem.origins[rank] / self.unit - 1e-9)
+            if self.late_starts:
+                # Nothing on a rank comes before the first forward of its first stage.
+                origin = self.starts[min(problem.placement.stages_of(rank))][0]
+            self.model.add(self.objective >= starts[-1] + self.lengths[kind] - origin - self.lost)
+        if self.late_starts:
+            self.model.add(self.starts[0][0] == 0)
 
     def ticks(self, time: float) -> int:
         """A time in units, rounded down but for the error of floats."""
@@ -251,7 +290,7 @@ class _Model:
         proven = status == self.cp.OPTIMAL
         return Exact(
             order=self.order(solver) if status in (self.cp.OPTIMAL, self.cp.FEASIBLE) else None,
-            bound=solver.best_objective_bound * self.unit if self.whole else 0.0,
+            bound=solver.best_objective_bound * self.unit if self.bounds_all else 0.0,
             proven=proven,
             used_s=used,
             cut_short=not proven and used < effort_s and solver.wall_time >= 0.95 * clock_s,
@@ -271,6 +310,11 @@ class _Model:
             assert all(self.problem.ranks[kind] == rank for kind in kinds)
             ranks.append(tuple(kind for *_, kind in sorted(timed)))
         return tuple(ranks)
+
+
+def _is_unit(unit: float, numbers: Sequence[float]) -> bool:
+    """Whether all numbers are multiples of the unit, but for the error of floats."""
+    return all(abs(each / unit - round(each / unit)) <= 1e-6 for each in numbers)
 
 
 def _unit(numbers: Sequence[float], whole: float) -> float:

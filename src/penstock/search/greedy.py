@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.search.problem import Order, Problem, order_of, program_of, slack
 from penstock.simulate.engine import simulate
@@ -60,81 +59,17 @@ def place(
     Returns:
         The order and its times.
     """
-    width = problem.num_microbatches
-    needs, feeds, durations = problem.needs, problem.feeds, problem.durations
-    rank_of, num_ranks = problem.ranks, problem.placement.num_ranks
-    rooms = [_Room(problem, rank) for rank in range(num_ranks)]
-    num_stages = problem.placement.num_stages
-    window = [width] * num_stages if windows is None else windows
-    first_weight = problem.kind(Op.WEIGHT_GRAD, 0)
-    changes = problem.changes
-    kinds_of = [[k for k, r in enumerate(rank_of) if r == rank] for rank in range(num_ranks)]
-    ends: list[list[float]] = [[] for _ in range(problem.num_kinds)]
-    order: list[list[int]] = [[] for _ in range(num_ranks)]
-    free = [0.0] * num_ranks
-    idle = [True] * num_ranks
-    events = [(0.0, rank) for rank in range(num_ranks)]
-    # One loop without calls but the heap's and the rooms': it runs once or twice per action.
+    state = _State(problem, priorities, windows, patience)
+    events, free = state.events, state.free
     while events:
         now, rank = heappop(events)
-        if now < free[rank]:
-            continue
-        room = rooms[rank]
-        chosen, urgency, until, wake = -1, inf, inf, inf
-        coming: list[tuple[float, float]] = []
-        for kind in kinds_of[rank]:
-            microbatch = len(ends[kind])
-            if microbatch == width:
-                continue
-            ready = 0.0
-            for before, delay in needs[kind]:
-                done = ends[before]
-                if len(done) <= microbatch:
-                    break
-                at = done[microbatch] + delay
-                if at > ready:
-                    ready = at
+        if now >= free[rank]:
+            kind, wake = state.choose(rank, now)
+            if kind is not None:
+                state.start(kind, rank, now)
             else:
-                if ready <= now:
-                    asked = priorities[kind][microbatch]
-                    if asked < urgency and (
-                        kind >= num_stages
-                        or (
-                            microbatch - len(ends[kind + first_weight]) < window[kind]
-                            and room.takes(kind, ends)
-                        )
-                    ):
-                        chosen, urgency = kind, asked
-                elif ready < wake or patience:
-                    if ready < wake:
-                        wake = ready
-                    if ready <= now + patience:
-                        coming.append((ready, priorities[kind][microbatch]))
-        for ready, asked in coming:
-            if asked < urgency and ready < until:
-                until = ready
-        if chosen < 0 or until < inf:
-            idle[rank] = True
-            if until < inf or wake < inf:
-                heappush(events, (until if until < inf else wake, rank))
-            continue
-        end = now + durations[chosen]
-        ends[chosen].append(end)
-        order[rank].append(chosen)
-        room.held += changes[chosen]
-        free[rank] = end
-        idle[rank] = False
-        heappush(events, (end, rank))
-        for other, delay in feeds[chosen]:
-            if idle[other]:
-                heappush(events, (end + delay, other))
-    assert all(len(done) == width for done in ends), "every order can be finished"
-    lasts = [max(ends[kind][-1] for kind in kinds_of[rank]) for rank in range(num_ranks)]
-    return Placed(
-        order=tuple(map(tuple, order)),
-        value=problem.value(lasts),
-        ends=tuple(map(tuple, ends)),
-    )
+                state.rest(rank, wake)
+    return state.placed()
 
 
 def played(problem: Problem, program: Program) -> Placed:
@@ -206,45 +141,164 @@ def replay(problem: Problem, order: Sequence[Sequence[int]]) -> Placed | None:
     )
 
 
+class _State:
+    """What ranks have done and what they may do next, while ``place`` goes on."""
+
+    __slots__ = (
+        "changes",
+        "durations",
+        "ends",
+        "events",
+        "feeds",
+        "forwards",
+        "free",
+        "idle",
+        "kinds_of",
+        "needs",
+        "order",
+        "patience",
+        "priorities",
+        "problem",
+        "ready",
+        "rooms",
+        "touched",
+        "width",
+        "windows",
+    )
+
+    def __init__(
+        self,
+        problem: Problem,
+        priorities: Sequence[Sequence[float]],
+        windows: Sequence[int] | None,
+        patience: float,
+    ) -> None:
+        ranks, kinds = range(problem.placement.num_ranks), range(problem.num_kinds)
+        self.problem, self.priorities, self.patience = problem, priorities, patience
+        self.width = problem.num_microbatches
+        self.needs, self.feeds, self.durations = problem.needs, problem.feeds, problem.durations
+        self.touched = [(kind, *users) for kind, users in enumerate(problem.users)]
+        self.changes, self.forwards = problem.changes, problem.placement.num_stages
+        self.kinds_of = [[k for k in kinds if problem.ranks[k] == rank] for rank in ranks]
+        self.rooms = [_Room(problem, rank) for rank in ranks]
+        stages = problem.placement.num_stages
+        self.windows = [self.width] * stages if windows is None else windows
+        self.ends: list[list[float]] = [[] for _ in kinds]
+        # When the next microbatch of each kind can run; infinite as long as that is not known.
+        self.ready = [inf if problem.needs[kind] else 0.0 for kind in kinds]
+        self.order: list[list[int]] = [[] for _ in ranks]
+        self.free = [0.0 for _ in ranks]
+        self.idle = [True for _ in ranks]
+        self.events = [(0.0, rank) for rank in ranks]
+
+    def choose(self, rank: int, now: float) -> tuple[int | None, float]:
+        """The most urgent kind that can run now; or none, and when there may be one."""
+        ready, ends, priorities, forwards = self.ready, self.ends, self.priorities, self.forwards
+        chosen, urgency, wake = None, inf, inf
+        for kind in self.kinds_of[rank]:
+            at = ready[kind]
+            if at <= now:
+                asked = priorities[kind][len(ends[kind])]
+                if asked < urgency and (kind >= forwards or self.has_room(kind, rank)):
+                    chosen, urgency = kind, asked
+            elif at < wake:
+                wake = at
+        if self.patience and wake <= now + self.patience:
+            # A rank waits for the first of those that are more urgent.
+            coming = [
+                kind for kind in self.kinds_of[rank] if now < ready[kind] <= now + self.patience
+            ]
+            waits = [ready[k] for k in coming if priorities[k][len(ends[k])] < urgency]
+            if waits:
+                return None, min(waits)
+        return chosen, wake
+
+    def has_room(self, stage: int, rank: int) -> bool:
+        """Whether what one more forward leaves behind fits."""
+        ends = self.ends
+        held = len(ends[stage]) - len(ends[stage + 2 * self.forwards])
+        return held < self.windows[stage] and self.rooms[rank].takes(stage, ends)
+
+    def start(self, kind: int, rank: int, now: float) -> None:
+        """Run the next microbatch of a kind; all that waits for it learns when it ends."""
+        ends, ready, needs = self.ends, self.ready, self.needs
+        end = now + self.durations[kind]
+        started = len(ends[kind])
+        ends[kind].append(end)
+        self.order[rank].append(kind)
+        self.rooms[rank].held += self.changes[kind]
+        self.free[rank] = end
+        self.idle[rank] = False
+        heappush(self.events, (end, rank))
+        for other, delay in self.feeds[kind]:
+            if self.idle[other]:
+                heappush(self.events, (end + delay, other))
+        # Of the kind itself the next microbatch is next, of its users perhaps this one.
+        for user in self.touched[kind]:
+            microbatch = len(ends[user])
+            if microbatch != started and user != kind:
+                continue
+            latest = 0.0 if microbatch < self.width else inf
+            for before, delay in needs[user]:
+                done = ends[before]
+                if len(done) <= microbatch:
+                    latest = inf
+                    break
+                if done[microbatch] + delay > latest:
+                    latest = done[microbatch] + delay
+            ready[user] = latest
+
+    def rest(self, rank: int, wake: float) -> None:
+        """Let the rank wait until it is woken, or until then."""
+        self.idle[rank] = True
+        if wake < inf:
+            heappush(self.events, (wake, rank))
+
+    def placed(self) -> Placed:
+        """What came of it."""
+        ends = self.ends
+        assert all(len(done) == self.width for done in ends), "every order can be finished"
+        lasts = [max(ends[kind][-1] for kind in kinds) for kinds in self.kinds_of]
+        return Placed(
+            order=tuple(map(tuple, self.order)),
+            value=self.problem.value(lasts),
+            ends=tuple(map(tuple, ends)),
+        )
+
+
 class _Room:
     """What a rank holds, and whether one more forward leaves a way to finish all."""
 
-    __slots__ = ("before", "behind", "held", "limit", "stages")
+    __slots__ = ("held", "limit", "rest", "sizes", "stages")
 
     def __init__(self, problem: Problem, rank: int) -> None:
         self.limit = problem.limit + slack(problem.limit)
         self.stages = problem.placement.stages_of(rank)
-        self.before = problem.held
-        self.behind = problem.held_for_weights
+        self.sizes = [problem.held[stage] for stage in self.stages]
+        # What a microbatch needs from each stage on.
+        self.rest = [sum(self.sizes[place:]) for place in range(len(self.stages))]
         self.held = 0.0
 
     def takes(self, stage: int, ends: list[list[float]]) -> bool:
         """Whether the forward of ``stage`` may start: kinds of forwards are the stages."""
         if self.limit == inf:
             return True
-        held = self.held + self.before[stage]
-        if held > self.limit:
+        stages, sizes = self.stages, self.sizes
+        place = stages.index(stage)
+        if self.held + sizes[place] > self.limit:
             return False
-        stages, count = self.stages, len(self.before)
-        if len(stages) == 1:
-            return True
-        # Done, per stage: a later stage of the rank never has more forwards, nor fewer of others.
-        forward = [len(ends[s]) + (s == stage) for s in stages]
+        # Done, per stage: a later stage of the rank never has more forwards.
+        done = [len(ends[each]) for each in stages]
+        done[place] += 1
         for place in range(1, len(stages)):
             # The first microbatch that still needs this stage and those after it: all before it
-            # can be finished, and what they hold comes free for it.
-            microbatch = forward[place]
-            if microbatch >= forward[0]:
-                continue
-            lacks = held
-            for s, done in zip(stages, forward, strict=True):
-                if done <= microbatch:
-                    lacks += self.before[s]
-                before = min(done, microbatch)
-                by_input = min(len(ends[s + count]), before)
-                by_weight = min(len(ends[s + 2 * count]), by_input)
-                lacks -= self.before[s] * (before - by_input)
-                lacks -= self.behind[s] * (by_input - by_weight)
-            if lacks > self.limit:
-                return False
+            # can be finished, and what they hold comes free; those from it on hold the stages
+            # that they have passed.
+            microbatch = done[place]
+            if microbatch < done[0]:
+                lacks = self.rest[place]
+                for before in range(place):
+                    lacks += (done[before] - microbatch) * sizes[before]
+                if lacks > self.limit:
+                    return False
         return True

@@ -18,6 +18,7 @@ from penstock.search.problem import Order, Problem, program_of, slack
 from penstock.search.result import Point, Progress, SearchResult
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.engine import simulate
+from penstock.simulate.result import Simulation
 
 __all__ = ["Found", "Known", "meets"]
 
@@ -37,6 +38,7 @@ class Found:
         value: the objective.
         peak: the most that a rank holds.
         method: what found it.
+        is_relieved: whether it recomputes or offloads.
     """
 
     placement: Placement
@@ -44,6 +46,7 @@ class Found:
     value: float
     peak: float
     method: str
+    is_relieved: bool = False
 
 
 class Known:
@@ -53,10 +56,12 @@ class Known:
         problems: one per placement, with the same limit.
         budget: the work and the time.
         progress: told now and then how far the search is.
+        relieved: whether programs may recompute or offload, so that a bound that a memory limit
+            gives is none for them.
 
     Attributes:
         found: all programs, in the order in which they were found.
-        bounds: per placement and limit what no program can beat; methods may raise it.
+        bounds: per placement and limit what no program can beat.
         done_share: how much of the work is behind.
         closing_s: the seconds that the proof of the winner will take.
     """
@@ -67,6 +72,7 @@ class Known:
         *,
         budget: Budget,
         progress: Callable[[Progress], None] | None,
+        relieved: bool = False,
     ) -> None:
         self.problems = list(problems)
         self.budget = budget
@@ -74,6 +80,7 @@ class Known:
         self.bounds: dict[tuple[Placement, float], float] = {}
         self.done_share = 0.0
         self._progress = progress
+        self._relieved = relieved
         self.closing_s = _CLOSING_S * self.problems[0].size
 
     @property
@@ -81,14 +88,18 @@ class Known:
         """What a rank may hold now."""
         return self.problems[0].limit
 
-    def best(self, placement: Placement | None = None) -> Found | None:
+    def best(self) -> Found | None:
         """The best within the limit; of equals, what holds less, then what was found first."""
-        within = [
-            found
-            for found in self.found
-            if self.keeps(found) and placement in (None, found.placement)
+        return min(filter(self.keeps, self.found), key=_merit, default=None)
+
+    def plain(self, placement: Placement | None = None) -> list[Found]:
+        """Programs within the limit that keep what forwards leave, the best first."""
+        found = [
+            each
+            for each in self.found
+            if self.keeps(each) and not each.is_relieved and placement in (None, each.placement)
         ]
-        return min(within, key=lambda found: (found.value, found.peak), default=None)
+        return sorted(found, key=_merit)
 
     def keeps(self, found: Found) -> bool:
         """Whether a program is within the limit."""
@@ -98,15 +109,22 @@ class Known:
         """What no program of this placement can beat within the limit."""
         key = problem.placement, problem.limit
         if key not in self.bounds:
+            unlimited = self._relieved or math.isinf(problem.limit)
             bounds = lower_bounds(
                 problem.costs,
                 ranks=problem.placement.num_ranks,
                 microbatches=problem.num_microbatches,
                 placement=problem.placement,
-                memory_limit=None if math.isinf(problem.limit) else problem.limit,
+                memory_limit=None if unlimited else problem.limit,
             )
             self.bounds[key] = bounds.makespan if problem.objective == "makespan" else bounds.span
         return self.bounds[key]
+
+    def raise_bound(self, problem: Problem, proven: float) -> None:
+        """Take in a bound for the programs of a placement that keep what forwards leave."""
+        if not self._relieved:
+            key = problem.placement, problem.limit
+            self.bounds[key] = max(self.bound(problem), proven)
 
     def bound_of_all(self) -> float:
         """What no program of any of the placements can beat."""
@@ -139,9 +157,27 @@ class Known:
         result = simulate(program, problem.costs)
         # The proof takes about as long, and the machine may have got slower by then.
         self.closing_s = max(self.closing_s, 3 * (time.monotonic() - began))
+        return self._keep(problem, result, peak, method)
+
+    def note_relieved(
+        self, problem: Problem, result: Simulation, peak: float, method: str
+    ) -> Found:
+        """Keep a program that recomputes or offloads, and has been simulated."""
+        return self._keep(problem, result, peak, method, is_relieved=True)
+
+    def _keep(
+        self,
+        problem: Problem,
+        result: Simulation,
+        peak: float,
+        method: str,
+        *,
+        is_relieved: bool = False,
+    ) -> Found:
         found = Found(
             placement=problem.placement,
-            program=program,
+            program=result.program,
+            is_relieved=is_relieved,
             value=result.makespan if problem.objective == "makespan" else result.span,
             peak=peak,
             method=method,
@@ -180,24 +216,28 @@ class Known:
             peak=best.peak,
             method=best.method,
             reproducible=not self.budget.cut_short,
-            pareto=self.front() if with_pareto else (),
+            pareto=tuple(map(_point, self.front())) if with_pareto else (),
         )
 
-    def front(self) -> tuple[Point, ...]:
+    def front(self) -> tuple[Found, ...]:
         """The programs that none beats in both time and memory, by memory."""
-        points: list[Point] = []
+        front: list[Found] = []
         for each in sorted(self.found, key=lambda found: (found.peak, found.value)):
-            better = not points or each.value < points[-1].value * (1 - 1e-9)
+            better = not front or each.value < front[-1].value * (1 - 1e-9)
             if better and self.keeps(each):
-                points.append(
-                    Point(
-                        program=check(each.program),
-                        value=each.value,
-                        peak=each.peak,
-                        method=each.method,
-                    )
-                )
-        return tuple(points)
+                front.append(each)
+        return tuple(front)
+
+
+def _point(found: Found) -> Point:
+    """A program, proven right."""
+    return Point(
+        program=check(found.program), value=found.value, peak=found.peak, method=found.method
+    )
+
+
+def _merit(found: Found) -> tuple[float, float]:
+    return found.value, found.peak
 
 
 def meets(value: float, bound: float) -> bool:

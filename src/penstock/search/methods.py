@@ -4,7 +4,7 @@
     closed_forms   every schedule of the catalog on a problem's placement
     retime         list scheduling in their order
     tune           building blocks, tuned on few microbatches, stretched to all
-    exchange       neighbours on the critical path of the best order
+    exchange       neighbours on critical paths of the best orders, in rounds
     polish         CP-SAT, of the whole step or of windows of it
 
 Shares are parts of all the work of a search. How a method works is the affair of its own module.
@@ -12,7 +12,8 @@ Shares are parts of all the work of a search. How a method works is the affair o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from itertools import product
 
 from penstock.errors import ScheduleError
@@ -21,11 +22,12 @@ from penstock.schedule.catalog import build, schedules
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 from penstock.search.blocks import Knobs, legs
+from penstock.search.budget import Budget
 from penstock.search.exact import Exact, improve
 from penstock.search.greedy import Placed, place, played
 from penstock.search.known import Known, meets
 from penstock.search.problem import Problem, order_of
-from penstock.search.swaps import Swapper
+from penstock.search.rounds import exchange_in_rounds
 from penstock.search.tune import Tuner, run_block
 
 __all__ = ["Effort", "closed_forms", "exchange", "first", "polish", "retime", "tune"]
@@ -34,8 +36,12 @@ __all__ = ["Effort", "closed_forms", "exchange", "first", "polish", "retime", "t
 _WHOLE, _WINDOWED, _WINDOW = 400, 4_000, 150
 # After how many blocks that are no better tuning stops, for steps that are searched whole and not.
 _STALE_WHOLE, _STALE = 300, 2_000
-# How many exchanges are tried at most.
-_SWAPS = 10_000
+# Up to how many actions neighbours are exchanged; and the whole catalog is tried, late or not.
+_EXCHANGED, _SMALL = 12_000, 10_000
+# How much worse than the best one a placement may be to be searched on.
+_NEAR_BEST = 1.05
+# How many blocks are run with all microbatches, where that takes next to nothing and where not.
+_RUN_SMALL, _RUN = 6, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +53,16 @@ class Effort:
         seed: of random choices.
         exact: whether CP-SAT takes part.
         size: actions of a program.
+        round_s: seconds that this round may take, on a machine that is slow.
+        after_s: seconds that are to be left when it is over.
     """
 
     share: float
     seed: int
     exact: bool
     size: int
+    round_s: float = 0.0
+    after_s: float = 0.0
 
     @property
     def takes_whole(self) -> bool:
@@ -62,15 +72,24 @@ class Effort:
     @property
     def shares(self) -> tuple[float, float, float]:
         """Of all the work, what blocks, exchanges and exact search may take."""
-        parts = (0.6, 0.2, 0.2)
-        if self.size > _WINDOWED:
+        parts = (0.35, 0.5, 0.15)
+        if self.size > _EXCHANGED:
             parts = (1.0, 0.0, 0.0)
-        elif not self.exact:
-            parts = (0.7, 0.3, 0.0)
+        elif not self.exact or self.size > _WINDOWED:
+            parts = (0.35, 0.65, 0.0)
         elif self.takes_whole:
             parts = (0.1, 0.05, 0.85)
         tuning, exchanging, polishing = (self.share * part for part in parts)
         return tuning, exchanging, polishing
+
+    def timed(self, budget: Budget, done_share: float) -> Effort:
+        """The same, with its part of the time that is left."""
+        round_s = budget.left_s * self.share / max(self.share, 1 - done_share)
+        return replace(self, round_s=round_s, after_s=budget.left_s - round_s)
+
+    def keep_s(self, share: float) -> float:
+        """Seconds to be left where this share of all the work of the round is to come."""
+        return self.after_s + self.round_s * share / self.share
 
 
 def first(known: Known) -> None:
@@ -87,7 +106,8 @@ def closed_forms(known: Known) -> None:
     # Those that are made for given costs are searched for themselves: they come last.
     families = sorted(schedules(), key=lambda family: "forward" in family.options)
     for family, virtual in product(families, virtuals):
-        if known.is_late(times=2):
+        # A small step's are tried in any case: nothing found is worse than any of them.
+        if some.size > _SMALL and known.is_late(times=2):
             return
         if family.copies > 1:
             continue
@@ -122,29 +142,41 @@ def retime(known: Known) -> None:
 
 
 def tune(known: Known, effort: Effort) -> None:
-    """Blocks, on few microbatches; then the best ones on all."""
-    mine, _, _ = effort.shares
-    work = known.budget.actions * mine / len(known.problems)
-    most_stale = _STALE_WHOLE if effort.takes_whole else _STALE
-    for number, problem in enumerate(known.problems):
-        tuner, bound = Tuner(problem, seed=effort.seed), known.bound(problem)
-        told = 0.0
-        while tuner.placed < work - 3 * problem.size or tuner.tried < 4:
-            tuner.step()
-            done = min(1.0, tuner.placed / work)
-            if done > told + 0.05:
-                told = done
-                part = mine * (number + done) / len(known.problems)
-                known.tell(known.done_share + part, "building blocks")
-            if tuner.stale > most_stale or meets(tuner.best[0].estimate, bound):
-                break
-            if known.is_late(times=4):
-                break
-        for tuned in tuner.best[:2]:
+    """Blocks, on few microbatches; then the best ones on all.
+
+    Half of the work goes to all placements alike, the other half to those that are near the best.
+    """
+    mine, *others = effort.shares
+    keep_s = effort.keep_s(sum(others))
+    tuners = [Tuner(problem, seed=effort.seed) for problem in known.problems]
+    for half in range(2):
+        least = min((tuner.best[0].estimate for tuner in tuners if tuner.best), default=math.inf)
+        chosen = [t for t in tuners if not t.best or t.best[0].estimate <= _NEAR_BEST * least]
+        for number, tuner in enumerate(chosen):
+            share = mine / 2
+            done = known.done_share + share * (half + number / len(chosen))
+            known.tell(done, "building blocks")
+            _tune(known, effort, tuner, known.budget.actions * share / len(chosen), keep_s)
+    for tuner in tuners:
+        for tuned in tuner.best[: _RUN_SMALL if effort.size <= _EXCHANGED else _RUN]:
             if known.is_late(times=2):
-                break
-            order = run_block(problem, tuned.knobs).order
-            known.note_order(problem, order, "building blocks")
+                return
+            known.note_order(
+                tuner.whole, run_block(tuner.whole, tuned.knobs).order, "building blocks"
+            )
+
+
+def _tune(known: Known, effort: Effort, tuner: Tuner, work: float, keep_s: float) -> None:
+    """Turn knobs, as long as there is work left and hope."""
+    problem, bound = tuner.whole, known.bound(tuner.whole)
+    most_stale = _STALE_WHOLE if effort.takes_whole else _STALE
+    until = tuner.placed + work - (_RUN if problem.size > _EXCHANGED else 0) * problem.size
+    while tuner.placed < until or tuner.tried < 4:
+        tuner.step()
+        if tuner.stale > most_stale or meets(tuner.best[0].estimate, bound):
+            return
+        if known.is_late(times=4) or known.budget.out_of_time(keep_s=keep_s):
+            return
 
 
 def _rivals(known: Known) -> list[tuple[Problem, Placed]]:
@@ -153,8 +185,8 @@ def _rivals(known: Known) -> list[tuple[Problem, Placed]]:
     assert best is not None
     found = []
     for problem in known.problems:
-        start = known.best(problem.placement)
-        if start is None or problem.size > _WINDOWED:
+        start = next(iter(known.plain(problem.placement)), None)
+        if start is None or problem.size > _WINDOWED or start.value > _NEAR_BEST * best.value:
             continue
         if not meets(best.value, known.bound(problem)):
             found.append((problem, played(problem, start.program)))
@@ -162,19 +194,16 @@ def _rivals(known: Known) -> list[tuple[Problem, Placed]]:
 
 
 def exchange(known: Known, effort: Effort) -> None:
-    """Neighbours on the critical path of the best order of each placement."""
-    tuned, mine, _ = effort.shares
-    rivals = _rivals(known)
-    for number, (problem, start) in enumerate(rivals):
-        part = mine / len(rivals)
-        known.tell(known.done_share + tuned + number * part, "exchanges")
-        steps = min(_SWAPS, int(known.budget.actions * part / problem.size))
-        swapper = Swapper(problem, start, seed=effort.seed, steps=steps)
-        for _ in range(steps):
-            if not swapper.step() or known.is_late(times=2):
-                break
-        if swapper.best.value < start.value:
-            known.note_order(problem, swapper.best.order, "exchanges")
+    """Neighbours on critical paths of the best orders, where steps are not too large for it."""
+    tuning, mine, polishing = effort.shares
+    if effort.size <= _EXCHANGED:
+        exchange_in_rounds(
+            known,
+            share=mine,
+            keep_s=effort.keep_s(polishing),
+            done_share=known.done_share + tuning,
+            seed=effort.seed,
+        )
 
 
 def polish(known: Known, effort: Effort) -> None:
@@ -193,12 +222,34 @@ def polish(known: Known, effort: Effort) -> None:
 def _polish_whole(
     known: Known, problem: Problem, start: Placed, effort_s: float, seed: int
 ) -> None:
-    """All of a small step at once: it may be proven best."""
-    answer = _improved(known, problem, start, None, effort_s, seed)
-    key = problem.placement, problem.limit
-    known.bounds[key] = max(known.bounds[key], answer.bound)
+    """All of a small step at once: it may be proven best.
+
+    A bound on the span is that of ranks that start when they like, and takes a search of its own.
+    """
+    if problem.objective == "span":
+        used = _find_whole(known, problem, start, effort_s / 2, seed)
+        best = known.plain(problem.placement)[0]
+        if known.is_over() or meets(best.value, known.bound(problem)):
+            return
+        start, effort_s = played(problem, best.program), effort_s - used
+    _find_whole(known, problem, start, effort_s, seed, late_starts=problem.objective == "span")
+
+
+def _find_whole(
+    known: Known,
+    problem: Problem,
+    start: Placed,
+    effort_s: float,
+    seed: int,
+    *,
+    late_starts: bool = False,
+) -> float:
+    """One exact search of all of a step, and what effort it took."""
+    answer = _improved(known, problem, start, None, effort_s, seed, late_starts=late_starts)
+    known.raise_bound(problem, answer.bound)
     if answer.order is not None:
         known.note_order(problem, answer.order, "exact")
+    return answer.used_s
 
 
 def _polish_windows(
@@ -234,6 +285,8 @@ def _improved(
     window: tuple[float, float] | None,
     effort_s: float,
     seed: int,
+    *,
+    late_starts: bool = False,
 ) -> Exact:
     """One exact search, within the clock."""
     answer = improve(
@@ -244,6 +297,7 @@ def _improved(
         clock_s=max(0.1, known.budget.left_s - known.closing_s),
         seed=seed,
         at_least=known.bound(problem),
+        late_starts=late_starts,
     )
     known.budget.cut_short |= answer.cut_short
     return answer

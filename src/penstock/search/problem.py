@@ -124,6 +124,15 @@ class Problem:
         return tuple(map(tuple, feeds))
 
     @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each kind, the kinds that need it."""
+        users: list[list[int]] = [[] for _ in range(self.num_kinds)]
+        for kind, needs in enumerate(self.needs):
+            for before, _ in needs:
+                users[before].append(kind)
+        return tuple(map(tuple, users))
+
+    @cached_property
     def changes(self) -> tuple[float, ...]:
         """For each kind, by how much its rank holds more when it is done (F: when it starts)."""
         pairs = zip(self.held_for_weights, self.held, strict=True)
@@ -162,6 +171,11 @@ class Problem:
             sum(self.held[stage] for stage in self.placement.stages_of(rank))
             for rank in range(self.placement.num_ranks)
         )
+
+    @property
+    def can_be_met(self) -> bool:
+        """Whether there is a program within the limit."""
+        return max(self.least_memory) <= self.limit + slack(self.limit)
 
     def value(self, ends: Sequence[float]) -> float:
         """The objective, where these are the ranks' last ends."""

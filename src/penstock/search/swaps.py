@@ -4,8 +4,8 @@
     rank 1  .. F0 F1  I0     I1 ...       goes through I0 and F3, one right after the other: only
                                           another order of such neighbours can make it shorter
 
-Exchanges that make it longer by little are taken now and then, so that the next ones may lead
-further. This module places nothing itself.
+Exchanges that make it longer by little are taken now and then, the less the more of the work is
+done, so that the next ones may lead further. This module works out no times.
 
 Source: van Laarhoven, Aarts and Lenstra, Job shop scheduling by simulated annealing, 1992.
 """
@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 
-from penstock.search.greedy import Placed, replay
-from penstock.search.problem import Problem, slack
+from penstock.search.critical import Timed
+from penstock.search.problem import Order, Problem
 
 __all__ = ["Swapper"]
 
 _NEAR = 1e-9
 # How much longer an order may get by one exchange at first, in mean actions.
 _HEAT = 0.3
+# What an exchange takes, per action of the step, and a refusal: in actions placed.
+_TAKEN, _REFUSED = 0.15, 3
 
 
 class Swapper:
@@ -31,97 +32,46 @@ class Swapper:
 
     Args:
         problem: what to run.
-        start: an order to begin with, within the limit, and its times.
+        start: an order to begin with, within the limit.
         seed: of its random choices.
-        steps: how many exchanges are to be tried in all; towards the end only better ones are
-            taken.
+        work: how much is to be done in all, in actions placed; towards the end only better orders
+            are taken.
 
     Attributes:
         best: the best order so far.
+        value: what it comes to.
+        work: how much is to be done in all; may be made less on the way.
+        worked: how much is done.
     """
 
-    def __init__(self, problem: Problem, start: Placed, *, seed: int, steps: int) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, start: Order, *, seed: int, work: float) -> None:
         self._random = random.Random(seed)
-        self._steps = steps
-        self._tried = 0
-        self._now = start
-        self._pairs = self._critical(start)
-        self.best = start
+        self._heat = _HEAT * sum(problem.durations) / problem.num_kinds
+        self.work = work
+        self._size = problem.size
+        self._now = Timed(problem, start)
+        self._pairs = self._now.neighbours(self._random)
+        self.best, self.value = start, self._now.value
+        self.worked = 0.0
 
     def step(self) -> bool:
-        """Try one exchange; False where there is none to try."""
-        self._tried += 1
-        if not self._pairs:
+        """Try one exchange; False where there is none to try, or the work is done."""
+        if not self._pairs or self.worked >= self.work:
             return False
-        rank, place = self._random.choice(self._pairs)
-        kinds = list(self._now.order[rank])
-        kinds[place - 1], kinds[place] = kinds[place], kinds[place - 1]
-        if not self._fits(rank, kinds):
+        first, second = self._random.choice(self._pairs)
+        self.worked += _REFUSED
+        if not (self._now.fits(first, second) and self._takes(first, second)):
             return True
-        order = [*self._now.order]
-        order[rank] = tuple(kinds)
-        placed = replay(self._problem, order)
-        if placed is None or not self._takes(placed.value):
-            return True
-        self._now, self._pairs = placed, self._critical(placed)
-        if placed.value < self.best.value * (1 - _NEAR):
-            self.best = placed
+        self.worked += _TAKEN * self._size
+        if self._now.exchange(first, second):
+            self._pairs = self._now.neighbours(self._random)
+            if self._now.value < self.value * (1 - _NEAR):
+                self.best, self.value = self._now.order, self._now.value
         return True
 
-    def _takes(self, value: float) -> bool:
-        more = value - self._now.value
-        if more <= _NEAR * value:
+    def _takes(self, first: int, second: int) -> bool:
+        more = self._now.estimate(first, second) - self._now.value
+        if more <= _NEAR * self._now.value:
             return True
-        left = 1 - self._tried / self._steps
-        heat = _HEAT * left * sum(self._problem.durations) / self._problem.num_kinds
+        heat = self._heat * (1 - self.worked / self.work)
         return heat > 0 and self._random.random() < math.exp(-more / heat)
-
-    def _fits(self, rank: int, kinds: Sequence[int]) -> bool:
-        problem = self._problem
-        most, changes = problem.limit + slack(problem.limit), problem.changes
-        held = 0.0
-        for kind in kinds:
-            held += changes[kind]
-            if held > most:
-                return False
-        return True
-
-    def _critical(self, placed: Placed) -> list[tuple[int, int]]:
-        """Places on ranks whose action is on the critical path right behind the one before it."""
-        problem, ends = self._problem, placed.ends
-        numbers: list[list[int]] = []
-        places: dict[tuple[int, int], int] = {}
-        for kinds in placed.order:
-            count = [0] * problem.num_kinds
-            mine = []
-            for place, kind in enumerate(kinds):
-                places[kind, count[kind]] = place
-                mine.append(count[kind])
-                count[kind] += 1
-            numbers.append(mine)
-        origins = problem.origins
-        lasts = [ends[kinds[-1]][-1] for kinds in placed.order]
-        late = [last - origin for last, origin in zip(lasts, origins, strict=True)]
-        rank = late.index(max(late))
-        place = len(placed.order[rank]) - 1
-        pairs = []
-        while True:
-            kind, microbatch = placed.order[rank][place], numbers[rank][place]
-            start = ends[kind][microbatch] - problem.durations[kind]
-            near = start - _NEAR * (1 + start)
-            waited_for = [
-                need
-                for need, delay in problem.needs[kind]
-                if ends[need][microbatch] + delay >= near
-            ]
-            before = placed.order[rank][place - 1] if place else kind
-            if place and ends[before][numbers[rank][place - 1]] >= near:
-                needed = before in waited_for and numbers[rank][place - 1] == microbatch
-                if before != kind and not needed:
-                    pairs.append((rank, place))
-                place -= 1
-            elif waited_for:
-                rank, place = problem.ranks[waited_for[0]], places[waited_for[0], microbatch]
-            else:
-                return pairs

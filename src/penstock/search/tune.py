@@ -93,6 +93,7 @@ class Tuner:
         seed: of its random choices.
 
     Attributes:
+        whole: the problem, with all microbatches.
         best: the best so far, the best first, none twice.
         placed: how many actions were placed.
         tried: how many blocks were tried.
@@ -100,7 +101,7 @@ class Tuner:
     """
 
     def __init__(self, problem: Problem, *, seed: int) -> None:
-        self._whole = problem
+        self.whole = problem
         self._problem = problem.resized(few_microbatches(problem))
         self._random = random.Random(seed)
         self._legs = max(legs(problem)) + 1
@@ -134,7 +135,7 @@ class Tuner:
         del self.best[_POOL:]
 
     def _estimate(self, placed: Placed) -> float:
-        few, all_of_them = self._problem.num_microbatches, self._whole.num_microbatches
+        few, all_of_them = self._problem.num_microbatches, self.whole.num_microbatches
         if few == all_of_them:
             return placed.value
         # The steady state, as the middle third shows it.

@@ -1,16 +1,7 @@
 """Times that no program can beat, each with its argument: pure functions of costs and placement.
 
-What a rank owes is fixed: of each stage it holds, a forward and a backward per microbatch. What it
-may do when is not, but for the chain that a microbatch goes through:
-
-    stage 0   F ╲                       ╱ I  W
-    stage 1      F ╲                 ╱ I
-    stage 2         F ╲           ╱ I
-    stage 3            F ─────► I
-
-    head(r)     from the step's start until the chain first comes to rank r
-    turn(s)     from the start of F on stage s until its gradient can be back there
-    tail(s)     from the end of I on stage s until the chain has left the pipeline
+They are made of what a stage owes, and of ``head``, ``turn`` and ``tail`` of the chain that a
+microbatch goes through (``penstock.simulate.chains``).
 
 The arguments, for each rank r; the greatest is the bound:
 
@@ -40,8 +31,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement, looped
+from penstock.schedule.words import number_of
+from penstock.simulate.chains import StageChain, chains
 from penstock.simulate.costs import Costs
 
 __all__ = ["Argument", "Bound", "LowerBounds", "least_memory", "lower_bounds"]
@@ -131,11 +123,12 @@ def lower_bounds(
     placed = looped(ranks, virtual) if placement is None else placement
     if placed.num_ranks != ranks:
         raise ScheduleError(
-            f"lower_bounds: ranks={ranks}, but the placement is one of {placed.num_ranks} ranks"
+            f"lower_bounds: ranks={ranks}, but the placement is one of "
+            f"{number_of(placed.num_ranks, 'rank')}"
         )
     if microbatches < 1:
         raise ScheduleError(f"lower_bounds: microbatches={microbatches}; a step takes at least one")
-    chains = _chains(costs, placed, microbatches, backward)
+    stages = chains(costs, placed, microbatches, backward)
     if memory_limit is not None and backward:
         least = least_memory(costs, placement=placed)
         if not memory_limit >= least:
@@ -146,7 +139,7 @@ def lower_bounds(
     makespans: list[Bound] = []
     spans: list[Bound] = []
     for rank in range(ranks):
-        owed = [stage for stage in chains if stage.rank == rank and stage.count]
+        owed = [stage for stage in stages if stage.rank == rank and stage.count]
         if owed:
             found = _rank_bounds(owed, rank, memory_limit, backward)
             makespans += found[0]
@@ -180,140 +173,65 @@ def least_memory(costs: Costs, *, placement: Placement) -> float:
     return max(held.values())
 
 
-@dataclass(slots=True, kw_only=True)
-class _Stage:
-    """What a stage owes, and the chain from it: each time is the least that it can come to."""
-
-    rank: int
-    count: int  # microbatches that go through it
-    forward: float
-    input_grad: float
-    backward: float  # I and W together
-    owed: float  # F, I and W, less what a block may save
-    owed_to_input: float  # F and I, less what a block may save
-    held: float
-    held_for_weights: float  # the less of what is held before and after I
-    work: float  # F where no block saves any of it: the most that it comes to
-    head: float = 0.0
-    turn: float = 0.0
-    tail: float = 0.0  # where there is no backward: after F
-
-
-def _chains(costs: Costs, placement: Placement, microbatches: int, backward: bool) -> list[_Stage]:
-    """All stages, by number; each copy of a model is a chain of its own."""
-    size = placement.num_stages
-    costs.refuse_misfits(num_stages=size)
-    stages = _stages(costs, placement, microbatches)
-
-    def hop(stage: int, other: int) -> float:
-        if placement.same_rank(stage, other):
-            return 0.0
-        latency = costs.latency_between(stage, other, num_stages=size)
-        return latency + costs.transfer(stage, other, num_stages=size)
-
-    for number, stage in enumerate(stages):
-        ahead = placement.neighbour(number, -1)
-        if ahead is not None:
-            lower = stages[ahead]
-            stage.head = lower.head + lower.forward + hop(ahead, number)
-            last = max(lower.backward, lower.input_grad + lower.tail)
-            stage.tail = hop(number, ahead) + last if backward else 0.0
-    for number in reversed(range(size)):
-        stage, behind = stages[number], placement.neighbour(number, +1)
-        stage.turn = stage.forward
-        if behind is not None:
-            higher, there, back = stages[behind], hop(number, behind), hop(behind, number)
-            stage.turn += there + higher.turn + higher.input_grad + back
-            if not backward:
-                stage.tail = there + higher.forward + higher.tail
-    return stages
-
-
-def _stages(costs: Costs, placement: Placement, microbatches: int) -> list[_Stage]:
-    """What each stage owes; nothing yet of the chain."""
-    size, copies = placement.num_stages, placement.copies
-    forward = costs.of(Op.FORWARD, num_stages=size)
-    by_input = costs.of(Op.INPUT_GRAD, num_stages=size)
-    full = costs.of(Op.FULL_BACKWARD, num_stages=size)
-    before, after = costs.held(num_stages=size)
-    blocks = [math.inf] * placement.num_ranks
-    longest = [0.0] * placement.num_ranks
-    if costs.overlap is not None:
-        for stage, length in enumerate(costs.per_stage("overlap", num_stages=size)):
-            rank = placement.rank_of(stage)
-            blocks[rank] = min(blocks[rank], length)
-            longest[rank] = max(longest[rank], full[stage])
-    stages = []
-    for stage, rank in enumerate(placement.stage_ranks):
-        least = blocks[rank]
-        # At best each forward stands in the shortest block, with the longest backward.
-        saved = max(0.0, forward[stage] + longest[rank] - least)
-        stages.append(
-            _Stage(
-                rank=rank,
-                count=len(range(placement.copy_of(stage), microbatches, copies)),
-                forward=min(forward[stage], least),
-                input_grad=min(by_input[stage], least),
-                backward=min(full[stage], least),
-                owed=forward[stage] + full[stage] - saved,
-                owed_to_input=forward[stage] + by_input[stage] - saved,
-                held=before[stage],
-                held_for_weights=min(before[stage], after[stage]),
-                work=forward[stage],
-            )
-        )
-    return stages
-
-
 def _rank_bounds(
-    stages: Sequence[_Stage], rank: int, memory_limit: float | None, backward: bool
+    stages: Sequence[StageChain], rank: int, memory_limit: float | None, backward: bool
 ) -> tuple[list[Bound], list[Bound]]:
     """The bounds on makespan and span that the stages of one rank give."""
+    found = _both_ways(stages, memory_limit) if backward else _forwards_alone(stages)
+    return (
+        [Bound(value=m, argument=a, rank=rank) for a, (m, _) in found.items()],
+        [Bound(value=s, argument=a, rank=rank) for a, (_, s) in found.items()],
+    )
+
+
+def _forwards_alone(stages: Sequence[StageChain]) -> dict[Argument, tuple[float, float]]:
+    """For each argument its bounds on makespan and span, where there are no backwards."""
+    head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
+    owed = sum(stage.count * stage.forward for stage in stages)
+    path = max(stage.head + stage.forward + stage.tail for stage in stages)
+    one = max(stage.forward for stage in stages)
+    return {
+        Argument.COMPUTE: (owed, owed),
+        Argument.PATH: (path, one),
+        Argument.WARM_UP: (head + owed + tail, owed),
+    }
+
+
+def _both_ways(
+    stages: Sequence[StageChain], memory_limit: float | None
+) -> dict[Argument, tuple[float, float]]:
+    """For each argument its bounds on makespan and span, forwards and backwards."""
     head = min(stage.head for stage in stages)
-    tail = min(stage.tail for stage in stages)
-    if not backward:
-        owed = sum(stage.count * stage.forward for stage in stages)
-        path = max(stage.head + stage.forward + stage.tail for stage in stages)
-        return (
-            [
-                Bound(value=owed, argument=Argument.COMPUTE, rank=rank),
-                Bound(value=path, argument=Argument.PATH, rank=rank),
-                Bound(value=head + owed + tail, argument=Argument.WARM_UP, rank=rank),
-            ],
-            [Bound(value=owed, argument=Argument.COMPUTE, rank=rank)],
-        )
     owed = sum(stage.count * stage.owed for stage in stages)
-    to_input = sum(stage.count * stage.owed_to_input for stage in stages)
-    turn = min(stage.turn for stage in stages)
-    arrival = min(stage.head + stage.turn for stage in stages)
-
-    def warm_up(work: float) -> tuple[float, float]:
-        """The bounds on makespan and span if no more than ``work`` is done up to the first I."""
-        begun = arrival - min(arrival - head, work)
-        makespan = begun + max(owed, to_input + tail)
-        return makespan, turn - min(turn, work) + owed
-
     work = sum(stage.count * stage.work for stage in stages)
-    life = max(stage.turn + stage.backward for stage in stages)
     path = max(
         stage.head + stage.turn + max(stage.backward, stage.input_grad + stage.tail)
         for stage in stages
     )
     found = {
         Argument.COMPUTE: (owed, owed),
-        Argument.PATH: (path, life),
-        Argument.WARM_UP: warm_up(work),
+        Argument.PATH: (path, max(stage.turn + stage.backward for stage in stages)),
+        Argument.WARM_UP: _warm_up(stages, work),
     }
     if memory_limit is not None:
-        fitting = warm_up(min(work, _fitting_work(stages, memory_limit)))
+        makespan, span = _warm_up(stages, min(work, _fitting_work(stages, memory_limit)))
         held = max(_memory_time(stages, memory_limit, owed), _rounds(stages, memory_limit))
-        found[Argument.MEMORY] = (max(fitting[0], head + held), max(fitting[1], held))
-    makespans = [Bound(value=m, argument=a, rank=rank) for a, (m, _) in found.items()]
-    spans = [Bound(value=s, argument=a, rank=rank) for a, (_, s) in found.items()]
-    return makespans, spans
+        found[Argument.MEMORY] = (max(makespan, head + held), max(span, held))
+    return found
 
 
-def _fitting_work(stages: Sequence[_Stage], limit: float) -> float:
+def _warm_up(stages: Sequence[StageChain], work: float) -> tuple[float, float]:
+    """The bounds on makespan and span if no more than ``work`` is done up to the first I."""
+    head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
+    owed = sum(stage.count * stage.owed for stage in stages)
+    to_input = sum(stage.count * stage.owed_to_input for stage in stages)
+    turn = min(stage.turn for stage in stages)
+    arrival = min(stage.head + stage.turn for stage in stages)
+    begun = arrival - min(arrival - head, work)
+    return begun + max(owed, to_input + tail), turn - min(turn, work) + owed
+
+
+def _fitting_work(stages: Sequence[StageChain], limit: float) -> float:
     """The most forward work whose activations fit: the densest first, the last one in part."""
     sizes = {stage.held for stage in stages}
     if len(sizes) == 1 and (size := sizes.pop()) > 0:
@@ -328,7 +246,7 @@ def _fitting_work(stages: Sequence[_Stage], limit: float) -> float:
     return work
 
 
-def _memory_time(stages: Sequence[_Stage], limit: float, owed: float) -> float:
+def _memory_time(stages: Sequence[StageChain], limit: float, owed: float) -> float:
     """The least span in which all activations have their memory for as long as they need it."""
     need = sum(
         stage.count
@@ -352,7 +270,7 @@ def _memory_time(stages: Sequence[_Stage], limit: float, owed: float) -> float:
     return (need + unused * (forward + weights)) / limit
 
 
-def _rounds(stages: Sequence[_Stage], limit: float) -> float:
+def _rounds(stages: Sequence[StageChain], limit: float) -> float:
     """The least span if each activation frees its place only after its life."""
     longest = 0.0
     for chosen in (stages, *([stage] for stage in stages)):

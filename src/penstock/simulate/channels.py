@@ -15,12 +15,12 @@ back have two channels of each rank, out and back; the backward waits for what i
     out               ▬▬▬0
     back                    ▬▬▬0
 
-These are functions from
-tables to tables; what costs do not ask for costs the engine nothing.
+These are functions from tables to tables; what costs do not ask for costs the engine nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import TypeVar
@@ -57,45 +57,61 @@ def add_messages(tables: Tables, program: Program, costs: Costs) -> Tables:
         return tables
     if inline and program.has_transfers:
         return _with_slow_sends(tables, program, costs)
-    size, width, placement = tables.num_stages, tables.width, program.placement
-    first = len(tables.durations)
+    rows = tables
+    feeds: dict[int, tuple[int, int]] = {}
     forward, backward = Op.FORWARD, Op.INPUT_GRAD
     if program.has_transfers:
         forward, backward = Op.SEND_F, Op.SEND_B
-    # The row of an action that makes a message → the message's row, and the rank it goes to.
-    feeds: dict[int, tuple[int, int]] = {}
-    needs, durations = list(tables.needs), list(tables.durations)
-    for direction, (op, offset) in enumerate(((forward, +1), (backward, -1))):
-        for stage in range(size):
-            row, message = _NUMBER[op] * size + stage, first + direction * size + stage
-            other = placement.neighbour(stage, offset)
-            needs.append((((row - message) * width, 0.0),))
-            durations.append(0.0)
-            if other is None or placement.same_rank(stage, other):
-                continue
-            durations[-1] = costs.transfer(stage, other, num_stages=size)
-            latency = costs.latency_between(stage, other, num_stages=size)
-            feeds[row] = message, placement.rank_of(other)
-            if op is Op.INPUT_GRAD:
-                feeds[_NUMBER[Op.FULL_BACKWARD] * size + stage] = feeds[row]
-            for taker in _takers(op):
-                user = _NUMBER[taker] * size + other
-                needs[user] = tuple(
-                    ((message - user) * width, latency)
-                    if user + distance // width == row
-                    else (distance, delay)
-                    for distance, delay in needs[user]
-                )
+    for op, offset in ((forward, +1), (backward, -1)):
+        rows = _with_rows_of_messages(rows, program, costs, op, offset, feeds)
     return replace(
-        tables,
+        rows,
         entries=_entries(tables, feeds, inline, program.num_ranks),
-        needs=tuple(needs),
-        fulfils=(*tables.fulfils, *[(0,)] * (2 * size)),
-        durations=tuple(durations),
-        overlaps=(*tables.overlaps, *[None] * (2 * size)),
-        receives=(*tables.receives, *[False] * (2 * size)),
         extra_steps=inline or tables.extra_steps,
     )
+
+
+def _with_rows_of_messages(
+    tables: Tables,
+    program: Program,
+    costs: Costs,
+    op: Op,
+    offset: int,
+    feeds: dict[int, tuple[int, int]],
+) -> Tables:
+    """A row per stage for the message that ``op`` makes, which goes ``offset`` stages on.
+
+    Args:
+        tables: without these rows.
+        program: the program of the tables.
+        costs: the costs of the tables.
+        op: what makes the message.
+        offset: to which stage it goes.
+        feeds: filled in: the row of an action that makes a message → the message's row, and the
+            rank that it goes to.
+    """
+    size, width, placement = tables.num_stages, tables.width, program.placement
+    first = len(tables.durations)
+    needs, durations = list(tables.needs), [0.0] * size
+    for stage in range(size):
+        row, message = _row(op, stage, size), first + stage
+        other = placement.neighbour(stage, offset)
+        needs.append((((row - message) * width, 0.0),))
+        if other is None or placement.same_rank(stage, other):
+            continue
+        durations[stage] = costs.transfer(stage, other, num_stages=size)
+        latency = costs.latency_between(stage, other, num_stages=size)
+        feeds[row] = message, placement.rank_of(other)
+        if op is Op.INPUT_GRAD:
+            feeds[_row(Op.FULL_BACKWARD, stage, size)] = feeds[row]
+        for user in (_row(taker, other, size) for taker in _takers(op)):
+            needs[user] = tuple(
+                ((message - user) * width, latency)
+                if user + distance // width == row
+                else (distance, delay)
+                for distance, delay in needs[user]
+            )
+    return _with_rows(replace(tables, needs=tuple(needs[:first])), needs[first:], durations)
 
 
 def add_copies(tables: Tables, program: Program, costs: Costs) -> Tables:
@@ -113,50 +129,61 @@ def add_copies(tables: Tables, program: Program, costs: Costs) -> Tables:
         return tables
     size, width, first = tables.num_stages, tables.width, len(tables.durations)
     out, back, ready = (range(first + n * size, first + (n + 1) * size) for n in range(3))
-    begins = [[_NUMBER[op] * size + stage for stage in range(size)] for op in _COPIES]
     offload, reload = costs.copies(num_stages=size)
+
+    def after(row: int, before: int) -> tuple[int, float]:
+        return (before - row) * width, 0.0
+
+    stages = range(size)
+    begins = [[_row(op, stage, size) for stage in stages] for op in _COPIES]
     needs = [
-        *[((begins[0][s] - out[s]) * width, 0.0) for s in range(size)],
-        *[((begins[1][s] - back[s]) * width, 0.0) for s in range(size)],
-        *[((back[s] - ready[s]) * width, 0.0) for s in range(size)],
+        *[(after(out[s], begins[0][s]),) for s in stages],
+        # A copy back waits for its copy out as well: they have channels of their own.
+        *[(after(back[s], begins[1][s]), after(back[s], out[s])) for s in stages],
+        *[(after(ready[s], back[s]),) for s in stages],
     ]
-    # A copy back waits for its copy out as well: they have channels of their own.
-    after_out = [(needs[size + s], ((out[s] - back[s]) * width, 0.0)) for s in range(size)]
+    return replace(
+        _with_rows(tables, needs, [*offload, *reload, *[0.0] * size]),
+        entries=_entries_with_copies(tables, program, out, back, ready),
+        extra_steps=True,
+        shown_as=dict(zip((*out, *back), (*begins[0], *begins[1]), strict=True)),
+    )
+
+
+def _entries_with_copies(
+    tables: Tables, program: Program, out: range, back: range, ready: range
+) -> tuple[list[Entry], ...]:
+    """The ranks' steps, those that take back what is copied after it; then each rank's channels.
+
+    Args:
+        tables: without copies.
+        program: the program of the tables.
+        out: for each stage, the row of its copies to the host.
+        back: likewise, of its copies back.
+        ready: likewise, of steps that wait for a copy back.
+    """
+    size, width = tables.num_stages, tables.width
     reloaded = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RELOAD}
     ranks: list[list[Entry]] = []
     channels: list[list[Entry]] = []
     for entries in tables.entries:
         steps: list[Entry] = []
-        copies: tuple[list[Entry], list[Entry]] = ([], [])
+        outwards: list[Entry] = []
+        backwards: list[Entry] = []
         for entry in entries:
             for slot in (entry,) if isinstance(entry, int) else entry:
                 row, microbatch = divmod(slot, width)
                 op, stage = _OPS[row // size], row % size
                 if op is Op.OFFLOAD:
-                    copies[0].append(out[stage] * width + microbatch)
+                    outwards.append(out[stage] * width + microbatch)
                 elif op is Op.RELOAD:
-                    copies[1].append(back[stage] * width + microbatch)
+                    backwards.append(back[stage] * width + microbatch)
                 elif op in _TAKES_BACK and (stage, microbatch) in reloaded:
                     steps.append(ready[stage] * width + microbatch)
             steps.append(entry)
         ranks.append(steps)
-        channels += copies
-    return replace(
-        tables,
-        entries=(*ranks, *channels),
-        needs=(
-            *tables.needs,
-            *((n,) for n in needs[:size]),
-            *after_out,
-            *((n,) for n in needs[2 * size :]),
-        ),
-        fulfils=(*tables.fulfils, *[(0,)] * (3 * size)),
-        durations=(*tables.durations, *offload, *reload, *[0.0] * size),
-        overlaps=(*tables.overlaps, *[None] * (3 * size)),
-        receives=(*tables.receives, *[False] * (3 * size)),
-        extra_steps=True,
-        shown_as=dict(zip((*out, *back), (*begins[0], *begins[1]), strict=True)),
-    )
+        channels += outwards, backwards
+    return (*ranks, *channels)
 
 
 def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
@@ -200,6 +227,25 @@ def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
             for row, action in tables.shown_as.items()
             for m in range(width)
         },
+    )
+
+
+def _row(op: Op, stage: int, num_stages: int) -> int:
+    return _NUMBER[op] * num_stages + stage
+
+
+def _with_rows(
+    tables: Tables, needs: Sequence[tuple[tuple[int, float], ...]], durations: Sequence[float]
+) -> Tables:
+    """Tables with more rows, none of them an action's."""
+    new = len(needs)
+    return replace(
+        tables,
+        needs=(*tables.needs, *needs),
+        fulfils=(*tables.fulfils, *[(0,)] * new),
+        durations=(*tables.durations, *durations),
+        overlaps=(*tables.overlaps, *[None] * new),
+        receives=(*tables.receives, *[False] * new),
     )
 
 

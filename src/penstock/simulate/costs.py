@@ -2,7 +2,7 @@
 
 Costs are abstract: their unit is the caller's (1, seconds, microseconds; bytes, activations), and
 simulated times and peaks come in the same unit. This module knows neither programs nor the order
-in which anything runs.
+in which anything runs; of placements, which stages send to each other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
+from penstock.schedule.placement import Placement
+from penstock.schedule.words import number_of
 
 __all__ = ["Cost", "Costs", "MessageCost", "PerEdge"]
 
@@ -116,7 +118,9 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
-            if given is None or field.name in _SWITCHES:
+            if field.name in _SWITCHES and not isinstance(given, bool):
+                raise ScheduleError(f"Costs({field.name}=...): {given!r} is not True or False")
+            if field.name in _SWITCHES or (given is None and field.default is None):
                 continue
             value = _normal(field.name, given)
             if field.name in _POSITIVE and 0.0 in _numbers(value):
@@ -225,25 +229,34 @@ class Costs:
             )
         return value if isinstance(value, tuple) else (value,) * num_stages
 
-    def refuse_misfits(self, *, num_stages: int) -> None:
-        """Look at all costs, whether or not a program of so many stages sends or copies anything.
+    def refuse_misfits(self, placement: Placement) -> None:
+        """Look at all costs, whether or not a program on this placement sends or copies anything.
 
         Args:
-            num_stages: number of stages of the program.
+            placement: how the program's stages lie.
 
         Raises:
             ScheduleError: a cost for another number of stages, or for an edge that is not there.
         """
+        num_stages = placement.num_stages
         for field in fields(self):
-            if field.name not in _SWITCHES and getattr(self, field.name) is not None:
-                self._fitting(field.name, num_stages)
+            if field.name in _SWITCHES or getattr(self, field.name) is None:
+                continue
+            value = self._fitting(field.name, num_stages)
+            for edge, _ in value.costs if isinstance(value, PerEdge) else ():
+                if placement.neighbour(edge[0], +1) != edge[1]:
+                    raise ScheduleError(
+                        f"Costs({field.name}=...): the edge {edge} leads from the last stage of "
+                        "one copy of the model to the first of the next; nothing is sent there"
+                    )
 
     def _fitting(self, name: str, num_stages: int) -> float | tuple[float, ...] | PerEdge:
         value: float | tuple[float, ...] | PerEdge = getattr(self, name)
         if isinstance(value, tuple) and len(value) != num_stages:
             raise ScheduleError(
-                f"Costs({name}=...) has {len(value)} numbers, but the program has {num_stages} "
-                "stages; give one number for all stages, or one per stage"
+                f"Costs({name}=...) has {number_of(len(value), 'number')}, but the program has "
+                f"{number_of(num_stages, 'stage')}; give one number for all stages, or "
+                "one per stage"
             )
         if isinstance(value, PerEdge) and value.costs and value.costs[-1][0][1] >= num_stages:
             edge, _ = value.costs[-1]

@@ -8,7 +8,7 @@ from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 
-__all__ = ["build_for"]
+__all__ = ["build_for", "wanted_costs"]
 
 _COSTS = frozenset(field.name for field in fields(Costs))
 
@@ -39,7 +39,20 @@ def build_for(
         >>> build_for(Costs(forward=2), "1f1b", ranks=2, microbatches=4).num_stages
         2
     """
-    known = {each: getattr(costs, each) for each in family(name).options if each in _COSTS}
+    wanted = wanted_costs(costs, name)
     return build(
-        name, ranks=ranks, microbatches=microbatches, virtual=virtual, **{**known, **options}
+        name, ranks=ranks, microbatches=microbatches, virtual=virtual, **{**wanted, **options}
     )
+
+
+def wanted_costs(costs: Costs, name: str) -> dict[str, object]:
+    """Those of ``costs`` that a schedule is built for, as options of it.
+
+    Raises:
+        ScheduleError: there is no such schedule.
+
+    Example:
+        >>> wanted_costs(Costs(forward=2), "zb-1p"), wanted_costs(Costs(forward=2), "1f1b")
+        ({'forward': 2.0, 'input_grad': 1.0, 'weight_grad': 1.0}, {})
+    """
+    return {each: getattr(costs, each) for each in family(name).options if each in _COSTS}

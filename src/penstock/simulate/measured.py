@@ -6,14 +6,15 @@ This module measures nothing.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from penstock.schedule.action import Op
+from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
-from penstock.trace import Trace
+from penstock.trace import Span, Trace
 
 __all__ = ["costs_of", "program_of"]
 
@@ -30,13 +31,26 @@ def program_of(trace: Trace) -> Program:
     Example:
         >>> from penstock.schedule.catalog import build
         >>> from penstock.simulate.engine import simulate
-        >>> program = build("zbv", ranks=2, microbatches=4)
+        >>> program = build("dualpipev", ranks=2, microbatches=4)
         >>> program_of(simulate(program).trace) == program
         True
     """
-    computes = [trace.compute(rank) for rank in range(trace.num_ranks)]
-    text = "\n".join(",".join(str(span.action) for span in lane) for lane in computes)
+    block_of = trace.block_of()
+    lanes = [_steps(trace.compute(rank), block_of) for rank in range(trace.num_ranks)]
+    text = "\n".join(",".join(map(str, lane)) for lane in lanes)
     return parse_csv(text, name=trace.name)
+
+
+def _steps(lane: Sequence[Span], block_of: Mapping[Action, Overlap]) -> Iterator[Step]:
+    """What a rank computed; a block stands where its first part began."""
+    begun = set()
+    for span in lane:
+        block = block_of.get(span.action)
+        if block is None:
+            yield span.action
+        elif block not in begun:
+            begun.add(block)
+            yield block
 
 
 def costs_of(trace: Trace, num_stages: int) -> Costs:

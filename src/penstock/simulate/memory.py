@@ -98,38 +98,7 @@ def memory_curves(
         taken again at one time is one point; what is taken and freed at once stays two, so that
         the highest point is the peak.
     """
-    size = program.num_stages
-    before, after = costs.held(num_stages=size)
-    kept = costs.per_stage("recompute_bytes", num_stages=size)
-    backward = any(a.op in _BACKWARD for a in program.actions())
-    remade = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
-
-    def changes_of(step: Step) -> tuple[float, float]:
-        """What a step takes when it starts, and what it frees when it ends."""
-        taken = freed = 0.0
-        for part in step.parts:
-            stage = part.stage
-            match part.op:
-                case Op.FORWARD if not backward:
-                    taken += before[stage]
-                    freed += before[stage]
-                case Op.FORWARD:
-                    dropped = (stage, part.microbatch) in remade
-                    taken += kept[stage] if dropped else before[stage]
-                case Op.RECOMPUTE:
-                    taken += before[stage] - kept[stage]
-                case Op.RELOAD:
-                    taken += before[stage]
-                case Op.OFFLOAD | Op.FULL_BACKWARD:
-                    freed += before[stage]
-                case Op.INPUT_GRAD:
-                    freed += before[stage] - after[stage]
-                case Op.WEIGHT_GRAD:
-                    freed += after[stage]
-                case _:
-                    pass
-        return taken, freed
-
+    sizes = _Sizes(program, costs)
     curves = []
     for rank, steps in enumerate(program.ranks):
         changes: list[tuple[float, float]] = []
@@ -138,7 +107,7 @@ def memory_curves(
             stop = first + len(step.parts)
             begun, done = starts[rank][first], ends[rank][stop - 1]
             first = stop
-            taken, freed = changes_of(step)
+            taken, freed = sizes.changes_of(step)
             if taken:
                 changes.append((begun, taken))
             if freed:
@@ -147,6 +116,43 @@ def memory_curves(
         changes.sort(key=itemgetter(0))
         curves.append(_curve(changes))
     return tuple(curves)
+
+
+class _Sizes:
+    """What steps take and free, in the unit of the costs."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        size = program.num_stages
+        self.before, self.after = costs.held(num_stages=size)
+        self.kept = costs.per_stage("recompute_bytes", num_stages=size)
+        acts = [*program.actions()]
+        self.backward = any(act.op in _BACKWARD for act in acts)
+        self.remade = {(a.stage, a.microbatch) for a in acts if a.op is Op.RECOMPUTE}
+
+    def changes_of(self, step: Step) -> tuple[float, float]:
+        """What a step takes when it starts, and what it frees when it ends."""
+        taken = freed = 0.0
+        for part in step.parts:
+            stage = part.stage
+            before, after, kept = self.before[stage], self.after[stage], self.kept[stage]
+            match part.op:
+                case Op.FORWARD if not self.backward:
+                    taken, freed = taken + before, freed + before
+                case Op.FORWARD:
+                    taken += kept if (stage, part.microbatch) in self.remade else before
+                case Op.RECOMPUTE:
+                    taken += before - kept
+                case Op.RELOAD:
+                    taken += before
+                case Op.OFFLOAD | Op.FULL_BACKWARD:
+                    freed += before
+                case Op.INPUT_GRAD:
+                    freed += before - after
+                case Op.WEIGHT_GRAD:
+                    freed += after
+                case _:
+                    pass
+        return taken, freed
 
 
 def _curve(changes: list[tuple[float, float]]) -> Curve:

@@ -147,4 +147,5 @@ class Simulation:
             num_ranks=self.program.num_ranks,
             unit="1",
             spans=tuple(spans),
+            blocks=self.program.blocks,
         )

@@ -25,6 +25,9 @@ __all__ = ["Entry", "Tables", "tabulate"]
 Entry: TypeAlias = int | tuple[int, ...]
 """A step of a rank: an action's slot, or the slots of a block's parts."""
 
+_Firsts: TypeAlias = Mapping[tuple[Op, int], int]
+"""For each row, in their order, its first slot."""
+
 _OPS = tuple(Op)
 
 
@@ -87,29 +90,10 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         ScheduleError: costs for another number of stages, or for edges that the program lacks.
     """
     num_stages, width = program.num_stages, program.num_microbatches
-    stages = range(num_stages)
-    costs.refuse_misfits(num_stages=num_stages)
-    rank_of = program.placement.stage_ranks
+    costs.refuse_misfits(program.placement)
     ops = {s.op for steps in program.ranks for s in steps if isinstance(s, Action)}
-    # Blocks hold computations only.
-    transfers = Op.SEND_F in ops or Op.SEND_B in ops
-    first = {
-        op: tuple(range(number * num_stages * width, (number + 1) * num_stages * width, width))
-        for number, op in enumerate(_OPS)
-    }
-    rows = [(op, stage) for op in _OPS for stage in stages]
-    required = [
-        prerequisites(action(stage, op, 0), program.placement, transfers=transfers)
-        for op, stage in rows
-    ]
-
-    def delay(stage: int, producer: Action) -> float:
-        source = producer.stage
-        if rank_of[stage] == rank_of[source]:
-            return 0.0
-        latency = costs.latency_between(source, stage, num_stages=num_stages)
-        return latency + costs.transfer(source, stage, num_stages=num_stages)
-
+    rows = [(op, stage) for op in _OPS for stage in range(num_stages)]
+    first = {row: number * width for number, row in enumerate(rows)}
     overlap: tuple[float | None, ...] = (None,) * num_stages
     if costs.overlap is not None:
         overlap = costs.per_stage("overlap", num_stages=num_stages)
@@ -118,21 +102,11 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         num_stages=num_stages,
         width=width,
         num_actions=len(rows) * width,
-        entries=tuple(
-            [
-                first[step.op][step.stage] + (step.microbatch or 0)
-                if isinstance(step, Action)
-                else tuple(first[a.op][a.stage] + (a.microbatch or 0) for a in step.parts)
-                for step in steps
-            ]
-            for steps in program.ranks
-        ),
-        needs=tuple(
-            tuple((first[p.op][p.stage] - first[op][stage], delay(stage, p)) for p in before)
-            for (op, stage), before in zip(rows, required, strict=True)
-        ),
+        entries=_entries(program, first),
+        # Blocks hold computations only, so that steps of one action tell whether there are sends.
+        needs=_needs(program, costs, first, transfers=bool(ops & {Op.SEND_F, Op.SEND_B})),
         fulfils=tuple(
-            tuple(first[each][stage] - first[op][stage] for each in (op, *COVERS.get(op, ())))
+            tuple(first[each, stage] - first[op, stage] for each in (op, *COVERS.get(op, ())))
             if op in COMPUTE | TRANSFERS | COPIES
             else ()
             for op, stage in rows
@@ -142,3 +116,41 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         receives=tuple(op is Op.RECV_F or op is Op.RECV_B for op, _ in rows),
         computes_only=ops <= COMPUTE,
     )
+
+
+def _entries(program: Program, first: _Firsts) -> tuple[list[Entry], ...]:
+    """The ranks' steps as slots."""
+    # Two lookups of one key each: hashing a pair per action would cost more.
+    by_op = {op: [first[op, stage] for stage in range(program.num_stages)] for op in _OPS}
+    return tuple(
+        [
+            by_op[step.op][step.stage] + (step.microbatch or 0)
+            if isinstance(step, Action)
+            else tuple(by_op[a.op][a.stage] + (a.microbatch or 0) for a in step.parts)
+            for step in steps
+        ]
+        for steps in program.ranks
+    )
+
+
+def _needs(
+    program: Program, costs: Costs, first: _Firsts, *, transfers: bool
+) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """For each row, how far off what it needs is, and how long that travels."""
+    placement, num_stages = program.placement, program.num_stages
+
+    def delay(stage: int, source: int) -> float:
+        if placement.same_rank(stage, source):
+            return 0.0
+        latency = costs.latency_between(source, stage, num_stages=num_stages)
+        return latency + costs.transfer(source, stage, num_stages=num_stages)
+
+    needs = []
+    for op, stage in first:
+        required = prerequisites(action(stage, op, 0), placement, transfers=transfers)
+        needs.append(
+            tuple(
+                (first[p.op, p.stage] - first[op, stage], delay(stage, p.stage)) for p in required
+            )
+        )
+    return tuple(needs)

@@ -43,7 +43,7 @@ def announced(group: dist.ProcessGroup | None) -> Iterator[None]:
         if group is not None and group.size() > 1:
             # Where the store is gone, so is whoever would read it.
             with contextlib.suppress(RuntimeError, dist.DistError):
-                cause = cause_of(error, group.rank())
+                cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
                 group.get_group_store().set(note_key(group), cause.to_json())
                 _noted.add(group.group_name)
         raise

@@ -15,7 +15,8 @@ of weights need more care:
 - with hooks: their hooks run once, on the sum, when W hands it over.
 
 This is the general way to split a backward, for graphs that exist already. What a stage does by
-default (`penstock.stage.deferred`) is faster: it builds no graph to the weights in the first place.
+default (`penstock.stage.deferred`) is faster: it builds no graph to the weights in the first
+place.
 Functions and results are those that users of torch.distributed.pipelining know.
 """
 

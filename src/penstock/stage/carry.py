@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import StageError
 from penstock.stage.tensor_meta import plain_tag
 from penstock.stage.trees import flatten
+from penstock.stage.wrappers import unwrapped
 
 __all__ = ["Carry", "takes_state"]
 
@@ -118,9 +119,4 @@ def takes_state(module: nn.Module) -> bool:
         >>> takes_state(nn.Linear(2, 2))
         False
     """
-    inner = getattr(module, "_orig_mod", None)
-    if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
-        inner = module.module
-    if isinstance(inner, nn.Module):
-        return takes_state(inner)
-    return "state" in inspect.signature(module.forward).parameters
+    return "state" in inspect.signature(unwrapped(module).forward).parameters

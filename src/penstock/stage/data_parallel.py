@@ -8,8 +8,8 @@ schedule computes input and weight gradients, nor from which of the two a hook f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Replicas", "replicas_of"]
 
+T = TypeVar("T")
+
 
 class Replicas(ABC):
     """A stage's module, or a part of it, as one of several replicas or shards.
 
     Attributes:
         sharded: whether parameters are sharded: gathered by ``unshard``.
+        groups: the processes that reductions and gathers run over; known once a step has begun.
     """
 
     sharded: bool = False
+    groups: Sequence[dist.ProcessGroup] = ()
 
     @abstractmethod
     def begin(self) -> None:
@@ -101,6 +105,7 @@ class _Several(Replicas):
     def begin(self) -> None:
         for part in self._parts:
             part.begin()
+        self.groups = _distinct(group for part in self._parts for group in part.groups)
 
     def reduce_grads(self) -> None:
         for part in self._parts:
@@ -122,6 +127,7 @@ class _Several(Replicas):
 class _Ddp(Replicas):
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
+        self.groups = (module.process_group,)
         # Within the user's own no_sync() a step reduces nothing.
         self._synced = module.require_backward_grad_sync
         self._sink_off = False
@@ -154,6 +160,7 @@ class _Replicate(Replicas):
         # It is made at the first forward, or here.
         if self._ddp is None:
             self._ddp = _Ddp(replica_private.ddp_within(self._module))
+            self.groups = self._ddp.groups
         self._synced = replica_private.composable_syncs(self._module)
         self._module.set_requires_gradient_sync(False)
         self._ddp.begin()
@@ -176,6 +183,8 @@ class _Fsdp(Replicas):
         self._root = root
 
     def begin(self) -> None:
+        if not self.groups:
+            self.groups = _groups_of(self._root)
         self._root.set_is_last_backward(False)
         self._root.set_reshard_after_backward(False)
         self._root.set_requires_gradient_sync(False)
@@ -187,13 +196,30 @@ class _Fsdp(Replicas):
         _each(self._root, lambda module: module.reshard())
 
     def reduce_grads(self) -> None:
-        self.end()
+        self._sync_again()
         replica_private.fsdp_finish_backward(self._root)
 
     def end(self) -> None:
+        self._sync_again()
+        # Without a backward, nothing else would: an evaluation leaves what its forwards gathered,
+        # and gradients and the optimizer are those of the shards.
+        self.reshard()
+
+    def _sync_again(self) -> None:
         self._root.set_is_last_backward(True)
         self._root.set_reshard_after_backward(True)
         self._root.set_requires_gradient_sync(True)
+
+
+def _groups_of(root: FSDPModule) -> list[dist.ProcessGroup]:
+    """The groups of all dimensions of the meshes that the parameters are sharded over."""
+    assert isinstance(root, nn.Module)
+    meshes = _distinct(p.device_mesh for p in root.parameters() if hasattr(p, "device_mesh"))
+    return _distinct(group for mesh in meshes for group in mesh.get_all_groups())
+
+
+def _distinct(things: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(things))
 
 
 def _each(root: FSDPModule, act: Callable[[FSDPModule], object]) -> None:

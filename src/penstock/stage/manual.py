@@ -1,7 +1,7 @@
 """PipelineStage: a stage that the user cut by hand, with the API of torch's class of that name.
 
 A schedule drives a stage through ``Stage``'s methods. Those here are for people who drive one by
-hand: they keep a slot per microbatch, and hand out ``dist.P2POp`` lists.
+hand, microbatch by microbatch; what it exchanges with its neighbours stands in ``exchange.py``.
 
     for op in stage.get_fwd_recv_ops(mb): ...          # post, wait
     out = stage.forward_one_chunk(mb, args)
@@ -23,18 +23,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import StageError
 from penstock.stage.announcing import announced, default_group
-from penstock.stage.boundary import BoundarySpec, describe, static_spec
+from penstock.stage.boundary import describe, static_spec
+from penstock.stage.exchange import ExchangingStage
 from penstock.stage.replica_step import ReplicaStep
 from penstock.stage.slots import Phase, Slot
-from penstock.stage.stage import Stage
-from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["PipelineStage"]
 
 GetMesh = Callable[..., Any]
 
 
-class PipelineStage(Stage):
+class PipelineStage(ExchangingStage):
     """A stage of a model that was cut by hand.
 
     Args:
@@ -94,12 +93,6 @@ class PipelineStage(Stage):
         self._replica_step = ReplicaStep()
 
     # --- driven by hand ----------------------------------------------------------------------
-
-    def _slot(self, chunk_id: int) -> Slot:
-        if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
-            bound = "" if self.chunks is None else f", expected 0 to {self.chunks - 1}"
-            raise StageError(f"stage {self.stage_index}: microbatch {chunk_id}{bound}")
-        return self._slots.setdefault(chunk_id, Slot(chunk_id))
 
     def forward_one_chunk(
         self,
@@ -284,116 +277,6 @@ class PipelineStage(Stage):
         """Forget all microbatches, and a step driven by hand that is not over."""
         self._slots.clear()
         self._replica_step.end(reduce=False)
-
-    # --- messages by hand --------------------------------------------------------------------
-
-    def _p2p(self, op: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[Any]:
-        """Operations with the rank of ``stage``; ranks hold stages round robin, as in torch."""
-        if self.group is None:
-            raise StageError("messages need a process group: call init_process_group first")
-        peer = dist.get_global_rank(self.group, stage % self.group_size)
-        return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
-
-    def _buffers(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
-        # Contiguous, whatever lies behind ``meta.order``: the peer may know shapes alone.
-        return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of this microbatch's inputs; none on the first stage.
-
-        Raises:
-            StageError: the shapes of the inputs are not known: pass ``input_args``.
-        """
-        if self.is_first:
-            return []
-        slot = self._slot(fwd_chunk_id)
-        slot.in_spec = self._known(self.static_inputs or self.inputs_spec, "input_args")
-        slot.arrival = self._buffers(slot.in_spec.metas)
-        return self._p2p(dist.irecv, slot.arrival, self.stage_index - 1)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of this microbatch's outputs; none on the last stage."""
-        if self.is_last:
-            return []
-        slot = self._slot(fwd_chunk_id)
-        if slot.outgoing is None:
-            raise StageError(
-                f"stage {self.stage_index}, microbatch {fwd_chunk_id}: nothing to send; run "
-                "forward_one_chunk() first, and send once"
-            )
-        tensors, slot.outgoing = [t.contiguous() for t in slot.outgoing], None
-        return self._p2p(dist.isend, tensors, self.stage_index + 1)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of the gradients of this microbatch's outputs; none on the last stage."""
-        if self.is_last or not self.has_backward:
-            return []
-        slot = self._slot(bwd_chunk_id)
-        spec = self._known(slot.spec or self.static_outputs, "output_args")
-        slot.grad_arrival = self._buffers(spec.grad_metas)
-        return self._p2p(dist.irecv, slot.grad_arrival, self.stage_index + 1)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of the gradients of this microbatch's inputs; none on the first stage.
-
-        A missing gradient is sent as zeros: the other side waits for it.
-        """
-        if self.is_first or not self.has_backward:
-            return []
-        grads = [g.contiguous() for g in self.get_local_bwd_output(bwd_chunk_id)]
-        return self._p2p(dist.isend, grads, self.stage_index - 1)
-
-    def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
-        if spec is None:
-            raise StageError(
-                f"stage {self.stage_index}: shapes are not known yet; pass {argument} to "
-                "PipelineStage, or let a schedule run the stage"
-            )
-        return spec
-
-    # --- neighbours on the same rank ---------------------------------------------------------
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take a microbatch's inputs from the previous stage on the same rank, no message sent."""
-        slot = self._slot(mb_index)
-        slot.in_spec = spec = describe(prev_stage_outputs)
-        spec.check_static(self.static_inputs, "input")
-        slot.arrival = [t.detach() for t in spec.tensors(prev_stage_outputs)]
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
-        """The gradients of a microbatch's inputs, for the previous stage; given out once."""
-        slot = self._slot(mb_index)
-        grads, spec = slot.outgoing_grads, slot.in_spec
-        if grads is None or spec is None:
-            raise StageError(
-                f"stage {self.stage_index}, microbatch {mb_index}: no input gradients; run "
-                "backward_one_chunk() first, and take them once"
-            )
-        slot.outgoing_grads = None
-        return tuple(
-            torch.zeros(m.shape, dtype=m.dtype, device=self.device) if g is None else g
-            for m, g in zip(spec.grad_metas, grads, strict=True)
-        )
-
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
-    ) -> None:
-        """Take the gradients of a microbatch's outputs from the next stage on the same rank."""
-        if not isinstance(next_stage_bwd_outputs, tuple):
-            raise StageError(
-                f"stage {self.stage_index}: gradients come as a tuple, got "
-                f"{type(next_stage_bwd_outputs).__name__}"
-            )
-        self._slot(mb_index).grad_arrival = next_stage_bwd_outputs
-
-    def get_outputs_meta(self) -> tuple[Tensor, ...]:
-        """The outputs of one microbatch as meta tensors: shapes and dtypes without data.
-
-        Raises:
-            StageError: they are not known yet.
-        """
-        spec = self._known(self.static_outputs or self.outputs_spec, "output_args")
-        return tuple(torch.empty(m.shape, dtype=m.dtype, device="meta") for m in spec.metas)
 
 
 class _Nothing:

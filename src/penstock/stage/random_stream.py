@@ -39,7 +39,7 @@ def draw_step_seed() -> int:
         >>> one == draw_step_seed(), one == draw_step_seed()
         (True, False)
     """
-    return int(torch.randint(1 << 62, ()))
+    return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 @contextmanager

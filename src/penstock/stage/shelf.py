@@ -5,15 +5,16 @@
     shelf.reload()              copied back
     backward                    finds it as it was
 
-On CUDA copies run on a stream of their own, beside the compute: nothing waits for an offload, and
-the backward waits for the reload of what it uses. On the CPU they are copies all the same.
+On CUDA copies run on streams of their own, beside the compute and each other: nothing waits for an
+offload, and the backward waits for the reload of what it uses. On the CPU they are copies all the
+same.
 Parameters, buffers and inputs, which others hold anyway, stay where they are. This module knows
 neither stages nor schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -22,8 +23,76 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import StageError
+from penstock.stage.device_streams import DeviceStreams, Event, Stream
 
-__all__ = ["Shelf"]
+__all__ = ["Copier", "Shelf"]
+
+
+class Copier:
+    """Copies to and from the host, on a stream of its own each.
+
+        compute    F0 ─┐ F1 ─┬─ F2 ...  B1 ──┬─ B0       F2 may be given what F0 has kept: it waits
+        out            └ 0 ──┘ └ 1           │           until that is copied
+        back                             └ 0 ┘
+
+    The host runs ahead of the device, and the allocator goes by what the device has done when it
+    is asked. So memory is not kept by ``keep``, which would let the host take new memory again and
+    again: it is let go of when the compute has been told to wait for the copy, which is at the
+    next offload. A stage that computes faster than it copies waits, and holds no more than that.
+
+    Args:
+        streams: those of the device.
+    """
+
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
+        self._out, self._back = streams.new(), streams.new()
+        # What is being copied to the host, when it is, and on which stream it was made.
+        self._leaving: tuple[Sequence[Tensor], Event, Stream] | None = None
+
+    def to_host(self, here: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+        """Begin to copy bytes to the host; the event says when they are there."""
+        self._let_go()
+        streams, current = self._streams, self._streams.current()
+        hosts = [streams.pinned(each.numel()) for each in here]
+        streams.follow(self._out, current)
+        event = self._copy(here, hosts, self._out)
+        self._leaving = (here, event, current)
+        return hosts, event
+
+    def _let_go(self) -> None:
+        if self._leaving is not None:
+            _, copied, made_on = self._leaving
+            self._streams.wait(made_on, copied)
+            self._leaving = None
+
+    def to_device(
+        self, hosts: Sequence[Tensor], there: Event, device: torch.device
+    ) -> tuple[list[Tensor], Event]:
+        """Begin to copy bytes back that ``to_host`` has copied; the event says when."""
+        if self._leaving is not None and self._leaving[1] is there:
+            self._let_go()  # the last one: no offload comes after it
+        streams = self._streams
+        here = [torch.empty(each.numel(), dtype=torch.uint8, device=device) for each in hosts]
+        streams.wait(self._back, there)
+        streams.follow(self._back, streams.current())  # whose memory it is
+        return here, self._copy(hosts, here, self._back)
+
+    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor], stream: Stream) -> Event:
+        streams, current = self._streams, self._streams.current()
+        streams.switch(stream)
+        try:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+        finally:
+            streams.switch(current)
+        event = streams.event()
+        streams.mark(event, stream)
+        return event
+
+    def await_here(self, come: Event) -> None:
+        """Let the current stream use what has been copied back."""
+        self._streams.wait(self._streams.current(), come)
 
 
 class _Copy:
@@ -35,7 +104,8 @@ class _Copy:
         self.storage: torch.UntypedStorage | None = storage
         self.bytes = storage.nbytes()
         self.host: Tensor | None = None
-        self.stamp: torch.cuda.Event | None = None
+        # When the last copy, to the host or back, is done.
+        self.stamp: Event = None
 
 
 class _Saved:
@@ -55,7 +125,7 @@ class Shelf:
     Args:
         device: where the stage computes.
         stays: tensors whose memory is held anyway.
-        stream: the CUDA stream to copy on; None on the CPU.
+        copier: copies beside the compute; None where the device has no streams.
 
     Example:
         >>> x = torch.ones(3, requires_grad=True)
@@ -74,10 +144,10 @@ class Shelf:
         self,
         device: torch.device,
         stays: Iterable[Tensor],
-        stream: torch.cuda.Stream | None = None,
+        copier: Copier | None = None,
     ) -> None:
         self._device = device
-        self._stream = stream
+        self._copier = copier
         self._stays = {_address(t) for t in stays if type(t) in _PLAIN}
         self._copies: dict[int, _Copy] = {}
         self._saved: list[ref[_Saved]] = []
@@ -107,10 +177,8 @@ class Shelf:
             raise StageError("an activation is needed that is on the host: reload it first")
         empty = torch.empty(0, dtype=saved.dtype, device=self._device)
         found = empty.set_(copy.storage, saved.offset, saved.shape, saved.stride)
-        if copy.stamp is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(copy.stamp)
-            found.record_stream(current)
+        if self._copier is not None and copy.stamp is not None:
+            self._copier.await_here(copy.stamp)
         return found
 
     def offload(self) -> int:
@@ -122,36 +190,29 @@ class Shelf:
         # What autograd has let go of already, since the forward, is needed no more.
         live = {id(saved.copy): saved.copy for each in self._saved if (saved := each()) is not None}
         self._copies, self._saved = {}, [each for each in self._saved if each() is not None]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for copy in live.values():
-            assert copy.storage is not None
-            here = _flat(copy.storage, self._device)
-            copy.host = torch.empty(copy.bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-            with torch.cuda.stream(self._stream):  # none: does nothing
-                copy.host.copy_(here, non_blocking=True)
-            if self._stream is not None:
-                here.record_stream(self._stream)
-            copy.storage = None
-        return sum(copy.bytes for copy in live.values())
+        copies = [copy for copy in live.values() if copy.storage is not None]
+        here = [_flat(copy.storage, self._device) for copy in copies if copy.storage is not None]
+        stamp: Event = None
+        if self._copier is None:
+            hosts = [each.clone() for each in here]
+        else:
+            hosts, stamp = self._copier.to_host(here)
+        for copy, host in zip(copies, hosts, strict=True):
+            copy.storage, copy.host, copy.stamp = None, host, stamp
+        return sum(copy.bytes for copy in copies)
 
     def reload(self) -> None:
         """Copy it back, for the backward."""
-        copies = {id(saved.copy): saved.copy for each in self._saved if (saved := each())}
-        for copy in copies.values():
-            assert copy.host is not None
-            with torch.cuda.stream(self._stream):
-                back = torch.empty(copy.bytes, dtype=torch.uint8, device=self._device)
-                back.copy_(copy.host, non_blocking=True)
-                if self._stream is not None:
-                    copy.stamp = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    copy.stamp.record(self._stream)
-            copy.storage = back.untyped_storage()
-            copy.host = None
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self._device.type == "cuda"
+        live = {id(saved.copy): saved.copy for each in self._saved if (saved := each())}
+        copies = list(live.values())
+        hosts = [copy.host for copy in copies if copy.host is not None]
+        stamp: Event = None
+        if self._copier is None or not copies:
+            here = [host.clone() for host in hosts]
+        else:
+            here, stamp = self._copier.to_device(hosts, copies[0].stamp, self._device)
+        for copy, back in zip(copies, here, strict=True):
+            copy.storage, copy.host, copy.stamp = back.untyped_storage(), None, stamp
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

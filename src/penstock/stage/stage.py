@@ -7,16 +7,19 @@ on, and the autograd edges to start its backward from. It knows neither schedule
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.carry import Carry
-from penstock.stage.deferred import DeferredWeights, find_leaks
+from penstock.stage.device_streams import indexed
 from penstock.stage.random_stream import RandomStream
 from penstock.stage.slots import Slot
 from penstock.stage.torch_private import run_backward
@@ -58,7 +61,7 @@ class Stage:
         self.submod = submod
         self.stage_index = stage_index
         self.num_stages = num_stages
-        self.device = torch.device(device)
+        self.device = indexed(torch.device(device))
         self.dw_builder = dw_builder
         on_cpu = self.device.type == "cpu"
         self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
@@ -132,9 +135,24 @@ class Stage:
     def _run_module(
         self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
     ) -> Any:
-        if not defer or not self.defers_weights:
-            return self.submod(*args, **kwargs)
+        if defer and self.defers_weights and not self._leaves_all_to_w(slot):
+            return self._run_deferring(slot, args, kwargs)
+        return self.submod(*args, **kwargs)
+
+    def _leaves_all_to_w(self, slot: Slot) -> bool:
+        """Whether nobody waits for what I computes, as on the first stage: then W is the whole
+        backward, which costs less than two halves, and what comes before W starts sooner."""
+        return not slot.leaves and self.carry is None and self.defers_weights
+
+    def _run_deferring(self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # Imported where weight gradients are put off, since few schedules do that.
+        from penstock.stage.deferred.deferred import DeferredWeights, find_leaks
+
         known = self._leaks is not None and self._leaks[0] is self.submod
+        if not known:
+            from penstock.stage.deferred.compiled import keep_compiled
+
+            keep_compiled(self.submod)
         slot.work = work = DeferredWeights(self._leaks[1] if known and self._leaks else ())
         with work:
             output = self.submod(*args, **kwargs)
@@ -142,6 +160,7 @@ class Stage:
             # Parameters whose gradients come in I whatever we do: nothing of theirs is deferred,
             # or their hooks would fire twice. Found once; a module takes them the same way always.
             leaks = find_leaks(flatten(output)[0], self.submod.parameters())
+            work.note_leaks(leaks)
             self._leaks = (self.submod, leaks)
         return output
 
@@ -179,12 +198,16 @@ class Stage:
     def input_grad(self, slot: Slot, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; its weight gradients are left to ``weight_grad``."""
         work = slot.work
-        if isinstance(work, DeferredWeights):
-            with work:
+        if isinstance(work, TorchFunctionMode):  # what the forward has deferred
+            leaks = getattr(work, "leaks", ())
+            with work, work.holding_leaks() if leaks else nullcontext():
                 self._run_backward(slot, grads)
-            return
-        self._run_backward(slot, grads)
-        slot.work = _Runner(self._weight_runner())
+        elif self._leaves_all_to_w(slot):
+            slot.outgoing_grads = ()
+            slot.work = _Runner(partial(self._run_backward, slot, grads))
+        else:
+            self._run_backward(slot, grads)
+            slot.work = _Runner(self._weight_runner())
 
     def weight_grad(self, slot: Slot) -> None:
         """Weight gradients of a microbatch, after its input gradients."""

@@ -7,7 +7,8 @@ This module does not know what the hooks and functions are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 __all__ = [
     "TESTED_TORCH_VERSIONS",
+    "WRAPPERS_KEEP_UNDER",
     "autocast_enabled",
     "deferrable_now",
     "observe_grad",
@@ -25,10 +27,15 @@ __all__ = [
     "push_mode",
     "run_backward",
     "saved_tensor_hooks_active",
+    "without_hooks",
+    "without_modes",
     "without_override_check",
 ]
 
 TESTED_TORCH_VERSIONS = ("2.13",)
+
+# Where torch.compile and the wrapper of activation checkpointing hold the module that they wrap.
+WRAPPERS_KEEP_UNDER = ("_orig_mod", "_checkpoint_wrapped_module")
 
 # The public torch.is_autocast_enabled(device) wants the device's name, which costs more to ask
 # for than all the rest of an interception.
@@ -41,6 +48,60 @@ push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 engine = torch.autograd.Variable._execution_engine
 interpreters = torch._C._functorch.peek_interpreter_stack
+
+
+@contextmanager
+def without_modes(kind: type) -> Iterator[None]:
+    """Take the function modes of one kind off the stack for a while.
+
+    Args:
+        kind: their class; modes of other classes stay active.
+
+    Example:
+        >>> from torch.overrides import TorchFunctionMode
+        >>> class Loud(TorchFunctionMode):
+        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
+        ...         raise AssertionError(func)
+        >>> with Loud(), without_modes(Loud):
+        ...     torch.ones(1)
+        tensor([1.])
+    """
+    modes = [pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    others = [mode for mode in modes if not isinstance(mode, kind)]
+    for mode in reversed(others):
+        push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            pop_mode()
+        for mode in reversed(modes):
+            push_mode(mode)
+
+
+@contextmanager
+def without_hooks(parameter: Tensor) -> Iterator[None]:
+    """Call none of a leaf's hooks on gradients for a while.
+
+    Example:
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> handle = x.register_hook(lambda grad: grad * 2)
+        >>> with without_hooks(x):
+        ...     x.sum().backward()
+        >>> x.sum().backward()
+        >>> x.grad
+        tensor([3.])
+    """
+    # The engine reads these dictionaries when it calls what is in them.
+    hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    away = [(each, dict(each)) for each in hooks if each]
+    for each, _ in away:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, kept in away:
+            each.update(kept)
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:

@@ -113,7 +113,7 @@ def _outcome_path(folder: Path, rank: int) -> Path:
 def _context() -> Any:
     # A server that has imported torch once and runs no thread: each rank is a cheap fork of it.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "penstock.pipeline"])
+    context.set_forkserver_preload(["torch", "penstock.pipeline", "penstock.assembly"])
     return context
 
 

@@ -59,7 +59,8 @@ def save(
     """Write a checkpoint. Every rank calls it; each writes what it holds.
 
     Args:
-        path: a folder that all ranks reach; it is made if there is none.
+        path: a folder that all ranks reach; it is made if there is none, and a checkpoint that
+            is in it is overwritten.
         model: a pipeline, or a plain module.
         optimizer: of the model's parameters, all of which it holds; left out if None.
         group: the processes that take part; all if None.
@@ -81,7 +82,7 @@ def save(
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
-    with _single_process_is_fine():
+    with _quietly():
         save_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
 
 
@@ -126,7 +127,7 @@ def load(
             settings = (key for key in state["optim"] if key.startswith("param_groups."))
             faults += _faults(saved, {f"optim.{key}": None for key in settings})
     _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
-    with _single_process_is_fine():
+    with _quietly():
         load_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
     model.load_state_dict(state["model"])
     if optimizer is not None:
@@ -199,10 +200,11 @@ def _is_distributed() -> bool:
 
 
 @contextlib.contextmanager
-def _single_process_is_fine() -> Iterator[None]:
-    """DCP warns of a single process even where it was told that there is just one."""
+def _quietly() -> Iterator[None]:
+    """DCP warns of a single process, and of a checkpoint that is overwritten, both meant so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
         yield
 
 

@@ -1,42 +1,30 @@
 """A trace as columns of numbers and texts: what pages draw, whatever they draw it with.
 
-    one lane       0.08 ┌────┐┌────────┐      ┌──┐    boxes: what the rank computes
-                   0.60 └────┘└────────┘      └──┘
-                   0.66  ▀▀▀▀▀                        strip: copies and collectives beside it
-                   0.72 ─────────▂▂▂▂▄▄▄▄▂▂▂───       memory: activations held
-                   0.97
-
-A lane is one unit high, rank r's from r to r + 1, counted downwards. This module knows neither
-Bokeh nor the command line.
+This module knows neither Bokeh nor the command line; how a lane is divided, ``lanes.py`` says.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from penstock.schedule.action import Op
-from penstock.schedule.rules import COMPUTE, TRANSFERS
+from penstock.schedule.action import Action, Overlap
+from penstock.schedule.rules import COMPUTE
 from penstock.simulate.result import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.causes import critical_path, makers, waited_for
+from penstock.view.lanes import Clock, Layout, MemoryLine, drawn, layout_of, memory_lines, outline
 from penstock.view.palette import ink, name_of, shades
 
-__all__ = ["Drawing", "MemoryLine", "Step", "amount", "arrange", "memory_lines", "trace_of"]
-
-_TOP, _FOOT, _FOOT_ALONE = 0.08, 0.62, 0.92
-_STRIP_TOP, _STRIP_FOOT = 0.63, 0.69
-_ENDS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
-_MEMORY_TOP, _MEMORY_FOOT = 0.70, 0.97
+__all__ = ["Columns", "Drawing", "Step", "amount", "arrange", "trace_of"]
 
 Step: TypeAlias = Trace | Simulation
 """One step: what ran when, measured or simulated."""
 
-MemoryLine: TypeAlias = Sequence[tuple[float, float]]
-"""A rank's memory: from each time on, how much it holds; times rise."""
+Columns: TypeAlias = dict[str, list[Any]]
+"""Columns of equal length, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +34,17 @@ class Drawing:
     Args:
         boxes: what ranks compute, and what runs beside it; ``alpha`` pales what is not on the
             critical path.
+        blocks: frames around what is one block.
         path: the boxes of the critical path, and lines from one to the next.
         memory: one outline for all ranks, parted by NaN.
         peaks: per rank, the most it held.
         end: the time at which the last span ends.
     """
 
-    boxes: dict[str, list[Any]]
-    path: dict[str, list[Any]]
-    memory: dict[str, list[Any]]
+    boxes: Columns
+    blocks: Columns
+    path: Columns
+    memory: Columns
     peaks: tuple[float, ...]
     end: float
 
@@ -72,7 +62,7 @@ def arrange(
     """
     trace = trace_of(step)
     origin = min((s.start for s in trace.spans if s.action.op in COMPUTE), default=0.0)
-    spans = [s for s in trace.spans if _is_drawn(s)]
+    spans = drawn(trace)
     lines: Sequence[MemoryLine]
     if isinstance(step, Trace):
         lines, causes = memory_lines(step), waited_for(step)
@@ -80,26 +70,27 @@ def arrange(
     else:
         lines, causes, path = step.memory, _causes(step, spans), step.critical_path
     peaks = tuple(max((value for _, value in line), default=0.0) for line in lines)
-    clock = _Clock(origin=origin, scale=1e3 if (unit or trace.unit) == "s" else 1.0)
+    clock = Clock(origin=origin, scale=1e3 if (unit or trace.unit) == "s" else 1.0)
     end = clock.at(max((s.end for s in spans), default=origin))
+    layout = layout_of(spans)
+    blocks = _blocks(trace, spans)
+    rows = _Rows(
+        colours=shades(trace),
+        causes=causes,
+        path=frozenset(path),
+        block_of={span: block for block in blocks for span in block},
+        differences=differences or {},
+        clock=clock,
+        layout=layout,
+    )
     return Drawing(
-        boxes=_boxes(trace, spans, causes, set(path), clock, differences or {}),
-        path=_path(path, clock),
-        memory=_outline(lines, clock, end, max(peaks, default=0.0)),
+        boxes=_columns(_BOXES, rows.of(spans)),
+        blocks=_columns(_FRAMES, (_frame(block, clock, layout) for block in blocks)),
+        path=_path(path, clock, layout),
+        memory=outline(lines, clock, end, max(peaks, default=0.0)),
         peaks=peaks,
         end=end,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Clock:
-    """From a trace's times to those of the drawing."""
-
-    origin: float
-    scale: float
-
-    def at(self, time: float) -> float:
-        return (time - self.origin) * self.scale
 
 
 def trace_of(step: Step) -> Trace:
@@ -125,47 +116,15 @@ def _causes(result: Simulation, spans: Sequence[Span]) -> dict[Span, Span]:
     return causes
 
 
-def _is_drawn(span: Span) -> bool:
-    """Messages take no time of the rank's; what takes no time has no box."""
-    act = span.action
-    return act.op in COMPUTE or (act.op not in TRANSFERS and span.end > span.start)
-
-
-def memory_lines(trace: Trace) -> tuple[MemoryLine, ...]:
-    """How many activations each rank holds: from the start of F to the end of W or B, but for
-    the time that they are on the host, or dropped until they are computed again."""
-    has_backward = any(s.action.op in _ENDS or s.action.op is Op.INPUT_GRAD for s in trace.spans)
-    dropped = {_place(s) for s in trace.spans if s.action.op is Op.RECOMPUTE}
-    events: list[list[tuple[float, int]]] = [[] for _ in range(trace.num_ranks)]
-    for span in trace.spans:
-        match span.action.op:
-            case Op.FORWARD:
-                events[span.rank].append((span.start, 1))
-                if not has_backward or _place(span) in dropped:
-                    events[span.rank].append((span.end, -1))
-            case Op.RECOMPUTE | Op.RELOAD:
-                events[span.rank].append((span.start, 1))
-            case Op.FULL_BACKWARD | Op.WEIGHT_GRAD | Op.OFFLOAD:
-                events[span.rank].append((span.end, -1))
-            case _:
-                pass
-    return tuple(_summed(sorted(each)) for each in events)
-
-
-def _place(span: Span) -> tuple[int, int | None]:
-    return span.action.stage, span.action.microbatch
-
-
-def _summed(events: list[tuple[float, int]]) -> MemoryLine:
-    line: list[tuple[float, float]] = []
-    held = 0
-    for time, change in events:
-        held += change
-        if line and line[-1][0] == time:
-            line[-1] = (time, held)
-        else:
-            line.append((time, held))
-    return line
+def _blocks(trace: Trace, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
+    """The spans of each block that ran."""
+    block_of = trace.block_of()
+    found: dict[tuple[int, Overlap], list[Span]] = {}
+    for span in spans if block_of else ():
+        block = block_of.get(span.action)
+        if block is not None:
+            found.setdefault((span.rank, block), []).append(span)
+    return [tuple(parts) for parts in found.values()]
 
 
 def amount(value: float) -> str:
@@ -181,89 +140,90 @@ def amount(value: float) -> str:
     return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
 
 
-_COLUMNS = (
-    "left", "right", "lasts", "top", "foot", "foot_alone", "fill", "ink", "label",
-    "rank", "action", "kind", "stage", "microbatch", "waited", "beside", "alpha",
+_FRAMES = ("left", "right", "top", "foot", "top_alone", "foot_alone")
+_BOXES = (
+    *_FRAMES, "lasts", "fill", "ink", "label", "rank", "action", "kind", "stage", "microbatch",
+    "waited", "block", "beside", "alpha",
 )  # fmt: skip
 
 
-def _boxes(
-    trace: Trace,
-    spans: Sequence[Span],
-    causes: dict[Span, Span],
-    path: set[Span],
-    clock: _Clock,
-    differences: dict[str, str],
-) -> dict[str, list[Any]]:
-    colours = shades(trace)
-    inks = {colour: ink(colour) for colour in set(colours.values())}
-    rows = []
-    free: dict[int, float] = {}
-    for span in spans:
-        act = span.action
-        computes = act.op in COMPUTE
-        fill = colours[span.rank, act.op, act.stage]
-        top, foot, alone = (
-            (_TOP, _FOOT, _FOOT_ALONE) if computes else (_STRIP_TOP, _STRIP_FOOT, _STRIP_FOOT)
-        )
-        number = "" if act.microbatch is None else str(act.microbatch)
-        left, right, name = clock.at(span.start), clock.at(span.end), str(act)
-        row: tuple[Any, ...] = (
-            left, right, right - left, span.rank + top, span.rank + foot, span.rank + alone,
-            fill, inks[fill], number if computes else "",
-            span.rank, name, name_of(act.op), act.stage, number,
-            _waited(span, causes.get(span), free.get(span.rank), clock),
-            differences.get(name, ""), 1.0 if span in path else 0.3,
-        )  # fmt: skip
-        rows.append(row)
-        if computes:
-            free[span.rank] = span.end
-    columns = zip(*rows, strict=True) if rows else ((),) * len(_COLUMNS)
-    return {name: list(column) for name, column in zip(_COLUMNS, columns, strict=True)}
+def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
+    columns = list(zip(*rows, strict=True)) or ((),) * len(names)
+    return {name: list(column) for name, column in zip(names, columns, strict=True)}
 
 
-def _waited(span: Span, cause: Span | None, free: float | None, clock: _Clock) -> str:
-    if cause is None or span.action.op not in COMPUTE:
-        return "nothing"
-    if cause.rank == span.rank:
-        return f"its rank, busy with {cause.action}"
-    idle = clock.scale * (span.start - (clock.origin if free is None else free))
-    return f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
+def _placed(rank: int, places: tuple[float, ...]) -> tuple[float, ...]:
+    """Places in a lane, in that rank's."""
+    return tuple(rank + place for place in places)
 
 
-def _path(path: Sequence[Span], clock: _Clock) -> dict[str, list[Any]]:
-    return {
-        "left": [clock.at(s.start) for s in path],
-        "right": [clock.at(s.end) for s in path],
-        "top": [s.rank + _TOP for s in path],
-        "foot": [s.rank + _FOOT for s in path],
-        "foot_alone": [s.rank + _FOOT_ALONE for s in path],
-        # From each box to the next one; the last leads nowhere.
-        "xs": [[clock.at(a.end), clock.at(b.start)] for a, b in pairwise(path)] + [[]] * bool(path),
-        "ys": [
-            [a.rank + (_TOP + _FOOT) / 2, b.rank + (_TOP + _FOOT) / 2] for a, b in pairwise(path)
-        ]
-        + [[]] * bool(path),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """All that boxes are made of, beside their spans."""
+
+    colours: dict[tuple[int, Any, int], str]
+    causes: dict[Span, Span]
+    path: frozenset[Span]
+    block_of: dict[Span, tuple[Span, ...]]
+    differences: dict[str, str]
+    clock: Clock
+    layout: Layout
+
+    def of(self, spans: Sequence[Span]) -> Iterable[tuple[Any, ...]]:
+        """A row per span, with its columns as ``_BOXES`` names them."""
+        inks = {colour: ink(colour) for colour in set(self.colours.values())}
+        at = self.clock.at
+        free: dict[int, float] = {}
+        for span in spans:
+            act, computes = span.action, span.action.op in COMPUTE
+            fill = self.colours[span.rank, act.op, act.stage]
+            number = "" if act.microbatch is None else str(act.microbatch)
+            left, right, name = at(span.start), at(span.end), str(act)
+            block = self.block_of.get(span, ())
+            yield (
+                left, right, *_placed(span.rank, self.layout.of(act.op, _share(span, block))),
+                right - left, fill, inks[fill], number if computes else "",
+                span.rank, name, name_of(act.op), act.stage, number,
+                self._waited(span, free.get(span.rank)), _beside(act, block),
+                self.differences.get(name, ""), 1.0 if span in self.path else 0.3,
+            )  # fmt: skip
+            if computes:
+                free[span.rank] = span.end
+
+    def _waited(self, span: Span, free: float | None) -> str:
+        cause = self.causes.get(span)
+        if cause is None or span.action.op not in COMPUTE:
+            return "nothing"
+        if cause.rank == span.rank:
+            return f"its rank, busy with {cause.action}"
+        idle = self.clock.scale * (span.start - (self.clock.origin if free is None else free))
+        return f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
 
 
-def _outline(
-    lines: Sequence[MemoryLine], clock: _Clock, end: float, highest: float
-) -> dict[str, list[Any]]:
-    """Steps, closed along each lane's foot; one path for all ranks is quick to draw."""
-    xs: list[float] = []
-    ys: list[float] = []
-    for rank, line in enumerate(lines):
-        if not line or highest <= 0:
-            continue
-        foot, height = rank + _MEMORY_FOOT, (_MEMORY_FOOT - _MEMORY_TOP) / highest
-        level = foot
-        xs.append(clock.at(line[0][0]))
-        ys.append(foot)
-        for time, value in line:
-            xs += [clock.at(time)] * 2
-            ys += [level, foot - value * height]
-            level = ys[-1]
-        xs += [end, end, math.nan]
-        ys += [level, foot, math.nan]
-    return {"x": xs, "y": ys}
+def _share(span: Span, block: Sequence[Span]) -> tuple[int, int]:
+    """Which part of a box's height: all of it, but where parts of a block ran at one time."""
+    middle = (span.start + span.end) / 2
+    if any(other.start < middle < other.end for other in block if other is not span):
+        return block.index(span), len(block)
+    return 0, 1
+
+
+def _beside(act: Action, block: Sequence[Span]) -> str:
+    others = ", ".join(str(span.action) for span in block if span.action != act)
+    return f"one block with {others}" if others else ""
+
+
+def _frame(block: Sequence[Span], clock: Clock, layout: Layout) -> tuple[float, ...]:
+    left, right = min(s.start for s in block), max(s.end for s in block)
+    places = _placed(block[0].rank, layout.of(block[0].action.op))
+    return clock.at(left), clock.at(right), *places
+
+
+def _path(path: Sequence[Span], clock: Clock, layout: Layout) -> Columns:
+    frames = _columns(_FRAMES, (_frame((span,), clock, layout) for span in path))
+    middle = layout.middle
+    # From each box to the next one; the last leads nowhere.
+    rest: list[list[float]] = [[]] * bool(path)
+    xs = [[clock.at(a.end), clock.at(b.start)] for a, b in pairwise(path)]
+    ys = [[a.rank + middle, b.rank + middle] for a, b in pairwise(path)]
+    return frames | {"xs": xs + rest, "ys": ys + rest}

@@ -23,7 +23,7 @@ from penstock.view.style import time_text
 __all__ = ["Differences"]
 
 _SIGNED = """<span style="color:<%= value > 0 ? '#b3261e' : '#1b7a3d' %>;float:right">
-<%= (value > 0 ? '+' : '') + value.toPrecision(3) %></span>"""
+<%= (value > 0 ? '+' : '') + value.toFixed(3) %></span>"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,7 @@ class Differences:
                 for field, title, formatter in columns
             ],
             index_position=None,
+            reorderable=False,
             height=340,
             sizing_mode="stretch_width",
             name="differences",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
+from penstock.schedule.words import numbers_of
 from penstock.simulate.result import Simulation
 from penstock.trace import Trace
 from penstock.view.boxes import Step, amount, trace_of
@@ -146,7 +147,7 @@ def _content(steps: Sequence[Step], names: tuple[str, str], title: str) -> UIEle
 def _subtitle(trace: Trace) -> str:
     stages = len({span.action.stage for span in trace.spans})
     microbatches = len({span.action.microbatch for span in trace.spans} - {None})
-    return f"{trace.num_ranks} ranks, {stages} stages, {microbatches} microbatches"
+    return numbers_of(rank=trace.num_ranks, stage=stages, microbatch=microbatches)
 
 
 def _figures(steps: Sequence[Step], names: tuple[str, str], unit: str) -> list[tuple[str, str]]:

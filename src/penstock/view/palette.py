@@ -1,7 +1,8 @@
 """The colours and words of a timeline, shared by all views.
 
 The colours follow the figures of the zero-bubble papers (Source: arXiv:2401.10241, fig. 2):
-forwards blue, backwards teal, weight gradients green; what is idle stays white.
+forwards blue, backwards green-blue, weight gradients green; what is idle stays white. Where there
+is room, a letter says the same.
 """
 
 from __future__ import annotations
@@ -9,15 +10,30 @@ from __future__ import annotations
 from penstock.schedule.action import Op
 from penstock.trace import Trace
 
-__all__ = ["COLOURS", "NAMES", "colour_of", "ink", "name_of", "shade", "shades"]
+__all__ = [
+    "COLOURS",
+    "FRAME",
+    "NAMES",
+    "colour_of",
+    "ink",
+    "letter_of",
+    "name_of",
+    "shade",
+    "shades",
+]
 
 COLOURS: dict[Op, str] = {
     Op.FORWARD: "#4f86d9",
-    Op.FULL_BACKWARD: "#2a9d97",
-    Op.INPUT_GRAD: "#7fd1c9",
+    Op.FULL_BACKWARD: "#1f9c8d",
+    Op.INPUT_GRAD: "#6cc9d8",
     Op.WEIGHT_GRAD: "#6bb35a",
-    Op.RECOMPUTE: "#a9c7ee",
+    Op.RECOMPUTE: "#8f9bb3",
+    Op.OFFLOAD: "#8e6bbf",
+    Op.RELOAD: "#d98ac0",
 }
+
+FRAME = "#1c2733"
+"""The frame around what is one block."""
 
 NAMES: dict[Op, str] = {
     Op.FORWARD: "forward",
@@ -60,15 +76,15 @@ def shade(colour: str, step: int, num_steps: int) -> str:
     return "#" + "".join(f"{c:02x}" for c in mixed)
 
 
-_OTHER_COLOUR = "#b9a7d6"
+_OTHER_COLOUR = "#c9b28f"
 
 
 def colour_of(op: Op) -> str:
-    """The colour of an op; one for all that compute nothing of the four.
+    """The colour of an op; one for all that have none of their own.
 
     Example:
         >>> colour_of(Op.FORWARD), colour_of(Op.SEND_F)
-        ('#4f86d9', '#b9a7d6')
+        ('#4f86d9', '#c9b28f')
     """
     return COLOURS.get(op, _OTHER_COLOUR)
 
@@ -81,6 +97,16 @@ def name_of(op: Op) -> str:
         'input gradient'
     """
     return NAMES.get(op, op.value.lower().replace("_", " "))
+
+
+def letter_of(op: Op) -> str:
+    """The op in one letter, as boxes bear it.
+
+    Example:
+        >>> letter_of(Op.INPUT_GRAD), letter_of(Op.RECOMPUTE)
+        ('I', 'R')
+    """
+    return op.value[0]
 
 
 def ink(colour: str) -> str:

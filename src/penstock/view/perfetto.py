@@ -10,14 +10,15 @@ Source of the format: the "Trace Event Format" document of the Chromium project.
 from __future__ import annotations
 
 import json
+import math
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op, action
+from penstock.schedule.action import Op, Overlap, action
 from penstock.schedule.rules import COMPUTE, REQUIRES
-from penstock.schedule.text import parse_action
+from penstock.schedule.text import parse_action, parse_step
 from penstock.trace import Span, Trace
 from penstock.view.causes import makers
 from penstock.view.palette import name_of
@@ -61,7 +62,8 @@ def to_perfetto(trace: Trace) -> str:
             f"the trace's unit is {trace.unit!r}, expected one of {', '.join(map(repr, _SCALE))}"
         )
     events = _lane_names(trace)
-    events += [_complete_event(span, scale) for span in trace.spans]
+    block_of = trace.block_of()
+    events += [_complete_event(span, scale, block_of.get(span.action)) for span in trace.spans]
     events += _arrows(trace, scale)
     document = {
         "displayTimeUnit": "ms",
@@ -98,27 +100,44 @@ def from_perfetto(text: str) -> Trace:
         True
     """
     try:
-        document = json.loads(text)
-        told = document["otherData"]
-        unit = told["unit"]
-        spans = [
-            _span(event, _SCALE[unit]) for event in document["traceEvents"] if event["ph"] == "X"
-        ]
-        name, num_ranks = str(told["schedule"]), int(told["ranks"])
-    except (ValueError, KeyError, TypeError) as error:
+        return _read(json.loads(text))
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise ScheduleError(
             f"not a trace that Penstock has saved ({type(error).__name__}: {error})"
         ) from error
+
+
+def _read(document: dict[str, Any]) -> Trace:
+    told, events = document["otherData"], document["traceEvents"]
+    name, num_ranks, scale = told["schedule"], told["ranks"], _SCALE[told["unit"]]
+    # Each rank has an event at least, which names it.
+    if not isinstance(name, str) or type(num_ranks) is not int or num_ranks > len(events):
+        raise ValueError(f"{num_ranks!r} ranks of schedule {name!r} in {len(events)} events")
+    complete = [event for event in events if event["ph"] == "X"]
     # Sorting keeps the order of what starts together, as the trace had it.
-    spans.sort(key=lambda span: (span.rank, span.start))
-    return Trace(name=name, num_ranks=num_ranks, unit=unit, spans=tuple(spans))
-
-
-def _span(event: dict[str, Any], scale: float) -> Span:
-    start, length = event["ts"] / scale, event["dur"] / scale
-    return Span(
-        rank=event["pid"], action=parse_action(event["name"]), start=start, end=start + length
+    spans = sorted(
+        (_span(event, scale, num_ranks) for event in complete), key=lambda s: (s.rank, s.start)
     )
+    texts = dict.fromkeys(e["args"]["block"] for e in complete if "block" in e["args"])
+    blocks = [step for step in map(parse_step, texts) if isinstance(step, Overlap)]
+    return Trace(
+        name=name,
+        num_ranks=num_ranks,
+        unit=told["unit"],
+        spans=tuple(spans),
+        blocks=tuple(blocks),
+    )
+
+
+def _span(event: dict[str, Any], scale: float, num_ranks: int) -> Span:
+    rank, start, length = event["pid"], event["ts"] / scale, event["dur"] / scale
+    if type(rank) is not int or not 0 <= rank < num_ranks:
+        raise ValueError(f"{event['name']} has pid {rank!r}, expected a rank below {num_ranks}")
+    if not (math.isfinite(start) and 0 <= length < math.inf):
+        raise ValueError(f"{event['name']} has ts {event['ts']!r} and dur {event['dur']!r}")
+    return Span(rank=rank, action=parse_action(event["name"]), start=start, end=start + length)
 
 
 def load_perfetto(path: str | PathLike[str]) -> Trace:
@@ -154,11 +173,13 @@ def _metadata(kind: str, rank: int, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": 0, "args": args}
 
 
-def _complete_event(span: Span, scale: float) -> dict[str, Any]:
+def _complete_event(span: Span, scale: float, block: Overlap | None) -> dict[str, Any]:
     act = span.action
     args = {"stage": act.stage, "op": act.op.value}
     if act.microbatch is not None:
         args["microbatch"] = act.microbatch
+    if block is not None:
+        args["block"] = str(block)
     event: dict[str, Any] = {
         "ph": "X",
         "name": str(act),

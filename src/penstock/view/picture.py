@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.errors import PenstockError
-from penstock.trace import Span, Trace
-from penstock.view.palette import COLOURS, ink, name_of, shades
+from penstock.schedule.action import Op
+from penstock.schedule.words import number_of
+from penstock.trace import Trace
+from penstock.view.boxes import Columns, Drawing, arrange
+from penstock.view.lanes import drawn
+from penstock.view.palette import FRAME, colour_of, name_of
+from penstock.view.style import axis_label, time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = ["draw", "title_of"]
 
 # Inches.
 _MARGIN = 0.9
@@ -28,6 +33,11 @@ _TITLE_HEIGHT = 0.62
 _FOOT_HEIGHT = 0.45
 _DIGIT_WIDTH = 0.075
 _FONT = 7.5
+# White edges would wash out boxes of a few pixels.
+_NARROW = 0.05
+_EDGE = 0.5  # in points
+
+Corners: TypeAlias = tuple[tuple[float, float], ...]
 
 
 def draw(
@@ -43,7 +53,7 @@ def draw(
     Args:
         traces: one or several, all in the same unit.
         path: the file; its ending says which format. Its folder is made if there is none.
-        titles: one per trace; the schedule's name and its bubble ratio if None.
+        titles: one per trace; ``title_of`` it if None.
         width: in inches.
         dpi: pixels per inch, for PNG.
 
@@ -63,27 +73,30 @@ def draw(
     if not shown or len({trace.unit for trace in shown}) > 1:
         units = sorted({trace.unit for trace in shown})
         raise ValueError(f"draw takes one or more traces in one unit, and was given {units}")
-    named = [_title(trace) for trace in shown] if titles is None else list(titles)
+    named = [title_of(trace) for trace in shown] if titles is None else list(titles)
     if len(named) != len(shown):
         raise ValueError(f"{len(named)} titles for {len(shown)} traces")
-    figure, panels = _panels(shown, width)
-    for axes, trace, title in zip(panels, shown, named, strict=True):
-        _draw_lanes(axes, trace, width)
+    drawings = [arrange(trace) for trace in shown]
+    figure, panels = _panels(shown, drawings, width)
+    for axes, drawing, title in zip(panels, drawings, named, strict=True):
+        _draw_lanes(axes, drawing, (width - _MARGIN - 0.2) / axes.get_xlim()[1])
         axes.set_title(title, loc="left", fontsize=9.5)
-    unit = "s" if shown[0].unit == "s" else "units of cost"
-    panels[-1].set_xlabel(f"time, {unit}", fontsize=8.5)
+    panels[-1].set_xlabel(axis_label(shown[0].unit), fontsize=8.5)
     _draw_legend(figure, shown)
     _save(figure, Path(path), dpi)
 
 
-def _title(trace: Trace) -> str:
+def title_of(trace: Trace) -> str:
+    """What stands above a timeline: the schedule's name, its makespan and bubble ratio."""
     return (
-        f"{trace.name}, {trace.num_ranks} ranks: makespan {trace.makespan:.4g}, "
-        f"bubble {trace.bubble_ratio:.1%}"
+        f"{trace.name}, {number_of(trace.num_ranks, 'rank')}: makespan "
+        f"{time_text(trace.makespan, trace.unit)}, bubble {trace.bubble_ratio:.1%}"
     )
 
 
-def _panels(traces: Sequence[Trace], width: float) -> tuple[Figure, list[Axes]]:
+def _panels(
+    traces: Sequence[Trace], drawings: Sequence[Drawing], width: float
+) -> tuple[Figure, list[Axes]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -93,7 +106,7 @@ def _panels(traces: Sequence[Trace], width: float) -> tuple[Figure, list[Axes]]:
     heights = [trace.num_ranks * _LANE_HEIGHT + _TITLE_HEIGHT for trace in traces]
     total = sum(heights) + _FOOT_HEIGHT
     figure = Figure(figsize=(width, total))
-    end = max(trace.makespan for trace in traces) or 1.0
+    end = max(drawing.end for drawing in drawings) or 1.0
     panels = []
     top = total
     for trace, height in zip(traces, heights, strict=True):
@@ -107,62 +120,72 @@ def _panels(traces: Sequence[Trace], width: float) -> tuple[Figure, list[Axes]]:
         axes: Axes = figure.add_axes(frame)
         axes.set_xlim(0, end)
         axes.set_ylim(trace.num_ranks, 0)
+        axes.set_yticks([rank + 0.5 for rank in range(trace.num_ranks)])
+        axes.set_yticklabels([f"rank {rank}" for rank in range(trace.num_ranks)])
+        axes.tick_params(labelsize=8, length=0, axis="y")
+        axes.tick_params(labelsize=8, axis="x")
+        axes.spines[["top", "right"]].set_visible(False)
         panels.append(axes)
     return figure, panels
 
 
-def _draw_lanes(axes: Axes, trace: Trace, width: float) -> None:
-    colours = shades(trace)
-    spans = [span for rank in range(trace.num_ranks) for span in trace.compute(rank)]
-    origin = min((span.start for span in spans), default=0.0)
-    inches = (width - _MARGIN - 0.2) / axes.get_xlim()[1]
-    boxes: dict[str, list[Span]] = {}
-    for span in spans:
-        boxes.setdefault(colours[span.rank, span.action.op, span.action.stage], []).append(span)
-    for colour in sorted(boxes):
-        _draw_boxes(axes, boxes[colour], origin, colour)
-    for span in spans:
-        label = str(span.action.microbatch)
-        if (span.end - span.start) * inches >= len(label) * _DIGIT_WIDTH + 0.04:
-            axes.text(
-                (span.start + span.end) / 2 - origin,
-                span.rank + 0.5,
-                label,
-                ha="center",
-                va="center_baseline",
-                fontsize=_FONT,
-                color=ink(colours[span.rank, span.action.op, span.action.stage]),
-            )
-    axes.set_yticks([rank + 0.5 for rank in range(trace.num_ranks)])
-    axes.set_yticklabels([f"rank {rank}" for rank in range(trace.num_ranks)])
-    axes.tick_params(labelsize=8, length=0, axis="y")
-    axes.tick_params(labelsize=8, axis="x")
-    axes.spines[["top", "right"]].set_visible(False)
+def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
+    """Draw a step; a unit of its time is so many inches wide."""
+    boxes, blocks = drawing.boxes, drawing.blocks
+    usual = inches * sum(boxes["lasts"]) / max(1, len(boxes["lasts"]))
+    edge = _EDGE if usual > _NARROW else 0.0
+    looks: dict[tuple[str, float], list[Corners]] = {}
+    for colour, label, each in zip(boxes["fill"], boxes["label"], _corners(boxes), strict=True):
+        # Without a label it is a strip, too narrow for an edge.
+        looks.setdefault((colour, edge if label else 0.0), []).append(each)
+    for (colour, width), corners in sorted(looks.items()):
+        _add(axes, corners, facecolors=colour, edgecolors="white", linewidths=width)
+    _add(axes, _corners(blocks), facecolors="none", edgecolors=FRAME, linewidths=2 * edge)
+    _draw_labels(axes, boxes, inches)
 
 
-def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float, colour: str) -> None:
-    """One collection per colour: thousands of boxes stay quick to draw."""
+def _corners(columns: Columns) -> list[Corners]:
+    sides = zip(*(columns[n] for n in ("left", "right", "top_alone", "foot_alone")), strict=True)
+    return [((le, to), (ri, to), (ri, fo), (le, fo)) for le, ri, to, fo in sides]
+
+
+def _add(axes: Axes, corners: Sequence[Corners], **look: Any) -> None:
+    """One collection per look: thousands of boxes stay quick to draw."""
     from matplotlib.collections import PolyCollection
 
-    corners = []
-    for span in spans:
-        left, right = span.start - origin, span.end - origin
-        low, high = span.rank + 0.06, span.rank + 0.94
-        corners.append([(left, low), (right, low), (right, high), (left, high)])
-    axes.add_collection(
-        PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=0.5),
-        autolim=False,
-    )
+    axes.add_collection(PolyCollection(corners, **look), autolim=False)
+
+
+def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
+    """The microbatch, where there is room; the letter of the op, too, where most have room."""
+    names = ("left", "right", "top_alone", "foot_alone", "action", "label", "ink")
+    rows = [row for row in zip(*(boxes[name] for name in names), strict=True) if row[5]]
+
+    def fits(left: float, right: float, text: str) -> bool:
+        return (right - left) * inches >= len(text) * _DIGIT_WIDTH + 0.04
+
+    full = [row[4].lstrip("0123456789") for row in rows]
+    fitting = [fits(row[0], row[1], text) for row, text in zip(rows, full, strict=True)]
+    with_letters = sum(fitting) > 0.9 * len(rows)
+    for (left, right, top, foot, _, number, ink), text, is_fit in zip(
+        rows, full, fitting, strict=True
+    ):
+        shown = text if with_letters and is_fit else number
+        if fits(left, right, shown):
+            x, y = (left + right) / 2, (top + foot) / 2
+            axes.text(x, y, shown, ha="center", va="center_baseline", fontsize=_FONT, color=ink)
 
 
 def _draw_legend(figure: Figure, traces: Sequence[Trace]) -> None:
     from matplotlib.patches import Patch
 
-    used = {span.action.op for trace in traces for span in trace.spans}
+    used = {span.action.op for trace in traces for span in drawn(trace)}
     patches: list[Any] = [
-        Patch(facecolor=colour, label=name_of(op)) for op, colour in COLOURS.items() if op in used
+        Patch(facecolor=colour_of(op), label=name_of(op)) for op in Op if op in used
     ]
     patches.append(Patch(facecolor="white", edgecolor="#bbbbbb", label="idle"))
+    if any(trace.blocks for trace in traces):
+        patches.append(Patch(facecolor="white", edgecolor=FRAME, label="run as one block"))
     figure.legend(handles=patches, loc="lower right", ncols=len(patches), fontsize=8, frameon=False)
 
 

@@ -7,6 +7,7 @@ Bokeh's server holds one ``Playground`` per browser tab, and sends it what chang
 from __future__ import annotations
 
 import socket
+import time
 import webbrowser
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from bokeh.server.server import Server
 
 from penstock.errors import PenstockError
 from penstock.schedule.catalog import family, schedules
+from penstock.schedule.words import numbers_of
 from penstock.simulate.result import Simulation
 from penstock.view.boxes import amount
 from penstock.view.comparison import Row, table_html
@@ -34,6 +36,7 @@ __all__ = ["Playground", "serve"]
 
 ADDRESS = "127.0.0.1"
 _COMPARED = ["gpipe", "1f1b", "interleaved-1f1b", "zbv"]
+_SLICE_S = 0.1
 _STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
 _BARE_TITLE = "font:600 13px system-ui,sans-serif;color:#3a4652;margin-top:6px"
 
@@ -73,7 +76,9 @@ class Playground:
         self.legend = Div(**_STRETCHED)
         self.error = Div(visible=False, name="error", **_STRETCHED)
         self.comparison = Div(name="comparison", **_STRETCHED)
-        self._asked = False
+        self._rows: list[Row] = []
+        self._left: list[str] = []
+        self._asked = self._comparing = False
         self._follow()
         self._draw()
         document.title = "Penstock playground"
@@ -116,15 +121,15 @@ class Playground:
         )
 
     def _draw(self) -> None:
-        """Draw all; the browser hears of it in one message."""
+        """Draw the step; the browser hears of it in one message."""
         self._asked = False
         self.document.hold("combine")
         try:
-            self._draw_all()
+            self._draw_step()
         finally:
             self.document.unhold()
 
-    def _draw_all(self) -> None:
+    def _draw_step(self) -> None:
         scene, name = self._scene(), self.schedule.value
         try:
             options = read_options(self.options.value)
@@ -133,19 +138,24 @@ class Playground:
             self.error.text = error_html(shown_message(error))
             self.error.visible = True
             self.timeline.plot.visible = False
-            self.figures.text = ""
+            self.heading.text = heading_html(name, "")
+            self.figures.text = self.legend.text = ""
         else:
             self.error.visible = False
             self.timeline.plot.visible = True
             self._show(result, scene)
-        self._compare(scene, name)
+        self._rows, self._left = [], list(dict.fromkeys([name, *self.compared.value]))
+        if not self._comparing:
+            self._comparing = True
+            self.document.add_next_tick_callback(self._compare)
 
     def _show(self, result: Simulation, scene: Scene) -> None:
         program = result.program
         self.timeline.show(result)
-        subtitle = (
-            f"{program.num_ranks} ranks, {program.num_stages} stages, "
-            f"{program.num_whole_microbatches} microbatches"
+        subtitle = numbers_of(
+            rank=program.num_ranks,
+            stage=program.num_stages,
+            microbatch=program.num_whole_microbatches,
         )
         self.heading.text = heading_html(program.name, subtitle)
         self.legend.text = legend_html([result.trace])
@@ -163,18 +173,32 @@ class Playground:
             ]
         )
 
-    def _compare(self, scene: Scene, chosen: str) -> None:
-        rows = []
-        for name in dict.fromkeys([chosen, *self.compared.value]):
-            virtual = int(self.virtual.value) if name == chosen else None
-            options = self.options.value if name == chosen else ""
-            outcome: Simulation | str
-            try:
-                outcome = scene.play(name, virtual=virtual, options=read_options(options))
-            except PenstockError as error:
-                outcome = shown_message(error)
-            rows.append(Row(name=name, outcome=outcome))
-        self.comparison.text = table_html(rows, memory=scene.memory, chosen=chosen)
+    def _compare(self) -> None:
+        """Simulate what is left to compare, and lay out the table once that is nothing.
+
+        The timeline is not to wait for many others, so that this comes after it, and in slices: a
+        slider that has moved on meanwhile begins it anew.
+        """
+        began = time.monotonic()
+        while self._left and time.monotonic() - began < _SLICE_S:
+            self._rows.append(self._row(self._left.pop(0)))
+        if self._left:
+            self.document.add_next_tick_callback(self._compare)
+            return
+        self._comparing = False
+        memory = self._scene().memory
+        self.comparison.text = table_html(self._rows, memory=memory, chosen=self.schedule.value)
+
+    def _row(self, name: str) -> Row:
+        is_chosen = name == self.schedule.value
+        virtual = int(self.virtual.value) if is_chosen else None
+        outcome: Simulation | str
+        try:
+            options = read_options(self.options.value if is_chosen else "")
+            outcome = self._scene().play(name, virtual=virtual, options=options)
+        except PenstockError as error:
+            outcome = shown_message(error, beside=name)
+        return Row(name=name, outcome=outcome)
 
     def _layout(self) -> UIElement:
         panel = column(

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import PenstockError, ScheduleError
+from penstock.schedule.catalog import build
+from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
-from penstock.simulate.fitting import build_for
+from penstock.simulate.fitting import wanted_costs
 from penstock.simulate.result import Simulation
 from penstock.simulate.shares import share_out
 
@@ -75,13 +77,20 @@ def _play(
     costs: Costs,
     per_rank: bool,
 ) -> Simulation:
-    program = build_for(
-        costs, name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options)
-    )
+    wanted = tuple(wanted_costs(costs, name).items())
+    program = _built(name, ranks, microbatches, virtual, (*wanted, *options))
     if per_rank:
         virtual = program.placement.num_model_stages // program.num_ranks
         costs = share_out(costs, virtual * program.num_splits)
     return simulate(program, costs)
+
+
+@lru_cache(maxsize=64)
+def _built(
+    name: str, ranks: int, microbatches: int, virtual: int | None, options: Options
+) -> Program:
+    """Kept, too: most costs change no program, and building one takes as long as a simulation."""
+    return build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
 
 
 def read_options(text: str) -> Options:
@@ -107,7 +116,18 @@ def read_options(text: str) -> Options:
     return tuple(found)
 
 
-def shown_message(error: PenstockError) -> str:
-    """The error's message, begun with a capital letter."""
-    text = str(error)
-    return text[:1].upper() + text[1:]
+def shown_message(error: PenstockError, *, beside: str = "") -> str:
+    """The error's message, for a page.
+
+    Args:
+        error: what was raised.
+        beside: a schedule's name that stands beside it, and needs no telling again.
+
+    Example:
+        >>> error = ScheduleError("zbv: virtual=3 stages per rank do not work; 2 do")
+        >>> shown_message(error)
+        'zbv: virtual=3 stages per rank do not work; 2 do'
+        >>> shown_message(error, beside="zbv")
+        'virtual=3 stages per rank do not work; 2 do'
+    """
+    return str(error).removeprefix(f"{beside}: ")

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from html import escape
 
 from penstock.schedule.action import Op
-from penstock.schedule.rules import TRANSFERS
+from penstock.schedule.rules import COMPUTE
 from penstock.trace import Trace
 from penstock.view.boxes import amount
-from penstock.view.palette import colour_of, name_of
+from penstock.view.lanes import drawn
+from penstock.view.palette import FRAME, colour_of, ink, letter_of, name_of, shade
 
 __all__ = [
     "FONT",
     "PAGE_CSS",
+    "axis_label",
     "error_html",
     "figures_html",
     "heading_html",
@@ -66,21 +68,47 @@ def figures_html(figures: Sequence[tuple[str, str]]) -> str:
 
 def legend_html(traces: Sequence[Trace]) -> str:
     """The colours of what traces show."""
-    used = {span.action.op for trace in traces for span in trace.spans}
-    shown = [op for op in Op if op in used - TRANSFERS]
-    chips = [(colour_of(op), "none", name_of(op)) for op in shown]
-    chips.append(("#ffffff", "1px solid #b9c3cd", "idle"))
-    chips.append(("#e6c68b", "none", "memory held"))
-    parts = "".join(
-        f'<span style="display:inline-flex;align-items:center;gap:6px">'
-        f'<span style="width:14px;height:14px;border-radius:3px;background:{colour};'
-        f'border:{border};box-sizing:border-box"></span>{escape(name)}</span>'
-        for colour, border, name in chips
+    used = {span.action.op for trace in traces for span in drawn(trace)}
+    chips = [
+        _chip(
+            name_of(op),
+            f"background:{colour_of(op)};color:{ink(colour_of(op))}",
+            letter_of(op) if op in COMPUTE else "",
+        )
+        for op in Op
+        if op in used
+    ]
+    chips.append(_chip("idle", "background:#fff;border:1px solid #b9c3cd"))
+    if any(_holds_several(trace) for trace in traces):
+        colour = colour_of(Op.FORWARD)
+        first, last = shade(colour, 0, 2), shade(colour, 1, 2)
+        look = f"background:linear-gradient(90deg,{first} 50%,{last} 50%)"
+        chips.append(_chip("a rank's first, last stage", look))
+    if any(trace.blocks for trace in traces):
+        chips.append(_chip("run as one block", f"background:#fff;border:2px solid {FRAME}"))
+    chips.append(_chip("memory held", "background:#e6c68b"))
+    return (
+        '<div style="display:flex;flex-wrap:wrap;gap:4px 16px;align-items:center;min-height:31px;'
+        f'font:13px {FONT};color:#3a4652">{"".join(chips)}</div>'
+    )
+
+
+def _chip(name: str, look: str, letter: str = "") -> str:
+    square = (
+        '<span style="display:inline-block;width:16px;height:16px;border-radius:3px;'
+        f'box-sizing:border-box;font-size:10.5px;line-height:16px;text-align:center;{look}">'
+        f"{letter}</span>"
     )
     return (
-        '<div style="display:flex;flex-wrap:wrap;gap:16px;align-items:center;height:31px;'
-        f'font:13px {FONT};color:#3a4652">{parts}</div>'
+        f'<span style="display:inline-flex;align-items:center;gap:6px">{square}'
+        f"{escape(name)}</span>"
     )
+
+
+def _holds_several(trace: Trace) -> bool:
+    """Whether a rank holds several stages."""
+    held = {(span.rank, span.action.stage) for span in trace.spans}
+    return len(held) > len({rank for rank, _ in held})
 
 
 def error_html(message: str) -> str:
@@ -90,6 +118,11 @@ def error_html(message: str) -> str:
         'border:1px solid #f1c4c4;border-radius:8px;padding:10px 14px;white-space:pre-wrap">'
         f"{escape(message)}</div>"
     )
+
+
+def axis_label(unit: str) -> str:
+    """What a time axis counts, where seconds are drawn as milliseconds."""
+    return "time, ms" if unit == "s" else "time, in units of cost"
 
 
 def time_text(value: float, unit: str) -> str:

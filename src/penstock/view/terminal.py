@@ -40,6 +40,8 @@ def timeline(trace: Trace, *, width: int, colour: bool = True) -> Text:
                 continue
             act = cell.span.action
             label = cell.text if cell.begins and drawn.labelled else blank
+            if cell.joins:
+                label = "+" + label[1:]
             text.append(label, _box(colours[cell.span.rank, act.op, act.stage]))
         text.append("\n")
     return text
@@ -57,6 +59,8 @@ def legend(trace: Trace) -> Text:
     for name, colour in first.items():
         text.append("  ", _box(colour))
         text.append(f" {name}   ")
+    if trace.blocks:
+        text.append("+ joins a block   ")
     return text
 
 

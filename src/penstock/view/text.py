@@ -3,19 +3,21 @@
     rank 0  F0 F1 .. .. .. .. B0 -- .. B1 --          one lane per rank, one cell per moment
     rank 1  .. F0 B0 -- F1 B1 -- .. .. .. ..          "--" goes on with what stands left of it
 
-Where ranks hold several stages, labels name them, as in ``2F0``. Where there is no room for
-labels, each cell is the letter of its op. Only what is computed is shown.
+Where ranks hold several stages, labels name them, as in ``2F0``. A forward and a backward that are
+one block are joined, as in ``0F3+1B2``. Where there is no room for labels, each cell is the letter
+of its op, or ``+`` where it joins. Only what is computed is shown.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.schedule.action import Action
+from penstock.schedule.action import Action, Overlap
 from penstock.trace import Span, Trace
+from penstock.view.palette import letter_of
 
 __all__ = ["Cell", "Grid", "grid", "to_text"]
 
@@ -51,11 +53,14 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         rank 1  .. F0 B0 -- .. ..
     """
     drawn = grid(trace, width=width)
-    gap = " " if drawn.labelled else ""
-    rows = [gap.join(_text(cell, drawn.labelled) for cell in row) for row in drawn.rows]
-    return "".join(
-        f"{head}{row}".rstrip() + "\n" for head, row in zip(drawn.heads, rows, strict=True)
-    )
+    lines = []
+    for head, row in zip(drawn.heads, drawn.rows, strict=True):
+        line = head.removesuffix(" ") if drawn.labelled else head
+        for cell in row:
+            gap = ("+" if cell.joins else " ") if drawn.labelled else ""
+            line += gap + _text(cell, drawn.labelled)
+        lines.append(line.rstrip() + "\n")
+    return "".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +70,13 @@ class Cell:
     Args:
         span: what the rank computes; None where it is idle.
         begins: whether the span begins here.
+        joins: whether it begins here, and is one block with the span left of it.
         text: the cell's label, of the same length in all cells of a grid.
     """
 
     span: Span | None
     begins: bool
+    joins: bool
     text: str
 
 
@@ -121,22 +128,30 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     # Colours alone are easier to see in wide cells.
     if not labelled:
         label_width = max(1, room // max(1, count)) if brief else 1
+    block_of = trace.block_of()
     return Grid(
         heads=tuple(head.ljust(margin) for head in heads),
-        rows=tuple(_cells(lane, times, label, label_width) for lane in lanes),
+        rows=tuple(_cells(lane, times, label, label_width, block_of) for lane in lanes),
         labelled=labelled,
     )
 
 
 def _cells(
-    lane: tuple[Span, ...], times: list[float], label: Callable[[Action], str], width: int
+    lane: tuple[Span, ...],
+    times: list[float],
+    label: Callable[[Action], str],
+    width: int,
+    block_of: Mapping[Action, Overlap],
 ) -> tuple[Cell, ...]:
     cells = []
     before = None
     for time in times:
         span = _at(lane, time)
         text = "" if span is None else label(span.action)
-        cells.append(Cell(span=span, begins=span is not before, text=text.ljust(width)[:width]))
+        block, last = (block_of.get(s.action) if s else None for s in (span, before))
+        begins = span is not before
+        joins = begins and block is not None and block == last
+        cells.append(Cell(span=span, begins=begins, joins=joins, text=text.ljust(width)[:width]))
         before = span
     return tuple(cells)
 
@@ -145,7 +160,7 @@ def _text(cell: Cell, labelled: bool) -> str:
     if cell.span is None:
         return "." * len(cell.text)
     if not labelled:
-        return _letter(cell.span.action)
+        return "+" if cell.joins else letter_of(cell.span.action.op)
     return cell.text if cell.begins else "-" * len(cell.text)
 
 
@@ -155,7 +170,7 @@ def _num_cells(makespan: float, cell: float) -> int:
 
 def _label(act: Action) -> str:
     """``F3``."""
-    return f"{_letter(act)}{act.microbatch}"
+    return f"{letter_of(act.op)}{act.microbatch}"
 
 
 def _stage_label(act: Action) -> str:
@@ -166,11 +181,6 @@ def _stage_label(act: Action) -> str:
 def _brief_label(act: Action) -> str:
     """`` 3``: a space parts it from the box before it."""
     return f" {act.microbatch}"
-
-
-def _letter(act: Action) -> str:
-    """The op in one letter: F, B, I, W, or R for a recomputation."""
-    return act.op.value[0]
 
 
 def _at(lane: tuple[Span, ...], time: float) -> Span | None:

@@ -13,9 +13,11 @@ The lower half of the ranks mirrors the upper. Cut along that axis, each half is
 P/2 ranks and M/2 microbatches, with the turn of the V between the two middle ranks.
 
 In the steady state every step is a block of a forward and a full backward, whose messages hide
-behind the other's compute. On one stream, which is how the runtime plays a block today, its parts
-run in turn: what is saved then is the waiting for messages, not the time of the compute. Where
-tF = tB ≥ tW and a block takes as long as its parts in turn, the bubble is
+behind the other's compute. On one stream its parts run in turn: what is saved then is the waiting
+for messages, not the time of the compute; on two, side by side, what one leaves of the device is
+the other's.
+
+Where tF = tB ≥ tW and a block takes as long as its parts in turn, the bubble is
 (P/2 - 1)(F&B + B - 3W), F&B being the block's time, B the full backward's and W that of a weight
 gradient. Each rank holds P + 1 activations at its peak. After a step the gradients of the two
 copies are summed, once for each of the P/2 pairs of ranks that hold the same stages.

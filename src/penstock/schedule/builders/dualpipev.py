@@ -6,9 +6,11 @@ P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, ``+`` join
     rank 1  .. F0 f0 F1 f1 F2 b0 -- f2+B0 -- F3+b1 -- f3+B1 -- b2 -- B2 -- .. i3 I3 w3 W3
 
 In the steady state every step is a block of a forward and a full backward, whose messages hide
-behind the other's compute. On one stream, which is how the runtime plays a block today, its parts
-run in turn: what is saved then is the waiting for messages, not the time of the compute. Where
-tF = tB ≥ tW, M ≥ 2P and a block takes as long as its parts in turn, the bubble is
+behind the other's compute. On one stream its parts run in turn: what is saved then is the waiting
+for messages, not the time of the compute; on two, side by side, what one leaves of the device is
+the other's.
+
+Where tF = tB ≥ tW, M ≥ 2P and a block takes as long as its parts in turn, the bubble is
 (P - 1)(F&B + B - 3W) in chunks, F&B being the block's time, B the full backward's and W that of a
 weight gradient. Each rank holds 2P + 1 activations at its peak.
 

@@ -5,12 +5,25 @@ GIS, P = 2, V = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage
     rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 .. i3 w3 I2 W2 I3 W3
     rank 1  .. F0 F1 f0 i0 w0 f1 i1 w1 F2 I0 W0 F3 I1 W1 f2 i2 w2 f3 i3 w3 I2 W2 I3 W3 ..
 
+GIS-H, P = 3, V = 2, M = 3:
+
+    rank 0  F0 F1 .. f0 f1 F2 .. .. i0 w0 .. i1 w1 f2 I0 W0 .. I1 W1 i2 w2 .. I2 W2
+    rank 1  .. F0 F1 .. f0 f1 .. i0 w0 F2 i1 w1 .. I0 W0 f2 I1 W1 i2 w2 .. I2 W2 ..
+    rank 2  .. .. F0 F1 .. f0 i0 w0 f1 i1 w1 F2 I0 W0 I1 W1 f2 i2 w2 .. I2 W2 .. ..
+
 Forwards and input gradients alternate as in interleaved zero bubble, but each weight gradient
-follows its input gradient at once, so that its activation is gone. With a chunk as the unit and
-groups of g that divide M, from P / 2 to P, the bubble is
-(P - 1)(tF + tB) + (V - 1)(P - g)(tF + tB - tW)
-for g = P, and for smaller ones where tB = tW and tF ≤ 2 tB. Rank r holds g(V - 1) + P - r
-activations at its peak.
+follows its input gradient at once, so that its activation is gone. Rank r holds g(V - 1) + P - r
+activations at its peak. With a chunk as the unit and groups of g that divide M, P / 2 ≤ g ≤ P, the
+bubble is
+
+    (P - 1)(tF + tB) + (V - 1)((P - g) tF + max(0, (P - g) tB - g tW))
+
+where P · max(tF, tB) ≤ g T and tW ≤ tF + tB, T = tF + tB + tW, and for g = P with any costs. At
+each turn of the loop the first rank waits for a group of forwards to come round, and the last for
+one of input gradients. Where g = P / 2 and tB ≥ tW what a turn costs is (P - g)(tF + tB - tW), as
+published; for other g it is less. Where tB < tW it is (P - g) tF, which no program can avoid in so
+little memory: the first rank has done all forwards that there is room for before the first input
+gradient comes back.
 
     gis     g = P         bubble (P - 1)(tF + tB)     PV - r activations
     gis-h   g = ⌈P / 2⌉   larger                      about half of what interleaved 1F1B holds
@@ -38,6 +51,7 @@ from penstock.schedule.builders.common import (
 )
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
+from penstock.schedule.words import number_of
 
 __all__ = ["gis", "gis_h"]
 
@@ -85,9 +99,9 @@ def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = No
 def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int) -> Program:
     least = max(1, ranks // 2)
     if not isinstance(group, int) or isinstance(group, bool) or group < least:
+        on = number_of(ranks, "rank")
         raise ScheduleError(
-            f"{name} on {ranks} ranks: group={group!r} does not work; whole numbers from {least} "
-            "on do"
+            f"{name} on {on}: group={group!r} does not work; whole numbers from {least} on do"
         )
     number = -(-microbatches // group)
     # As even as can be, but not so small that ranks wait at the turn of the loop.

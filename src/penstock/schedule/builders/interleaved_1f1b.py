@@ -12,11 +12,13 @@ its peak (at most V·M), G being the largest group.
 
 A group of P is the least that keeps every rank busy at the turn of the loop. A larger group asks
 for fewer, longer loops: more memory, and a longer time from a result to its use on the next rank,
-in which messages can travel. The last group takes what is left over; if that is less than P, the
-microbatches are spread over the same number of groups as evenly as can be, or, where that would
-leave groups below P, over one group less: no bubble is lost, for some memory.
+in which messages can travel. What doesn't fill a group of its own is, without ``group``, spread
+evenly over the others, which become larger than P: no bubble is lost, for some memory. With
+``group`` none is larger: the last one takes what is left over; or, if that is less than P, groups
+are made as even as can be; or, if that would leave them below P, the last one is that small, and
+its ranks wait, up to (V - 1)(P - rest)(tF + tB + tW) in all, for a peak as above:
 
-    P = 4, group 6    M = 12: 6 6     M = 16: 6 6 4     M = 14: 5 5 4     M = 7: 7
+    P = 4    M = 9: 5 4              group 6    M = 16: 6 6 4    M = 14: 5 5 4    M = 7: 6 1
 
 Any P ≥ 1, V ≥ 1, M ≥ 1. Below P microbatches the loop can't be filled, and costs another
 (V - 1)(P - M)(tF + tB + tW).
@@ -28,9 +30,16 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.builders.common import alternate, chunks, looped_order
+from penstock.schedule.builders.common import (
+    alternate,
+    chunks,
+    even_groups,
+    first_microbatches,
+    looped_order,
+)
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
+from penstock.schedule.words import number_of
 
 __all__ = ["interleaved_1f1b"]
 
@@ -44,7 +53,8 @@ def interleaved_1f1b(
         ranks: number of ranks.
         microbatches: number of microbatches.
         virtual: stages per rank.
-        group: how many microbatches go round together; None for ``ranks``.
+        group: the most microbatches that go round together; None for ``ranks`` or as few more as
+            keep every rank busy.
 
     Raises:
         ScheduleError: ``group`` is below ``ranks`` or above ``microbatches``.
@@ -56,15 +66,20 @@ def interleaved_1f1b(
     """
     whole = isinstance(group, int) and not isinstance(group, bool)
     if group is not None and not (whole and ranks <= group <= microbatches):
-        works = (
-            f"groups of {ranks} to {microbatches} work"
-            if ranks <= microbatches
-            else f"with fewer microbatches ({microbatches}) than ranks, leave it out"
-        )
-        raise ScheduleError(
-            f"interleaved-1f1b on {ranks} ranks: group={group!r} would leave ranks waiting; {works}"
-        )
-    groups = _groups(ranks, microbatches, group or ranks)
+        fault = "would leave ranks waiting" if whole else "is not a whole number"
+        if ranks < microbatches:
+            works = f"give a whole number from {ranks} to {microbatches}"
+        elif ranks == microbatches:
+            works = f"give {ranks}, or leave it out"
+        else:
+            works = f"with fewer microbatches ({microbatches}) than ranks, leave it out"
+        on = number_of(ranks, "rank")
+        raise ScheduleError(f"interleaved-1f1b on {on}: group={group!r} {fault}; {works}")
+    groups = (
+        even_groups(microbatches=microbatches, group=ranks)
+        if group is None
+        else _groups(ranks, microbatches, group)
+    )
     order = looped_order(virtual=virtual, groups=groups)
     backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
     placement = looped(ranks, virtual)
@@ -78,19 +93,18 @@ def interleaved_1f1b(
                 warmup=(virtual - 1) * max(groups) + 2 * (ranks - 1 - rank),
             )
         )
-    return Program(
-        name="interleaved-1f1b",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(map(tuple, programs)),
+    return first_microbatches(
+        programs, name="interleaved-1f1b", placement=placement, microbatches=microbatches
     )
 
 
 def _groups(ranks: int, microbatches: int, group: int) -> tuple[int, ...]:
-    """Groups of ``group`` and an uneven last one, none below ``ranks``."""
+    """Groups of at most ``group``, the last one uneven; they may hold more than there are."""
     full, rest = divmod(microbatches, group)
-    if rest == 0 or (full and rest >= ranks):
+    if rest == 0 or rest >= ranks:
         return (group,) * full + (rest,) * (rest > 0)
-    number = full + 1 if microbatches >= (full + 1) * ranks else max(1, full)
-    size, larger = divmod(microbatches, number)
-    return (size + 1,) * larger + (size,) * (number - larger)
+    number = full + 1
+    if microbatches >= number * ranks:
+        size, larger = divmod(microbatches, number)
+        return (size + 1,) * larger + (size,) * (number - larger)
+    return (group,) * number

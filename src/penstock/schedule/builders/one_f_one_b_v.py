@@ -11,10 +11,15 @@ rank repeats two forwards and two backwards every six units. Each rank holds at 
 M ≥ P the bubble is 5(P - 1) chunks where 3 divides P - 1, and 5P - 6 where 3 divides P - 2; 1F1B's
 is 6(P - 1).
 
-Where 3 divides P, a block's activations live 8P + 3 units at least, which is one activation more
-on some rank. Within the memory above ranks then wait in the steady state as well, and the whole
-takes longer than 1F1B. With ``limit=2 * ((2 * P + 2) // 3) + 1`` they do not, and the bubble is
-5P - 3 for M ≥ 2P.
+Where 3 divides P, the shortest block lives 8P + 3 units, which is one activation more on some rank.
+No block at all fits the memory above for P = 3 and 6, and for P = 3 no other order does without
+waiting: with M = 4, 5, 6, 8, 10 the least bubble is 13, 14, 15, 18, 20 (by exact search). So ranks
+wait in the steady state, one or two units for each microbatch, and from M = 2P on the whole takes
+longer than 1F1B, which holds half as much again.
+
+With ``limit=2 * ((2 * P + 2) // 3) + 1``, one activation more, no rank waits: the bubble is 5P - 3
+for M ≥ 2P. The default keeps the memory that is published, which no interleaved 1F1B fits; V-Half
+and V-Min do, and are faster, where backwards may be split.
 
 Any P ≥ 1, M ≥ 1.
 
@@ -27,6 +32,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.builders.v_blocks import Hops, repeated_v
 from penstock.schedule.program import Program
+from penstock.schedule.words import number_of
 
 __all__ = ["one_f_one_b_v"]
 
@@ -50,8 +56,10 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
     least = 2 * ((2 * ranks + 2) // 3)
     limit = least if limit is None else limit
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < least:
+        on = number_of(ranks, "rank")
         raise ScheduleError(
-            f"1f1b-v on {ranks} ranks: limit={limit!r} activations do not suffice; {least} do"
+            f"1f1b-v on {on}: limit={limit!r} activations do not suffice; give {least} or more, a "
+            "whole number"
         )
     meets = ranks % 3 == 0
     fits = limit > least or not meets

@@ -1,6 +1,12 @@
 """ZB-1p and ZB-2p: zero bubble for given costs, in the memory of P or of 2P activations.
 
-ZB-2p, P = 3, M = 6 (tF = tB = tW = 1):
+ZB-1p, P = 3, M = 5 (tF = tB = tW = 1), where no more than ZB-H1 can be had:
+
+    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+ZB-2p, P = 3, M = 6:
 
     rank 0  F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5 .. ..
     rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
@@ -30,54 +36,60 @@ from penstock.schedule.builders.zb_h2 import zb_h2
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
-__all__ = ["zb_1p", "zb_2p"]
+__all__ = ["zb_1p", "zb_2p", "zb_capped"]
 
 # Warm-ups to try: forwards before the first input gradient, per rank that comes after, and
 # whether ranks that would be idle run more of them.
 _WARMUPS = ((1.0, False), (1.0, True), (1.5, False), (2.0, False), (2.0, True), (3.0, True))
 
 
-def zb_1p(
-    *,
-    ranks: int,
-    microbatches: int,
-    forward: float | Sequence[float] = 1,
-    input_grad: float | Sequence[float] = 1,
-    weight_grad: float | Sequence[float] = 1,
-) -> Program:
-    """The best of several warm-ups that hold P activations at most on each rank.
+def zb_1p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
+    """ZB-1p: the best of several warm-ups that hold P activations at most on each rank.
 
     Args:
         ranks: number of ranks.
         microbatches: number of microbatches.
-        forward: what a forward costs: one number, or one per stage.
-        input_grad: what an input gradient costs, likewise.
-        weight_grad: what a weight gradient costs, likewise.
-
-    Raises:
-        ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
+        costs: as ``zb_capped`` takes them.
 
     Example:
         >>> " ".join(map(str, zb_1p(ranks=2, microbatches=3).ranks[1]))
         '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
     """
-    costs = _costs("zb-1p", ranks, forward, input_grad, weight_grad)
-    return _best("zb-1p", ranks, microbatches, ranks, costs)
+    return zb_capped("zb-1p", ranks=ranks, microbatches=microbatches, limit=ranks, **costs)
 
 
-def zb_2p(
-    *,
-    ranks: int,
-    microbatches: int,
-    forward: float | Sequence[float] = 1,
-    input_grad: float | Sequence[float] = 1,
-    weight_grad: float | Sequence[float] = 1,
-) -> Program:
-    """The best of several warm-ups that hold 2P activations at most on each rank.
+def zb_2p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
+    """ZB-2p: likewise, with 2P activations at most.
 
     Args:
         ranks: number of ranks.
         microbatches: number of microbatches.
+        costs: as ``zb_capped`` takes them.
+
+    Example:
+        >>> " ".join(map(str, zb_2p(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
+    """
+    return zb_capped("zb-2p", ranks=ranks, microbatches=microbatches, limit=2 * ranks, **costs)
+
+
+def zb_capped(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    forward: float | Sequence[float] = 1,
+    input_grad: float | Sequence[float] = 1,
+    weight_grad: float | Sequence[float] = 1,
+) -> Program:
+    """The best of several warm-ups that hold ``limit`` activations at most on each rank.
+
+    Args:
+        name: the family's.
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        limit: the most activations that a rank may hold, at least ``ranks``.
         forward: what a forward costs: one number, or one per stage.
         input_grad: what an input gradient costs, likewise.
         weight_grad: what a weight gradient costs, likewise.
@@ -86,20 +98,11 @@ def zb_2p(
         ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
 
     Example:
-        >>> " ".join(map(str, zb_2p(ranks=2, microbatches=3).ranks[1]))
-        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
+        >>> capped = zb_capped("mine", ranks=2, microbatches=3, limit=3)
+        >>> capped.ranks == zb_2p(ranks=2, microbatches=3).ranks
+        True
     """
-    costs = _costs("zb-2p", ranks, forward, input_grad, weight_grad)
-    return _best("zb-2p", ranks, microbatches, 2 * ranks, costs)
-
-
-def _best(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    limit: int,
-    costs: tuple[PerStage, PerStage, PerStage],
-) -> Program:
+    costs = _costs(name, ranks, forward, input_grad, weight_grad)
     found = [
         _with_warmup(ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
         for ahead, fill in _WARMUPS

@@ -7,6 +7,8 @@ A send stands right after the step that makes the value. A receive is posted one
 ahead of the step that uses the value, so that the value travels while the step before computes:
 ``R(a2) a1 S(a1) R(a3) a2 S(a2)``. It stands earlier only where it must: to keep one order at both
 ends of a directed pair of ranks, and where otherwise ranks would wait for each other's receives.
+Where a pair of ranks has one channel for both directions, no receive may stand early: then
+``penstock.schedule.passes.pair_order`` places all.
 
 This module knows no times: how early is best for given costs is not asked here.
 """
@@ -18,8 +20,11 @@ from typing import TypeAlias
 
 from penstock.errors import InternalError, ScheduleError
 from penstock.schedule.action import Action, Step, action
+from penstock.schedule.channels import TWO_WAY, Channels
 from penstock.schedule.check import check
-from penstock.schedule.coding import Coded, Coding, encode
+from penstock.schedule.coding import Coded, Coding
+from penstock.schedule.encoding import encode
+from penstock.schedule.passes.pair_order import in_one_order
 from penstock.schedule.play import Player
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, RECEIVE_FOR, TRANSFERS
@@ -30,16 +35,19 @@ __all__ = ["insert_transfers"]
 _Sends: TypeAlias = list[list[tuple[int, int, int]]]
 
 
-def insert_transfers(program: Program) -> Program:
+def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Program:
     """Add a send and a receive for every value that crosses ranks.
 
     Keeps the order of all other steps. The result passes ``check``: it ends even where a send
     waits until the matching receive is posted. For it is played that way as it is made; where all
     ranks are stuck, one of them waits in a send (what is computed has no cycle), and its receive
-    is posted where the receiving rank then stands.
+    is posted where the receiving rank then stands. With one channel per pair of ranks, it passes
+    ``check(..., channels)`` as well.
 
     Args:
         program: a program without transfers.
+        channels: how messages travel. What is placed for one channel per pair is right over
+            channels of any kind, but receives are posted later.
 
     Returns:
         The program with transfers.
@@ -52,6 +60,11 @@ def insert_transfers(program: Program) -> Program:
         >>> print(format_csv(insert_transfers(parse_csv("0F0,0B0\\n1F0,1B0\\n"))), end="")
         0RECV_B0,0F0,0SEND_F0,0B0
         1RECV_F0,1F0,1B0,1SEND_B0
+        >>> one = Channels(per_pair=True)
+        >>> made = insert_transfers(parse_csv("0F0,0B0\\n1F0,1B0\\n"), channels=one)
+        >>> print(format_csv(made), end="")
+        0F0,0SEND_F0,0RECV_B0,0B0
+        1RECV_F0,1F0,1B0,1SEND_B0
     """
     if any(act.op in TRANSFERS for act in program.actions()):
         raise ScheduleError(
@@ -61,8 +74,15 @@ def insert_transfers(program: Program) -> Program:
         check(program)
     computed = encode(program)
     coding = computed.coding
-    planned = Coded(coding=coding, queues=_planned(computed), blocks=computed.blocks)
-    hoisted = _hoists(planned)
+    sends = _sends_by_key(coding)
+    hoisted: list[dict[int, list[int]]] = [{} for _ in program.ranks]
+    if channels.per_pair:
+        queues = in_one_order(computed, sends)
+        planned = Coded(coding=coding, queues=queues, blocks=computed.blocks)
+    else:
+        queues = _planned(computed, sends)
+        planned = Coded(coding=coding, queues=queues, blocks=computed.blocks)
+        hoisted = _hoists(planned)
     return program.with_ranks(
         tuple(
             _steps(steps, planned.queues[rank], hoisted[rank], coding)
@@ -71,9 +91,8 @@ def insert_transfers(program: Program) -> Program:
     )
 
 
-def _planned(computed: Coded) -> list[list[int]]:
+def _planned(computed: Coded, sends: _Sends) -> list[list[int]]:
     """For each rank its codes with transfers where they stand if nobody gets stuck."""
-    sends = _sends_by_key(computed.coding)
     post_at, messages = _messages(computed, sends)
     arriving: list[list[int]] = [[] for _ in computed.queues]
     for (_, target), channel in messages.items():

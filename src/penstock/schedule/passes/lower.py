@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.action import Op
+from penstock.schedule.channels import TWO_WAY, Channels
 from penstock.schedule.passes.insert_sharding import insert_sharding
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.passes.reduce_gradients import reduce_gradients
@@ -12,7 +13,13 @@ from penstock.schedule.rules import TRANSFERS
 __all__ = ["lower"]
 
 
-def lower(program: Program, *, sharding: bool = False, max_unsharded_stages: int = 3) -> Program:
+def lower(
+    program: Program,
+    *,
+    sharding: bool = False,
+    max_unsharded_stages: int = 3,
+    channels: Channels = TWO_WAY,
+) -> Program:
     """Add gradient reductions, sharding where asked for, and transfers.
 
     What the program spells out itself, if only in part, is left as it is, so that a program from
@@ -22,6 +29,7 @@ def lower(program: Program, *, sharding: bool = False, max_unsharded_stages: int
         program: any program that ``check`` accepts.
         sharding: whether to say when sharded parameters are gathered and let go.
         max_unsharded_stages: see ``insert_sharding``.
+        channels: how messages travel, see ``insert_transfers``.
 
     Returns:
         The program that runs, once checked.
@@ -41,5 +49,5 @@ def lower(program: Program, *, sharding: bool = False, max_unsharded_stages: int
     if sharding and used.isdisjoint({Op.UNSHARD, Op.RESHARD}):
         program = insert_sharding(program, max_unsharded_stages=max_unsharded_stages)
     if used.isdisjoint(TRANSFERS):
-        program = insert_transfers(program)
+        program = insert_transfers(program, channels=channels)
     return program

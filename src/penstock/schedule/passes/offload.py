@@ -45,8 +45,10 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
         >>> print(format_csv(offload(program)), end="")
         0F0,0OFFLOAD0,0F1,0OFFLOAD1,0RELOAD0,0F2,0OFFLOAD2,0RELOAD1,0B0,0RELOAD2,0B1,0B2
     """
-    if ahead < 1:
-        raise ScheduleError(f"offload(ahead={ahead}): expected at least 1 computation")
+    if not isinstance(ahead, int) or ahead < 1:
+        raise ScheduleError(
+            f"offload(ahead={ahead!r}): expected a whole number of computations, at least 1"
+        )
     chosen = stages_of(program, stages)
     refuse_kept_otherwise(program, chosen)
     return program.with_ranks(tuple(_offloaded(steps, chosen, ahead) for steps in program.ranks))

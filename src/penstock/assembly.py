@@ -1,0 +1,216 @@
+"""From what a user passes to ``Pipeline`` to a program, and the stages that this process holds.
+
+    schedule, ranks, microbatches ──► program ──┐
+                                                ├──► this process's stages
+    model, split, example ──► modules ──────────┘
+
+This module chooses, cuts and materializes by calling those that do; it runs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.errors import PartitionError, ScheduleError
+from penstock.partition.balance.plan import Plan
+from penstock.partition.cutting import (
+    Example,
+    ModelCut,
+    SplitWish,
+    cut_model,
+    own_loss,
+    read_split,
+    stages_asked_for,
+)
+from penstock.partition.modules.materialize import materialize
+from penstock.partition.tied import Tie, find_ties
+from penstock.runtime.group import from_first_rank
+from penstock.schedule.choice import choose_program, copies_of
+from penstock.schedule.program import Program
+from penstock.stage.manual import PipelineStage
+from penstock.stage.wrappers import plain_name
+
+if TYPE_CHECKING:
+    from penstock.auto import Forecast
+
+__all__ = ["Assembly", "Model", "assemble"]
+
+Model: TypeAlias = nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """What a pipeline is made of.
+
+    Args:
+        program: what it plays.
+        stages: this process's stages. Of the model no more is kept: the rest is other ranks'.
+        ties: the parameters that stages have in common.
+        loss_fn: the user's loss function, or the model's own; None where there is neither.
+        whole_call: whether the stages together are called as the model is.
+        forecast: how long a step should take, where the program was searched for.
+        state_names: the names in the whole model's state; None where this process does not know
+            those of other ranks.
+    """
+
+    program: Program
+    stages: tuple[PipelineStage, ...]
+    ties: Sequence[Tie]
+    loss_fn: Callable[..., Any] | None
+    whole_call: bool
+    forecast: Forecast | None
+    state_names: frozenset[str] | None
+
+
+def assemble(
+    model: Model,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    schedule: str | Program,
+    memory_limit: float | None,
+    n_microbatches: int | None,
+    ranks: int | None,
+    virtual: int | None,
+    split: SplitWish | os.PathLike[str] | None,
+    example: Example | None,
+    init_fn: Callable[[nn.Module], Any] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    shared: Sequence[Tie],
+) -> Assembly:
+    """Choose a program and make this process's stages; the arguments are those of ``Pipeline``.
+
+    Raises:
+        PartitionError: the model can't be cut so.
+        ScheduleError: ranks, stages and microbatches do not fit the schedule.
+    """
+    split = read_split(split)
+    forecast = None
+    if schedule == "auto":
+        from penstock.auto import find_program  # with a search, which few need
+
+        found = find_program(
+            model,
+            split=split,
+            example=example,
+            loss_fn=loss_fn,
+            num_stages=_num_stages(model, split, copies=1),
+            ranks=ranks,
+            virtual=virtual,
+            n_microbatches=n_microbatches,
+            memory_limit=memory_limit,
+            group=group,
+            device=device,
+        )
+        schedule, split, forecast = found.program, found.split, found.forecast
+    elif memory_limit is not None:
+        raise ScheduleError(
+            f"memory_limit={memory_limit:g} is for schedule='auto'; a schedule that is named "
+            "holds what it holds"
+        )
+    program = choose_program(
+        schedule,
+        num_stages=_num_stages(model, split, copies_of(schedule)),
+        n_microbatches=n_microbatches,
+        ranks=ranks,
+        virtual=virtual,
+        world=None if group is None else group.size(),
+    )
+    if _is_stages(model):
+        stages: tuple[Any, ...] = tuple(model)  # type: ignore[arg-type]
+        ties, cut = shared or stages[0].ties, None
+        names = None if group is not None else frozenset[str]()  # this process's own are all
+    else:
+        cut = _cut(model, split, program, example, loss_fn, device, group)
+        ties = [*shared, *find_ties(cut.modules)]
+        names = frozenset(plain_name(m, n) for m in cut.modules for n in m.state_dict())
+        try:
+            stages = _stages(model, cut.modules, program, init_fn, device, group)
+        except PartitionError as error:
+            if not cut.why:
+                raise
+            told = f"{error}; it was captured as a graph, since {cut.why}"
+            raise PartitionError(told) from error
+    return Assembly(
+        program=program,
+        stages=stages,
+        ties=ties,
+        loss_fn=own_loss if loss_fn is None and cut is not None and cut.has_loss else loss_fn,
+        whole_call=cut is not None and cut.whole_call,
+        forecast=forecast,
+        state_names=names,
+    )
+
+
+def _cut(
+    model: Any,
+    split: SplitWish | None,
+    program: Program,
+    example: Example | None,
+    loss_fn: Callable[..., Any] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> ModelCut:
+    """The modules of all stages."""
+    num = program.placement.num_model_stages
+    if isinstance(split, str):
+        from penstock.partition.balance.auto_split import (
+            balanced_plan,  # measures, which few ask for
+        )
+
+        plan = partial(balanced_plan, model, program, example, device=device, loss_fn=loss_fn)
+        # On one rank: times come out differently on each.
+        split = Plan.from_json(from_first_rank(group, lambda: plan().to_json()))
+    cut = cut_model(model, split, num, example=example, device=device)
+    if program.num_splits == 1:
+        return cut
+    from penstock.partition.carrying import carrying  # for pieces of sequences alone
+
+    return replace(cut, modules=carrying(cut.modules))
+
+
+def _stages(
+    model: Model,
+    modules: Sequence[nn.Module],
+    program: Program,
+    init_fn: Callable[[nn.Module], Any] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> tuple[PipelineStage, ...]:
+    """The stages of this process's ranks."""
+    num, placement = program.num_stages, program.placement
+    local = range(num) if group is None else placement.stages_of(group.rank())
+    mine = [modules[placement.model_stage(i)] for i in local]
+    materialize(mine, device, init_fn, model if isinstance(model, nn.Module) else None)
+    return tuple(
+        PipelineStage(module, i, num, device, group=group)
+        for i, module in zip(local, mine, strict=True)
+    )
+
+
+def _is_stages(model: Model) -> bool:
+    if isinstance(model, nn.Module):
+        return False
+    if not model:
+        raise PartitionError("the list of modules or stages is empty")
+    return all(isinstance(m, PipelineStage) for m in model)
+
+
+def _num_stages(model: Model, split: SplitWish | None, copies: int) -> int | None:
+    """Into how many stages the user cuts the model; None where that follows from the ranks."""
+    if split is not None:
+        return stages_asked_for(model, split)
+    if isinstance(model, nn.Module):
+        return None
+    if _is_stages(model):
+        first: Any = model[0]
+        return int(first.num_stages) // copies
+    return len(model)

@@ -1,0 +1,232 @@
+"""What ``penstock split`` is asked for, and the split that comes of it.
+
+    model ──measured──► costs per block ──layout, rule or balance──► counts ──► plan
+
+This module shows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from penstock.cli.asked import Asked
+from penstock.cli.models import failed, load_model
+from penstock.cli.terminal import stderr
+from penstock.errors import PartitionError, PenstockError
+from penstock.partition.balance.balance import Balance, Objective, balance
+from penstock.partition.balance.costs import Profile
+from penstock.partition.balance.for_program import balance_for
+from penstock.partition.balance.layout import Layout
+from penstock.partition.balance.plan import StageCosts
+from penstock.partition.balance.rule import Rule
+from penstock.schedule.action import Op
+from penstock.schedule.choice import choose_program
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+
+__all__ = ["Terms", "Wish", "measured_costs"]
+
+RELEASES = (Op.FULL_BACKWARD, Op.WEIGHT_GRAD)
+
+Found: TypeAlias = tuple[Sequence[int], str]
+"""The number of blocks per stage, and how they were found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What balancing is to reckon with; see ``penstock.balance``.
+
+    Args:
+        program: of the schedule that the split is for; None for one stage on each rank.
+    """
+
+    memory_limit: float | None = None
+    state_factor: float = 4.0
+    bandwidth: float | None = None
+    latency_s: float = 0.0
+    objective: Objective = Objective.BOTTLENECK
+    microbatches: int | None = None
+    program: Program | None = None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which rank holds which stage, where a schedule says it."""
+        return None if self.program is None else self.program.placement
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there is nothing to reckon with but the blocks' times."""
+        free = self.memory_limit is None and self.bandwidth is None and not self.latency_s
+        return free and self.objective is Objective.BOTTLENECK
+
+    def flights(self, num_stages: int) -> Sequence[int]:
+        """How many microbatches each stage holds at once: the schedule's, else those of 1F1B."""
+        if self.program is not None:
+            return stage_flights(self.program)
+        return [min(s, self.microbatches or num_stages) for s in range(num_stages, 0, -1)]
+
+    def held_bytes(self, costs: StageCosts, flight: int) -> float:
+        """What a stage holds with so many microbatches in flight."""
+        return self.state_factor * costs.parameter_bytes + flight * costs.activation_bytes
+
+    def balanced(self, measured: Profile, num_stages: int) -> Balance:
+        """The best split under these terms."""
+        if self.program is not None and self._is_plain:
+            return balance_for(measured, self.program)
+        return balance(
+            measured,
+            num_stages,
+            self.memory_limit,
+            self.objective,
+            placement=self.placement,
+            in_flight=self.flights(num_stages),
+            state_factor=self.state_factor,
+            bandwidth=self.bandwidth,
+            latency_s=self.latency_s,
+            microbatches=self.microbatches,
+        )
+
+
+def stage_flights(program: Program) -> list[int]:
+    """The most microbatches that each of the model's stages holds at once.
+
+    Example:
+        >>> from penstock.schedule.catalog import build
+        >>> stage_flights(build("1f1b", ranks=3, microbatches=8))
+        [3, 2, 1]
+    """
+    held = [0] * program.placement.num_stages
+    most = [0] * program.placement.num_model_stages
+    for steps in program.ranks:
+        for action in (part for step in steps for part in step.parts):
+            stage = action.stage
+            held[stage] += (action.op is Op.FORWARD) - (action.op in RELEASES)
+            model_stage = program.placement.model_stage(stage)
+            most[model_stage] = max(most[model_stage], held[stage])
+    return most
+
+
+# --- where to cut ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Where to cut, read before anything is measured.
+
+    Args:
+        num_stages: how many stages; None where a layout says it.
+        layout: a layout string; None to balance, or go by a rule.
+        rule: a rule; likewise.
+
+    Raises:
+        PartitionError: there are too many of these, or too few.
+    """
+
+    num_stages: int | None
+    layout: Layout | None = None
+    rule: Rule | None = None
+
+    @classmethod
+    def read(cls, *, layout: str | None, rule: str | None, num_stages: int | None) -> Wish:
+        """The wish in the words of the command line."""
+        if layout is not None and rule is not None:
+            raise PartitionError("--layout and --rule say each where to cut; give one of them")
+        return cls(
+            num_stages=num_stages,
+            layout=None if layout is None else Layout.parse(layout),
+            rule=None if rule is None else Rule.parse(rule),
+        )
+
+    def __post_init__(self) -> None:
+        if self.layout is None and self.num_stages is None:
+            raise PartitionError("say how many stages: --stages 4, or a --layout that has them")
+        if self.layout is not None and self.num_stages not in (None, len(self.layout.stages)):
+            raise PartitionError(
+                f"--stages {self.num_stages}, but the layout has {len(self.layout.stages)}; leave "
+                "--stages out"
+            )
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether costs decide."""
+        return self.layout is None and self.rule is None
+
+    def program(self, schedule: str, ranks: int | None, microbatches: int | None) -> Program:
+        """The program of a schedule for so many stages."""
+        return choose_program(
+            schedule,
+            num_stages=self.num_stages,
+            n_microbatches=microbatches,
+            ranks=ranks,
+            virtual=None,
+            world=None,
+        )
+
+    def counts(self, measured: Profile, terms: Terms) -> Found:
+        """The split of a model with these costs."""
+        if self.layout is not None:
+            return self.layout.counts(measured.blocks), f"layout {self.layout}"
+        assert self.num_stages is not None, "only a layout says it itself"
+        if self.rule is not None:
+            return self.rule.counts(
+                measured.blocks, num_stages=self.num_stages
+            ), f"rule {self.rule}"
+        found = terms.balanced(measured, self.num_stages)
+        aim = "the slowest stage" if terms.program is None else terms.program.name
+        if terms.objective is Objective.STEP:
+            aim = "a step's length"
+        return found.counts, f"balanced for {aim}"
+
+
+# --- the costs ---------------------------------------------------------------------------------
+
+
+def measured_costs(asked: Asked, file: Path | None, runs: int) -> Profile:
+    """The model's costs: from the file where there is one, else measured, and kept there.
+
+    Raises:
+        PartitionError: there is no such model, or it fails.
+    """
+    if file is not None and file.exists():
+        return Profile.load(file)
+    from penstock.partition.balance.profile import profile
+    from penstock.partition.balance.sample import repeat_layers
+
+    loaded = load_model(asked)
+    try:
+        with bar() as progress:
+            measured = profile(loaded.model, loaded.example, runs=runs, progress=progress)
+    except PenstockError:
+        raise
+    except Exception as error:  # whatever the user's model raises
+        raise failed(f"{asked.name}: its model, run on its example,", error) from error
+    if loaded.trunks:
+        measured = repeat_layers(measured, loaded.trunks)
+    if file is not None:
+        measured.save(file)
+    return measured
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on standard error, gone when it is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+    )
+    console = stderr()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task("")
+        yield lambda done, total, what: shown.update(
+            task, completed=done, total=total, description=what
+        )

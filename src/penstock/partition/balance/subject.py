@@ -1,0 +1,153 @@
+"""A model to be run without leaving a trace in it.
+
+It runs on parameters of our own that share the model's memory, so that neither gradients nor hooks
+of the model's are touched, and on copies of its buffers. This module measures nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from penstock.errors import PartitionError
+from penstock.stage.trees import as_args, flatten
+
+__all__ = ["Chained", "Example", "Subject", "same_draws"]
+
+Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """A model to be run without leaving a trace in it.
+
+    Args:
+        model: the model.
+        args: the example's positional arguments.
+        kwargs: its keyword arguments.
+        state: parameters of our own in the model's memory, and copies of its buffers.
+        loss_fn: from the output to the loss; None where that is up to the output.
+        device: where the model lives.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: dict[str, Tensor]
+    loss_fn: Callable[[Any], Tensor] | None
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, example: Example, loss_fn: Callable[[Any], Tensor] | None
+    ) -> Subject:
+        """The subject that a model and an example make."""
+        kwargs = dict(example) if isinstance(example, Mapping) else {}
+        args = () if kwargs else as_args(example)
+        state = _state_of(model)
+        device = next(iter(state.values()), torch.empty(0)).device
+        if device.type == "meta":
+            raise PartitionError(
+                "the model is on the meta device, where nothing can be measured; materialise it, "
+                "or measure a smaller one of its kind"
+            )
+        return cls(
+            model=model, args=args, kwargs=kwargs, state=state, loss_fn=loss_fn, device=device
+        )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the model runs on, each once."""
+        return [each for each in _once(self.state.values()) if isinstance(each, nn.Parameter)]
+
+    def forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the model; return what the backward starts from, and with which gradients."""
+        output = functional_call(self.model, self.state, self.args, self.kwargs, tie_weights=False)
+        roots = self._roots(output)
+        if not roots:
+            raise PartitionError(
+                f"the output of the {type(self.model).__name__} takes no gradient, so there is no "
+                "backward to measure; unfreeze parameters, or pass loss_fn"
+            )
+        return roots, [torch.ones_like(root) for root in roots]
+
+    def _roots(self, output: Any) -> list[Tensor]:
+        if self.loss_fn is not None:
+            leaves = [self.loss_fn(output)]
+        else:
+            loss = output.get("loss") if isinstance(output, Mapping) else None
+            loss = getattr(output, "loss", None) if loss is None else loss
+            leaves = [loss] if isinstance(loss, Tensor) else flatten(output)[0]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def stamp(self) -> float:
+        """The time, when all that was asked of the device is done."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """What stands for each tensor of ``model``, under one name for each place that it is in.
+
+    A layer that is used several times is one place, and must have one name: ``functional_call``
+    puts back what it found under the first of three names last, which is ours.
+    """
+    ours: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for path, module in model.named_modules():  # each module once
+        prefix = f"{path}." if path else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+                state[prefix + name] = ours.setdefault(id(param), twin)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                state[prefix + name] = ours.setdefault(id(buffer), buffer.detach().clone())
+    return state
+
+
+def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+class Chained(nn.Module):
+    """Stages one after the other, each called with what the one before returned.
+
+    Args:
+        stages: the stages; one may stand in several places.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for i, stage in enumerate(stages):
+            self.add_module(str(i), stage)
+        self._stages = tuple(stages)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages; keyword arguments go to the first."""
+        output = self._stages[0](*args, **kwargs)
+        for stage in self._stages[1:]:
+            output = stage(*as_args(output))
+        return output
+
+
+@contextmanager
+def same_draws(device: torch.device) -> Iterator[None]:
+    """Leave random generators as they are now: each run draws alike, and the user none the less."""
+    drawn = random.getstate()
+    kind = "cuda" if device.type == "cpu" else device.type
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(drawn)

@@ -1,0 +1,96 @@
+"""What crosses each cut between the blocks of a model, where it is cut by module.
+
+    blocks    wte, wpe | h.0 | h.1 | ln_f, lm_head
+    cut               0     1     2
+    crosses   ids, labels, output of drop     ids, labels, output of h.0     ...
+
+The same dry run tells it that the stages go by, so the sizes are those of what they send. Nothing
+is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.modules.absent import Kind, Source
+from penstock.partition.modules.by_module import run_first
+from penstock.partition.modules.find_crossings import find_crossings
+from penstock.partition.modules.homes import Wish, find_homes
+from penstock.partition.modules.recorded import DryRun
+from penstock.partition.modules.shared_parts import find_shared
+from penstock.partition.modules.units import find_units
+from penstock.stage.tensor_meta import TensorMeta
+
+__all__ = ["cross_between"]
+
+Crossing = tuple[TensorMeta, ...]
+
+
+def cross_between(
+    model: nn.Module,
+    blocks: Sequence[Sequence[str]],
+    example: tuple[Any, ...] | Mapping[str, Any],
+    device: torch.device,
+) -> list[Crossing | None]:
+    """The tensors that cross each cut.
+
+    Args:
+        model: the model.
+        blocks: per block the names of its modules, in the order in which they run.
+        example: one microbatch: a tuple of positional, or a dict of keyword arguments.
+        device: where the stages will live.
+
+    Returns:
+        What crosses the cut behind each block but the last; None where the model can't be cut by
+        module there.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        ...     def forward(self, x):
+        ...         return x + self.layers[1](self.layers[0](x).relu())
+        >>> blocks = [["layers.0"], ["layers.1"]]
+        >>> [crossing] = cross_between(Net(), blocks, (torch.ones(2, 4),), torch.device("cpu"))
+        >>> [tuple(meta.shape) for meta in crossing]  # x, and what the first layer returns
+        [(2, 4), (2, 4)]
+    """
+    cuts = range(1, len(blocks))
+    try:
+        parts = find_units(model, [name for names in blocks for name in names])
+        seen = run_first(model, parts, device, example)[1]
+    except PartitionError:
+        return [None for _ in cuts]
+    assert seen is not None, "there is an example"
+    shared = find_shared(model, parts)
+
+    def crossing(cut: int) -> Crossing | None:
+        sides = blocks[:cut], blocks[cut:]
+        wish = Wish(stages=tuple(tuple(n for names in side for n in names) for side in sides))
+        try:
+            homes = find_homes(model, parts, wish, seen)
+            carried = find_crossings(seen, homes, len(sides), shared).carried
+        except PartitionError:
+            return None
+        return tuple(_meta(source, seen, model) for source in carried[0])
+
+    return [crossing(cut) for cut in cuts]
+
+
+def _meta(source: Source, seen: DryRun, model: nn.Module) -> TensorMeta:
+    """What a value is that crosses."""
+    if source.kind is Kind.PARAMETER:
+        path, _, last = source.name.rpartition(".")
+        holder = model.get_submodule(path)
+        tensor = holder._parameters.get(last)
+        return TensorMeta.of(holder.get_buffer(last) if tensor is None else tensor)
+    spec = seen.inputs if source.kind is Kind.INPUT else seen.calls[source.call].output
+    found = spec.leaves[source.leaf]
+    assert isinstance(found, TensorMeta), f"{source} is a tensor"
+    return found

@@ -1,0 +1,246 @@
+"""ModuleStage: one stage of a model that was cut by module, as a module.
+
+    stage 0   forward(ids, labels)        the model's arguments
+              ──► plan, values            what crosses; the plan says which value is which
+    stage 1   forward(plan, values)       the model's own forward, with its own parts
+              ──► the model's output
+
+A stage runs the model's forward up to its own last part. It knows neither schedules nor messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.modules.absent import Absent, Kind, Source, named, sources_of
+from penstock.partition.modules.crossings import Crossings
+from penstock.partition.modules.dry_run import input_names
+from penstock.partition.modules.route import absent
+from penstock.partition.modules.shared_parts import known_names
+from penstock.partition.modules.shell import build_shell, own_tree
+from penstock.partition.modules.stage_player import Left, StagePlayer
+from penstock.partition.modules.units import Units
+from penstock.partition.torch_private import autocast_state, watched_hooks
+from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.trees import flatten
+
+__all__ = ["ModuleStage", "FindCrossings"]
+
+FindCrossings = Callable[[tuple[Any, ...], Mapping[str, Any], bool], Crossings]
+
+
+class ModuleStage(nn.Module):
+    """One stage of a model, under the plain model's names.
+
+    Args:
+        model: the plain model; its modules and parameters become the stage's.
+        parts: its units.
+        own: the names of the units, and of parameters by themselves, that this stage holds.
+        index: which stage it is.
+        num_stages: of how many.
+        find: finds out what crosses, for inputs of a new shape; needed on the first stage alone.
+        device: where it will live.
+    """
+
+    _player: StagePlayer
+    _shell: nn.Module
+    _opened: list[tuple[nn.Module, nn.Module]]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Units,
+        own: frozenset[str],
+        index: int,
+        num_stages: int,
+        find: FindCrossings | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        tree = own_tree(model, parts, own)
+        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(self, registry, vars(tree)[registry])
+        self.training = model.training
+        # Not registered: the shell has modules that this stage does not hold.
+        player = StagePlayer(index, device)
+        shell = build_shell(model, parts, own, player, device)
+        held = {name: module for name, module in self.named_modules() if name in parts.opened}
+        object.__setattr__(self, "_player", player)
+        object.__setattr__(self, "_shell", shell)
+        object.__setattr__(
+            self,
+            "_opened",
+            [(shell.get_submodule(name), held.get(name, self)) for name in parts.opened],
+        )
+        self._own_state = own_places(model, parts, own)
+        self._index = index
+        self._is_last = index == num_stages - 1
+        self._find = find
+        # What is known of inputs met so far: on the first stage by shape, elsewhere as it arrives.
+        self._entries: dict[Any, tuple[bytes, Crossings, list[tuple[Source, int]]]] = {}
+        self._plans: dict[bytes, Crossings] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stage.
+
+        Args:
+            args: the model's arguments on the first stage, else what the stage before returned.
+            kwargs: the model's keyword arguments; later stages have them from the one before.
+
+        Returns:
+            On the last stage what the model returns, else what the next stage takes.
+
+        Raises:
+            PartitionError: the model does something else than in its dry run.
+        """
+        if self._index == 0:
+            data, plan, values = self._enter(args, kwargs)
+        else:
+            data, tensors = args
+            plan = self._decoded(data)
+            values = dict(zip(plan.carried[self._index - 1], tensors, strict=True))
+        args, kwargs = self._inputs(plan, values)
+        output = self._play(plan, values, args, kwargs)
+        if self._is_last:
+            missing = sources_of(flatten(output)[0])
+            if missing:
+                raise PartitionError(
+                    f"the model's output needs {named(missing)}, which its dry run did not show "
+                    "and which is not here; does what it computes depend on values?"
+                )
+            return output
+        return data, tuple(self._carry(source, values) for source in plan.carried[self._index])
+
+    # --- what is known of the inputs ---------------------------------------------------------
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Crossings) -> None:
+        """Note what crosses for inputs of these shapes.
+
+        Args:
+            args: the model's positional arguments.
+            kwargs: its keyword arguments.
+            plan: what a dry run has shown.
+        """
+        names = input_names(args, kwargs)
+        leaves, _ = flatten((args, kwargs))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        sources = [(Source(Kind.INPUT, 0, i, names[i]), i) for i in tensors]
+        self._entries[self._key(args, kwargs)] = (plan.encode(), plan, sources)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        leaves, tree = flatten((args, kwargs))
+        marks = [
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+            for leaf in leaves
+        ]
+        return (tree, self.training, autocast_state(self._player.device), *marks)
+
+    def _enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bytes, Crossings, dict[Source, Tensor]]:
+        """What is known of inputs like these, and their tensors by name."""
+        key = self._key(args, kwargs)
+        if key not in self._entries:
+            assert self._find is not None
+            self.prepare(args, kwargs, self._find(args, kwargs, self.training))
+        data, plan, sources = self._entries[key]
+        leaves, _ = flatten((args, kwargs))
+        return data, plan, {source: leaves[i] for source, i in sources}
+
+    def _decoded(self, data: bytes) -> Crossings:
+        found = self._plans.get(data)
+        if found is None:
+            found = self._plans[data] = Crossings.decode(data)
+        return found
+
+    def _inputs(self, plan: Crossings, values: dict[Source, Tensor]) -> Any:
+        here = {s.leaf: value for s, value in values.items() if s.kind is Kind.INPUT}
+        leaves: list[Any] = list(plan.inputs.leaves)
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, TensorMeta):
+                continue
+            if i in here:
+                leaves[i] = here[i].clone() if i in plan.written else here[i]
+            else:
+                source = Source(Kind.INPUT, 0, i, f"number {i}")
+                leaves[i] = absent(leaf, self._player.device, source)
+        given: Any = optree.tree_unflatten(plan.inputs.tree, leaves)
+        ((args, kwargs),) = given
+        return args, kwargs
+
+    # --- running -----------------------------------------------------------------------------
+
+    def _play(self, plan: Crossings, values: dict[Source, Tensor], args: Any, kwargs: Any) -> Any:
+        for shell, held in self._opened:
+            shell.training = held.training
+        for place, name in self._own_state:
+            registry, last = _registry(self._shell, place)
+            held, own = _registry(self, name)
+            registry[last] = held[own]
+        player = self._player
+        lent = self._lend(values)
+        player.begin(plan, values)
+        try:
+            try:
+                with watched_hooks(player.refuse_hook):
+                    output = self._shell(*args, **kwargs)
+            except Left:
+                output = None
+            player.check_done()
+        finally:
+            player.end()
+            for registry, name, hollow in lent:
+                registry[name] = hollow
+        return output
+
+    def _lend(self, values: dict[Source, Tensor]) -> list[tuple[Any, str, Any]]:
+        """Put parameters that come from other stages in their places, for one microbatch."""
+        lent = []
+        for source, value in values.items():
+            if source.kind is Kind.PARAMETER:
+                registry, name = _registry(self._shell, source.name)
+                if type(registry[name]) is Absent:  # else it is here, under another name
+                    lent.append((registry, name, registry[name]))
+                    registry[name] = value
+        return lent
+
+    def _carry(self, source: Source, values: dict[Source, Tensor]) -> Tensor:
+        if source.kind is Kind.PARAMETER and source not in values:
+            registry, name = _registry(self._shell, source.name)
+            own: Tensor = registry[name]
+            return own.view_as(own) if torch.is_grad_enabled() else own.detach()
+        return values[source]
+
+
+def _registry(module: nn.Module, name: str) -> tuple[Any, str]:
+    """Where a module keeps a parameter or buffer, and its last name there."""
+    path, _, last = name.rpartition(".")
+    holder = module.get_submodule(path)
+    return (holder._parameters if last in holder._parameters else holder._buffers), last
+
+
+def own_places(model: nn.Module, parts: Units, own: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    """What a stage puts into its shell itself: (the place, the name under which it holds it).
+
+    Parameters and buffers of opened modules; and those of its own units in the places that they
+    have in units of other stages too, so that code between the units meets them once.
+    """
+    direct = tuple((name, name) for name in parts.direct if name in own)
+
+    def held(name: str) -> bool:
+        return any(name.startswith(f"{unit}.") for unit in own)
+
+    tied = [(names, [n for n in names if held(n)]) for names in known_names(model)]
+    return direct + tuple(
+        (name, mine[0])
+        for names, mine in tied
+        if mine
+        for name in names
+        if not held(name) and name not in parts.direct
+    )

@@ -1,0 +1,233 @@
+"""A stage's copy of the model's tree: its own parts shared, those of other stages hollow.
+
+    the model           the shell of stage 1         what stage 1 registers
+      embed               hollow, absent weights        layers
+      layers              a copy                          1: the model's own module
+        0                 hollow
+        1                 the model's own, watched
+      norm                hollow
+
+The shell runs the model's own forward. Its units, own and hollow alike, report each call to a
+``Play``, which runs the unit, or says what stands in for its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import MethodType, new_class
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.partition.huggingface import without_cache
+from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_meta
+from penstock.partition.modules.units import Units
+from penstock.partition.torch_private import copied_shell, run_uncompiled
+
+__all__ = ["Play", "build_shell", "own_tree", "skeleton"]
+
+
+class Play(Protocol):
+    """Decides what happens when a unit is called."""
+
+    def call(self, unit: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a unit.
+
+        Args:
+            unit: its name.
+            run: the unit itself; of other stages' units, it can't be run.
+            args: what it is called with.
+            kwargs: likewise.
+        """
+        ...
+
+
+def build_shell(
+    model: nn.Module,
+    parts: Units,
+    own: Collection[str],
+    play: Play,
+    device: torch.device,
+) -> nn.Module:
+    """Copy the model's tree around the units of one stage.
+
+    Args:
+        model: the plain model; it is left as it is.
+        parts: its units.
+        own: the names of the units, and of the parameters by themselves, that the stage runs.
+        play: whom the units report to.
+        device: where absent parameters claim to be.
+
+    Returns:
+        A module of the model's class.
+    """
+    made: dict[int | str, nn.Module] = {}
+    absent = AbsentState(model, device)
+
+    def visit(module: nn.Module, prefix: str) -> nn.Module:
+        name = parts.unit_at(prefix[:-1])
+        key = id(module) if name is None else name
+        if key not in made:
+            if name is None:
+                opened(module, prefix)
+            elif name in own:
+                made[key] = watched(module, name, play)
+            else:
+                made[key] = hollow(module, name, play, absent)
+        return made[key]
+
+    def opened(module: nn.Module, prefix: str) -> None:
+        shell = made[id(module)] = copied_shell(module)
+        for name, child in module._modules.items():
+            if child is not None:
+                shell._modules[name] = visit(child, f"{prefix}{name}.")
+        rebind(shell, module)
+        absent.put(shell, prefix, kept=own)
+        without_cache(shell)
+
+    return visit(model, "")
+
+
+def watched(module: nn.Module, name: str, play: Play) -> nn.Module:
+    """A stand-in for ``module`` that shares all it has and reports its calls."""
+    made: nn.Module = object.__new__(_reporting(type(module)))
+    object.__setattr__(made, "__dict__", vars(module))
+    return reports(made, name, module, play)
+
+
+def hollow(module: nn.Module, name: str, play: Play, absent: AbsentState) -> nn.Module:
+    """A copy of ``module`` whose parameters are absent, and which reports its calls."""
+    made = copied_shell(module, _reporting(type(module)))
+    hollow_out(made, f"{name}.", absent)
+    return reports(made, name, made, play)
+
+
+def reports(made: nn.Module, name: str, module: nn.Module, play: Play) -> nn.Module:
+    """Set whom ``made`` reports to."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return play.call(name, module, args, kwargs)
+
+    object.__setattr__(made, "_penstock_call", call)
+    return made
+
+
+def hollow_out(module: nn.Module, prefix: str, absent: AbsentState) -> None:
+    """Replace all parameters, buffers and children of a copied shell by absent ones."""
+    absent.put(module, prefix)
+    for name, child in module._modules.items():
+        if child is not None:
+            copy = module._modules[name] = copied_shell(child)
+            hollow_out(copy, f"{prefix}{name}.", absent)
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` on the meta device, that can be run there."""
+    made = copied_shell(module)
+    for name, param in made._parameters.items():
+        if param is not None:
+            made._parameters[name] = nn.Parameter(on_meta(param), requires_grad=False)
+    for name, buffer in made._buffers.items():
+        if buffer is not None:
+            made._buffers[name] = on_meta(buffer)
+    for name, child in made._modules.items():
+        if child is not None:
+            made._modules[name] = skeleton(child)
+    rebind(made, module)
+    run_uncompiled(made)
+    return made
+
+
+class AbsentState:
+    """Absent tensors in the places of a model's parameters and buffers, one for each of them.
+
+    Args:
+        model: the model.
+        device: where they claim to be.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._names: dict[int, str] = {}
+        for named in (model.named_parameters, model.named_buffers):
+            for name, tensor in named():
+                self._names[id(tensor)] = name
+        self._made: dict[str, Any] = {}
+
+    def put(self, module: nn.Module, prefix: str, *, kept: Collection[str] = ()) -> None:
+        """Replace what a copied shell itself holds, but for the names to be kept."""
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None and f"{prefix}{name}" not in kept:
+                    registry[name] = self._for(tensor)
+
+    def _for(self, tensor: torch.Tensor) -> Any:
+        known = self._names[id(tensor)]
+        if known not in self._made:
+            source = Source(Kind.PARAMETER, 0, 0, known)
+            self._made[known] = Absent(on_meta(tensor), self._device, Origin({source}))
+        return self._made[known]
+
+
+def rebind(copy: nn.Module, module: nn.Module) -> None:
+    """Have the methods that a module holds as attributes act on its copy."""
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            vars(copy)[name] = MethodType(value.__func__, copy)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _reporting(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``cls`` whose calls are reported; messages show the name of ``cls``."""
+
+    def body(namespace: dict[str, Any]) -> None:
+        # A slot: a watched module shares its __dict__ with the model's own.
+        namespace["__slots__"] = ("_penstock_call",)
+        namespace["__module__"] = cls.__module__
+        namespace["__qualname__"] = cls.__qualname__
+        namespace["__call__"] = lambda self, *args, **kwargs: self._penstock_call(*args, **kwargs)
+
+    if cls not in _classes:
+        _classes[cls] = new_class(cls.__name__, (cls,), exec_body=body)
+    return _classes[cls]
+
+
+def own_tree(model: nn.Module, parts: Units, own: Collection[str]) -> nn.Module:
+    """The part of the model's tree that a stage registers, under the names of the plain model.
+
+    Args:
+        model: the plain model.
+        parts: its units.
+        own: the names of the units, and of the parameters by themselves, that the stage holds.
+
+    Returns:
+        Copies of the opened modules that hold something of the stage; the units are the model's.
+    """
+    made: dict[int, nn.Module | None] = {}
+
+    def visit(module: nn.Module, prefix: str) -> nn.Module | None:
+        unit = parts.unit_at(prefix[:-1])
+        if unit is not None:
+            return module if unit in own else None
+        if id(module) in made:
+            return made[id(module)]
+        copy = copied_shell(module)
+        made[id(module)] = copy
+        for name, child in list(module._modules.items()):
+            kept = None if child is None else visit(child, f"{prefix}{name}.")
+            if kept is None:
+                del copy._modules[name]
+            else:
+                copy._modules[name] = kept
+        for registry in (copy._parameters, copy._buffers):
+            for name in list(registry):
+                if f"{prefix}{name}" not in own:
+                    del registry[name]
+        if not (copy._modules or copy._parameters or copy._buffers):
+            made[id(module)] = None
+        return made[id(module)]
+
+    return visit(model, "") or nn.Module()

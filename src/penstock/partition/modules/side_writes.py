@@ -1,0 +1,117 @@
+"""What is written beside what a module returns: into its arguments, and between modules.
+
+    acc.append(loss)      a container that others hold: they are on other stages, refused
+    load += counts        a tensor: known by its version
+    self.ema = mean       state of the code between the modules, which every stage runs
+
+What modules keep in attributes of their own, attributes.py sees. This module knows no stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import optree
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.modules.absent import Absent
+from penstock.stage.trees import flatten
+
+__all__ = ["State", "is_opaque", "refuse_filled", "tensors_in"]
+
+
+class State:
+    """The tensors that opened modules hold by themselves, as they are now.
+
+    Args:
+        opened: the modules, by name.
+    """
+
+    def __init__(self, opened: Mapping[str, nn.Module]) -> None:
+        self._opened = opened
+        self._before: dict[str, tuple[Any, int]] = {
+            name: (x, x._version) for name, x in self._tensors(True)
+        }
+
+    def written(self) -> frozenset[str]:
+        """The parameters and buffers that have been written into since.
+
+        Raises:
+            PartitionError: others have been put in their place, or a tensor that is neither has
+                been written into or replaced.
+        """
+        found = set()
+        now: dict[str, Any] = dict(self._tensors(True))
+        registered = {name for name, _ in self._tensors(False)}
+        for name, (tensor, version) in self._before.items():
+            if now.get(name) is not tensor:
+                raise PartitionError(
+                    f"the code between the model's parts assigns a new tensor to {name}, which "
+                    "every stage would do for itself, and some could not; keep it within a module "
+                    "that runs whole, or cut elsewhere"
+                )
+            if type(tensor) is Absent and name in registered:
+                if tensor.origin.written:
+                    found.add(name)
+                continue
+            known: Any = tensor
+            if type(known) is Absent or known._version != version:
+                raise PartitionError(
+                    f"the code between the model's parts writes into {name}, a tensor that is "
+                    "neither parameter nor buffer; register it as a buffer of a module that runs "
+                    "whole"
+                )
+        return frozenset(found)
+
+    def _tensors(self, attributes: bool) -> Iterator[tuple[str, Any]]:
+        for path, module in self._opened.items():
+            dot = f"{path}." if path else ""
+            each: dict[str, Any] = {**module._parameters, **module._buffers}
+            each |= vars(module) if attributes else {}
+            for name, value in each.items():
+                if isinstance(value, Tensor):
+                    yield f"{dot}{name}", value
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Whether a leaf is an object that may hold tensors."""
+    plain = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
+    return (hasattr(leaf, "__dict__") or isinstance(leaf, set)) and not plain
+
+
+def refuse_filled(
+    unit: str, states: list[Any], given: Any, lowered: list[Any], tree: optree.PyTreeSpec
+) -> None:
+    """A unit may not write into the objects and containers that it was given."""
+    for state, held in states:
+        now = tensors_in(state)
+        if len(now) != len(held) or any(a is not b for a, b in zip(now, held, strict=True)):
+            raise PartitionError(
+                f"{unit} writes tensors into the {type(state).__name__} that it is called "
+                "with, which its other users, on other stages, would not see; leave it out "
+                "(use_cache=False, for instance)"
+            )
+    leaves, shape = flatten(given)
+    if shape != tree or any(a is not b for a, b in zip(leaves, lowered, strict=True)):
+        raise PartitionError(
+            f"{unit} writes into a list or dict that it is called with, which its other users, on "
+            "other stages, would not see; have it return what it writes"
+        )
+
+
+def tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
+    """The tensors in a value: an object, a container, or containers of such."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == 0 or isinstance(value, (nn.Module, type)):
+        return []
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = list(value)
+    elif hasattr(value, "__dict__") and not callable(value):
+        items = list(vars(value).values())
+    return [tensor for item in items for tensor in tensors_in(item, depth - 1)]

@@ -1,0 +1,47 @@
+"""Do all ranks play the same program, in the same way? Asked once, before the first step.
+
+It knows neither programs nor stages: only what each rank says of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ScheduleError
+from penstock.runtime.transport import Transport
+
+__all__ = ["digest", "hold_together"]
+
+
+def digest(text: str) -> str:
+    """A short name for a long text, for people to compare.
+
+    Example:
+        >>> digest("0F0,0B0")
+        'b83c824ac403bb94'
+    """
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def hold_together(facts: Mapping[str, Any], transports: Sequence[Transport]) -> None:
+    """Compare what every rank says; every rank calls.
+
+    Args:
+        facts: by what it is, as a message would call it, this process's value, as JSON has it.
+            The first that differs is told.
+        transports: one per rank that this process plays.
+
+    Raises:
+        ScheduleError: the ranks differ; the same on every rank.
+    """
+    mine = json.dumps(facts).encode()
+    for transport in transports:
+        everyones = [json.loads(note) for note in transport.gather_notes(mine)]
+        for what in facts:
+            values = [theirs[what] for theirs in everyones]
+            if any(value != values[0] for value in values):
+                shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
+                raise ScheduleError(f"the ranks do not agree on {what} ({shown})")

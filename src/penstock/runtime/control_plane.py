@@ -1,0 +1,91 @@
+"""Notes and numbers between ranks, over a gloo group: what is said beside the tensors.
+
+It knows neither what notes tell nor how a wait for them is watched.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.watcher import Others, Whom
+
+__all__ = ["ControlPlane"]
+
+NOTE_TAG = 0x5E8
+RELAY_TAG = 0x5E9
+NOTE_BYTES = 4096
+
+
+class ControlPlane(ABC):
+    """This half of a transport (see ``transport.py``); its other half keeps what it needs."""
+
+    rank: int
+    num_ranks: int
+    # The group; and what is on its way, by peer, to be waited for at the end of the step.
+    _control: dist.ProcessGroup
+    _notes: dict[int, list[tuple[Any, Tensor]]]
+
+    @abstractmethod
+    def wait_for(self, works: Sequence[Any], whom: Whom) -> None:
+        """Wait for ``works``, under the watcher's eye."""
+
+    def send_note(self, peer: int, note: bytes) -> None:
+        # The first message has a fixed size and names the note's length; a longer note goes on
+        # in a second message.
+        head = len(note).to_bytes(8, "little") + note[: NOTE_BYTES - 8]
+        self._send_bytes(peer, head.ljust(NOTE_BYTES, b"\0"))
+        if len(note) > NOTE_BYTES - 8:
+            self._send_bytes(peer, note[NOTE_BYTES - 8 :])
+
+    def _send_bytes(self, peer: int, data: bytes) -> None:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._note(peer, tensor, NOTE_TAG)
+
+    def _note(self, peer: int, tensor: Tensor, tag: int) -> None:
+        # Notes are read when they are needed, in no order with messages: they stay to the end.
+        self._notes[peer].append((self._control.send([tensor], peer, tag), tensor))
+
+    def receive_note(self, peer: int) -> bytes:
+        head = self._receive_bytes(peer, NOTE_BYTES)
+        length = int.from_bytes(head[:8], "little")
+        note = head[8 : 8 + length]
+        return note + self._receive_bytes(peer, length - len(note)) if length > len(note) else note
+
+    def _receive_bytes(self, peer: int, length: int) -> bytes:
+        tensor = torch.empty(length, dtype=torch.uint8, device="cpu")
+        self.wait_for((self._control.recv([tensor], peer, NOTE_TAG),), peer)
+        return bytes(tensor.tolist())
+
+    def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+        # From rank to rank, as the first microbatch will go: no rank waits for later ones.
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        before, after = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
+        if self.rank != root:
+            self.wait_for((self._control.recv([tensor], before, RELAY_TAG),), before)
+        if after != root:
+            self._note(after, tensor, RELAY_TAG)
+        shared: list[int] = tensor.tolist()
+        return shared
+
+    def meet(self) -> None:
+        self.wait_for((self._control.barrier(),), Others.RANKS)
+
+    def gather_notes(self, note: bytes) -> list[bytes]:
+        lengths = self._gather(torch.tensor([len(note)], device="cpu"))
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(note.ljust(longest, b"\0")), dtype=torch.uint8)
+        gathered = self._gather(padded)
+        return [
+            bytes(t.tolist())[: int(length)] for t, length in zip(gathered, lengths, strict=True)
+        ]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        self.wait_for((self._control.allgather([parts], [tensor]),), Others.RANKS)
+        return parts

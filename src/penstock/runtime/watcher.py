@@ -1,0 +1,131 @@
+"""Looks at the board from a thread of its own while the main thread waits.
+
+    main thread   ── compute ──┤ waits for rank 2 ···························├─ raises
+    watcher            look        look       look: a cause!  wakes it ──────┘
+    rank 2        ── raises, writes the cause ──────┘
+
+It knows neither what is waited for nor how a wait is broken: it is handed both.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+from penstock.runtime.failure import Board
+
+__all__ = ["Others", "Wait", "Watcher", "Whom"]
+
+LOOK_INTERVAL_S = 0.2
+
+
+class Others(Enum):
+    """Several ranks that are waited for at once."""
+
+    RANKS = "the other ranks"
+    REPLICAS = "the replicas of its stages"
+
+
+Whom: TypeAlias = int | Others
+"""A rank of the pipeline, or several."""
+
+Wait: TypeAlias = tuple[Sequence[Any], Whom]
+"""Works, and whom they depend on."""
+
+
+class Watcher:
+    """A thread that breaks waits in vain: someone has failed, or they have taken too long.
+
+    Args:
+        timeout_s: how long a wait may take.
+        wake: breaks the main thread's wait for someone; called in the watcher's thread.
+
+    Attributes:
+        waiting_for: what the main thread waits for; None while it does not wait. Each wait is a
+            tuple of its own, so that two looks tell one long wait from two short ones, and the
+            main thread need not look at the clock.
+        has_woken: whether it has broken a wait.
+        timed_out: whether a wait took longer than it may.
+        lost_the_store: whether the store is gone.
+    """
+
+    def __init__(self, timeout_s: float, wake: Callable[[Whom], None]) -> None:
+        self.waiting_for: Wait | None = None
+        self.has_woken = False
+        self.timed_out = False
+        self.lost_the_store = False
+        self.timeout_s = timeout_s
+        self._wake = wake
+        self._thread: threading.Thread | None = None
+        self._awake = threading.Event()
+        self._stopped = threading.Event()
+        self._board: Board | None = None
+        self._minds_replicas = False
+
+    def start(self) -> None:
+        """A step begins: look from now on."""
+        if self._thread is None and not self._stopped.is_set():
+            self._thread = threading.Thread(target=self._look, name="penstock-watcher", daemon=True)
+            self._thread.start()
+        self._awake.set()
+
+    def rest(self) -> None:
+        """No step is running: nothing to look at."""
+        self._awake.clear()
+
+    def look_at(self, board: Board, *, replicas: bool) -> None:
+        """Say where to look, before it starts or at any time.
+
+        Args:
+            board: one for this thread alone. It is made by others: connecting to the store of a
+                process that has died takes minutes, in which nobody would look.
+            replicas: whether there are replicas, for which torch may wait within any action.
+        """
+        self._board = board
+        self._minds_replicas = replicas
+
+    def note_broken(self, whom: Whom) -> None:
+        """A message could not even be posted: as if it had been waited for in vain."""
+        self.waiting_for = ((), whom)
+
+    def stop(self) -> Wait | None:
+        """End the thread; returns what the main thread was waiting for, if it was."""
+        self._stopped.set()
+        self._awake.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        waiting, self.waiting_for = self.waiting_for, None
+        return waiting
+
+    def _look(self) -> None:
+        seen: Wait | None = None
+        since = 0.0
+        while not self._stopped.wait(LOOK_INTERVAL_S):
+            self._awake.wait()
+            board, waiting = self._board, self.waiting_for
+            assert board is not None
+            if waiting is not seen:
+                seen, since = waiting, time.monotonic()
+            elif waiting is not None:
+                self._look_after(waiting, time.monotonic() - since, board)
+            elif self._minds_replicas and (board.read(patient=True) or board.is_lost):
+                # Sharded parameters are gathered by torch itself, within forwards.
+                self.lost_the_store = board.is_lost
+                self._break(Others.REPLICAS)
+
+    def _look_after(self, waiting: Wait, waited_s: float, board: Board) -> None:
+        if waited_s > self.timeout_s:
+            self.timed_out = True
+        elif board.read(patient=True) is None and not board.is_lost:
+            return
+        self.lost_the_store = board.is_lost
+        if self.waiting_for is waiting:
+            self._break(waiting[1])
+
+    def _break(self, whom: Whom) -> None:
+        self.has_woken = True
+        self._wake(whom)

@@ -1,0 +1,1 @@
+"""Weight gradients put off from I to W, operation by operation."""

@@ -1,0 +1,162 @@
+"""The model's state as a process of a pipeline holds it, under the plain model's names.
+
+    the plain model     embed.weight   blocks.0.weight   blocks.1.weight   head.weight
+    rank 0, in DDP      └─ module.embed.weight, module.blocks.0.weight
+    rank 1, compiled                   _orig_mod.blocks.1.weight, _orig_mod.head.weight ─┘
+
+Stages may be wrapped at any time, also after the pipeline is made: names are read anew each time.
+This module knows no program, and writes no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.balance.plan import shortened
+from penstock.partition.tied import Tie, all_names, first_name
+from penstock.runtime.group import gather_state
+from penstock.schedule.placement import Placement
+from penstock.stage.stage import Stage
+from penstock.stage.wrappers import named_plainly, plain_name
+
+__all__ = ["ModelState"]
+
+
+class ModelState:
+    """The parameters and buffers of one process's stages.
+
+    Args:
+        stages: the stages.
+        placement: which stages are copies of each other.
+        ties: the parameters that stages have in common (see ``penstock.partition.tied``).
+        group: the ranks; None where all of them are in this process.
+        names: the names in the whole model's state, as far as other ranks' are known; None where
+            they are not, and any name may be one of theirs.
+
+    Example:
+        >>> from penstock import PipelineStage
+        >>> from penstock.schedule.placement import linear
+        >>> stage = PipelineStage(nn.Linear(1, 1), 0, 1, "cpu")
+        >>> list(ModelState([stage], linear(1)).state_dict())
+        ['weight', 'bias']
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        placement: Placement,
+        ties: Sequence[Tie] = (),
+        group: dist.ProcessGroup | None = None,
+        names: frozenset[str] | None = frozenset(),
+    ) -> None:
+        self._stages = stages
+        self._model_stage = placement.model_stage
+        self._ties = ties
+        self._group = group
+        self._names = names
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, shared ones once, by the name that the first of their stages has."""
+        seen: set[int] = set()
+        for stage in self._stages:
+            for name, param in named_plainly(stage.submod, buffers=False):
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    assert isinstance(param, nn.Parameter)
+                    yield first_name(self._ties, self._model_stage(stage.stage_index), name), param
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers."""
+        seen: set[int] = set()
+        for stage in self._distinct_stages():
+            for name, buffer in named_plainly(stage.submod, buffers=True):
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield name, buffer
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """Parameters and buffers; with ``full``, those of all ranks, whole, on the CPU.
+
+        Raises:
+            PartitionError: stages have a name in common.
+        """
+        self._refuse_common_names()
+        state: dict[str, Any] = {}
+        for stage in self._distinct_stages():
+            submod = stage.submod
+            state.update((plain_name(submod, n), v) for n, v in submod.state_dict().items())
+        return gather_state(self._group, state) if full else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load these stages' part of a plain model's state.
+
+        Raises:
+            PartitionError: names are missing, or none of the model's, and nothing was loaded; or
+                stages have a name in common.
+        """
+        self._refuse_common_names()
+        found = [self._names_in(state_dict, stage) for stage in self._stages]
+        self._refuse_other_names(state_dict, found)
+        for stage, names in zip(self._stages, found, strict=True):
+            stage.submod.load_state_dict({own: state_dict[name] for own, name in names.items()})
+
+    def _names_in(self, state_dict: Mapping[str, Any], stage: Stage) -> dict[str, str]:
+        """Under which name a state has each of a stage's; the plain model's where it has none."""
+        own = stage.submod.state_dict(keep_vars=True)
+        twins: dict[int, list[str]] = {}
+        for name, value in own.items():
+            twins.setdefault(id(value), []).append(plain_name(stage.submod, name))
+        found = {}
+        for name, value in own.items():
+            plain = plain_name(stage.submod, name)
+            at = self._model_stage(stage.stage_index)
+            same = twins[id(value)] if isinstance(value, Tensor) else []
+            others = [*same, *(each for twin in same for each in all_names(self._ties, at, twin))]
+            # A plain model may hold compiled parts itself: then its names are those with wrappers.
+            known = (each for each in (name, plain, *others) if each in state_dict)
+            found[name] = next(known, plain)
+        return found
+
+    def _refuse_other_names(
+        self, state_dict: Mapping[str, Any], found: Sequence[Mapping[str, str]]
+    ) -> None:
+        taken = {name for names in found for name in names.values()}
+        missing = sorted(taken - set(state_dict))
+        known = taken | {name for names in found for name in names}
+        for stage in self._stages:
+            known |= {plain_name(stage.submod, name) for name in stage.submod.state_dict()}
+        unknown = [] if self._names is None else set(state_dict) - known - self._names
+        told = [f"it lacks {shortened(missing)}"] if missing else []
+        told += [f"it has {shortened(sorted(unknown))}, unknown here"] if unknown else []
+        if told:
+            raise PartitionError(
+                f"the state does not fit the model: {'; '.join(told)}; nothing was loaded: load "
+                "the state of a model like this one, or add and leave out what differs"
+            )
+
+    def _distinct_stages(self) -> list[Stage]:
+        """One stage for each of the model's: copies of a stage are equal."""
+        distinct: dict[int, Stage] = {}
+        for stage in self._stages:
+            distinct.setdefault(self._model_stage(stage.stage_index), stage)
+        return list(distinct.values())
+
+    def _refuse_common_names(self) -> None:
+        held: dict[str, set[int]] = {}
+        for stage in self._distinct_stages():
+            for name, value in stage.submod.state_dict(keep_vars=True).items():
+                held.setdefault(plain_name(stage.submod, name), set()).add(id(value))
+        # Stages of a captured model may each hold what all of them use.
+        one = {name for tie in self._ties for name in tie.values() if len({*tie.values()}) == 1}
+        common = sorted(name for name, each in held.items() if len(each) > 1 and name not in one)
+        if common:
+            raise PartitionError(
+                f"several stages have the names {common[:4]}{', …' if common[4:] else ''}, so one "
+                "state can't hold them all; save and load stage.submod of each stage, or name "
+                "their layers apart"
+            )

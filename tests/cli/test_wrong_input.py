@@ -1,0 +1,143 @@
+"""Whatever is written behind the command, it ends with a message, or with what was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Command
+
+VALUES = (
+    "", "x", "-1", "nan", "inf", "-inf", "1e400", "1,2", "1,,2", ",", "1=2", "1-2", "é", "²",
+    "0x10", " ", "[bold]", "\x1b[31m", "\x00", "\udcff",
+)  # fmt: skip
+OPTIONS = (
+    "--ranks", "--microbatches", "--virtual", "--option", "--memory", "--forward", "--input-grad",
+    "--weight-grad", "--latency", "--overlap", "--cost", "--jitter", "--jitter-seed",
+)  # fmt: skip
+NAMED = (
+    "--cost=bandwidth", "--cost=transfers_overlap", "--cost=offload", "--option=group",
+    "--option=splits", "--option=waves", "--option=ahead", "--option=limit", "--option=forward",
+)  # fmt: skip
+FAMILY = {
+    "group": "interleaved-1f1b", "splits": "seq1f1b", "waves": "hanayo", "ahead": "po-h",
+    "limit": "1f1b-v", "forward": "zb-1p",
+}  # fmt: skip
+
+
+def told_in_one_line(said: Any) -> bool:
+    """A message of a line, that changes nothing of the terminal."""
+    lines = said.err.splitlines()
+    one = len(lines) == 1 and lines[0].startswith("error: ") and lines[0].isprintable()
+    return bool(said.code == 2 and one)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_is_taken_or_refused_in_one_line(penstock: Command, value: str) -> None:
+    for option in OPTIONS:
+        said = penstock("simulate", "po-h", option, value)
+        assert (said.code == 0) != told_in_one_line(said), (option, said)
+    for option in NAMED:
+        name = FAMILY.get(option.partition("=")[2], "1f1b")
+        said = penstock("simulate", name, f"{option}={value}")
+        assert (said.code == 0) != told_in_one_line(said), (option, said)
+    for arguments in (
+        ["simulate", value], ["compare", value], ["compare", f"1f1b:{value}"], ["check", value],
+        ["render", value, "-o", "x.html"], ["render", "1f1b", "-o", value],
+        ["search", "--objective", value], ["compare", "1f1b", "--per", value], [value],
+    ):  # fmt: skip
+        assert told_in_one_line(penstock(*arguments)), arguments
+
+
+EVENT = {"ph": "X", "name": "0F0", "pid": 0, "ts": 0, "dur": 1, "args": {}}
+TOLD = {"schedule": "x", "ranks": 1, "unit": "s"}
+
+
+def a_trace(**event: object) -> bytes:
+    document = {"otherData": TOLD, "traceEvents": [{**EVENT, **event}]}
+    return json.dumps(document).encode()
+
+
+FILES = {
+    "binary.csv": bytes(range(256)),
+    "binary.json": bytes(range(128, 256)),
+    "empty.csv": b"",
+    "empty.json": b"",
+    "nul.csv": b"0F0\0,0B0\n",
+    "escape.csv": b"0F0\x1b[31m,0B0\n",
+    "lines.csv": b"\n\n\n",
+    "utf16.csv": "0F0,0B0\n".encode("utf-16"),
+    "huge.csv": b"99999999F0\n",
+    "block.csv": b"()OVERLAP_F_B,0F0,0B0\n",
+    "list.json": b"[]",
+    "deep.json": b"[" * 100_000,
+    "program.json": b'{"format":"penstock program 1"}',
+    "event.json": a_trace(name=5),
+    "rank.json": a_trace(pid=7),
+    "time.json": a_trace(ts=10**400),
+    "nan.json": a_trace(dur=float("nan")),
+    "negative.json": a_trace(dur=-5),
+    "args.json": a_trace(args=5),
+    "half.json": a_trace(name="0B0"),
+    "no-block.json": a_trace(args={"block": 7}),
+    "no-events.json": json.dumps({"otherData": TOLD, "traceEvents": []}).encode(),
+    "ranks.json": json.dumps(
+        {"otherData": {**TOLD, "ranks": 10**12}, "traceEvents": [EVENT]}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, "missing.csv", "missing.json", "folder.csv"])
+def test_a_file_that_is_none_is_told_by_its_name(
+    penstock: Command, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    if name in FILES:
+        path.write_bytes(FILES[name])
+    elif name.startswith("folder"):
+        path.mkdir()
+    for command in (["check"], ["simulate"], ["compare"], ["render", "-o", str(path) + ".png"]):
+        said = penstock(*command, str(path))
+        assert told_in_one_line(said), said
+        assert str(path) in said.err
+
+
+def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("penstock.cli.simulate.load_program", out_of_memory)
+    said = penstock("simulate", "1f1b")
+    assert told_in_one_line(said)
+    assert "take fewer ranks or microbatches" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulat"], "No such command 'simulat'"),
+        (["simulate"], "Missing argument 'schedule'"),
+        (["simulate", "1f1b", "--rank"], "No such option: --rank"),
+        (["simulate", "1f1b", "--input-grad", "-1"], "--input-grad: -1.0 is not a finite number"),
+        (["simulate", "1f1b", "--cost", "reload=1,2"], "--cost reload has 2 numbers"),
+        (["simulate", "1f1b", "--cost", "transfers-overlap=2"], "expected transfers_overlap=true"),
+        (["simulate", "po-h", "-O", "ahead=1.5"], "expected a whole number of computations"),
+        (["compare", "1f1b", "gpipe", "--virtual", "4"], "none of 1f1b, gpipe can have --virtual"),
+        (["compare", "1f1b:"], "option '': expected NAME=VALUE"),
+        (["search", "--option", "group=4"], "No such option: --option"),
+    ],
+)
+def test_messages_speak_of_what_was_written(
+    penstock: Command, arguments: list[str], message: str
+) -> None:
+    said = penstock(*arguments)
+    assert told_in_one_line(said)
+    assert message in said.err
+
+
+def test_endings_are_understood_in_capitals(penstock: Command, tmp_path: Path) -> None:
+    assert penstock("render", "1f1b", "-o", str(tmp_path / "X.SVG")).code == 0
+    assert (tmp_path / "X.SVG").read_bytes().startswith(b"<?xml")

@@ -1,0 +1,134 @@
+"""One pipeline of two replicas fails: the other, which waits in a reduction, raises as well."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock import PipelineStage, Schedule1F1B
+from penstock.testing.processes import run_ranks
+from tests.distributed.attempts import SOON_S, Attempt, attempt
+from tests.distributed.replicas import CPU, DIM, WRAPS, make_meshes
+
+# The processes of a 2 × 2 mesh: pipelines (0, 2) and (1, 3), replicas (0, 1) and (2, 3).
+NUM_PROCESSES = 4
+PIPELINE_OF = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+
+
+class At(nn.Module):
+    """A linear layer that does something at its ``after``-th forward, from 0."""
+
+    def __init__(self, act: Callable[[], object], after: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.act = act
+        self.left = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            self.act()
+        out: Tensor = self.inner(x)
+        return out
+
+
+def make_step(module: nn.Module, wrap: str, timeout_s: float) -> Callable[[], object]:
+    pipeline, replicas = make_meshes()
+    rank = pipeline.get_local_rank()
+    stage = PipelineStage(WRAPS[wrap](module, replicas), rank, 2, CPU, group=pipeline.get_group())
+    schedule = Schedule1F1B(stage, 4, nn.functional.mse_loss, timeout_s=timeout_s)
+    batch = torch.ones(8, DIM)
+    return lambda: schedule.step(*((batch,) if rank == 0 else ()), target=batch)
+
+
+def boom() -> None:
+    raise ValueError("it burst")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_in_one(
+    process: int, num: int, culprit: int, how: str, wrap: str, after: int
+) -> list[tuple[object, ...]]:
+    acts = {"raise": boom, "die": kill, "sleep": lambda: time.sleep(4)}
+    act = acts[how] if process == culprit else lambda: None
+    step = make_step(At(act, after), wrap, timeout_s=1.0 if how == "sleep" else 60)
+    return [tuple(attempt(step)) for _ in range(after // 4 + 2)]
+
+
+@pytest.mark.parametrize(
+    # Who fails, and after how many forwards: in the first step, or in a later one.
+    ("wrap", "culprit", "after"),
+    [("ddp", 1, 1), ("ddp", 2, 6), ("fsdp", 2, 1), ("fsdp", 1, 6), ("replicate", 0, 6)],
+)
+def test_a_raise_in_one_replica_is_told_in_the_others(wrap: str, culprit: int, after: int) -> None:
+    outcomes = run_ranks(fail_in_one, NUM_PROCESSES, culprit, "raise", wrap, after)
+    for process, outcome in enumerate(outcomes):
+        *whole, broken, again = (Attempt(*told) for told in outcome.result())
+        assert [a.kind for a in whole] == [None] * (after // 4)
+        assert broken.elapsed_s < SOON_S, broken.message
+        assert broken.kind == ("StageError" if process == culprit else "PeerError")
+        assert "ValueError: it burst" in broken.message
+        stage = PIPELINE_OF[culprit].index(culprit)
+        assert broken.where == (stage, stage, after % 4, f"{stage}F{after % 4}")
+        elsewhere = f"in another replica's pipeline (processes {culprit % 2}, {culprit % 2 + 2})"
+        assert (elsewhere in broken.message) == (process % 2 != culprit % 2)
+        assert (again.kind, again.elapsed_s < 0.5) == ("PeerError", True)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    # Process 0 holds the store that the others learn causes from.
+    ("culprit", "after"),
+    [(3, 1), (0, 5)],
+)
+def test_a_replica_that_is_killed_is_noticed_by_all(wrap: str, culprit: int, after: int) -> None:
+    outcomes = run_ranks(fail_in_one, NUM_PROCESSES, culprit, "die", wrap, after)
+    assert outcomes[culprit].exit_code == -signal.SIGKILL
+    for process, outcome in enumerate(outcomes):
+        if process == culprit:
+            continue
+        *whole, broken, again = (Attempt(*told) for told in outcome.result())
+        assert [a.kind for a in whole] == [None] * (after // 4)
+        assert broken.elapsed_s < SOON_S, broken.message
+        assert broken.kind == again.kind == "PeerError", broken.message
+        assert "died" in broken.message
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_silent_replica_is_not_waited_for_beyond_the_deadline(wrap: str) -> None:
+    outcomes = run_ranks(fail_in_one, NUM_PROCESSES, 1, "sleep", wrap, 1)
+    for process, outcome in enumerate(outcomes):
+        broken, _ = (Attempt(*told) for told in outcome.result())
+        assert broken.kind == "PeerError"
+        assert "within 1 s" in broken.message
+        assert broken.elapsed_s < (SOON_S if process != 1 else 10)
+
+
+def lag(process: int, num: int, culprit: int) -> tuple[object, ...] | None:
+    """The processes of one pipeline never come to their step."""
+    step = make_step(nn.Linear(DIM, DIM), "ddp", timeout_s=0.5)
+    step()
+    told = None
+    if process % 2 != culprit:
+        told = tuple(attempt(step))
+    dist.barrier()
+    return told
+
+
+def test_a_pipeline_that_does_not_step_is_not_waited_for_without_end() -> None:
+    outcomes = run_ranks(lag, NUM_PROCESSES, 1)
+    for process in (0, 2):
+        broken = Attempt(*outcomes[process].result())
+        assert broken.kind == "PeerError"
+        assert "no word from" in broken.message and "within 0.5 s" in broken.message
+        assert broken.elapsed_s < SOON_S

@@ -1,0 +1,193 @@
+"""What a model computes between its modules, on parameters, without gradients, in a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import PartitionError, Pipeline, pipeline
+from penstock.partition.modules.by_module import NotByModule, split_by_module
+from penstock.testing.compare import assert_same, plain_step, snapshot
+from tests.agreement import ROUNDING
+from tests.partition.capturing import cuts_before
+from tests.partition.odd_models import DIM, NetBase
+
+X = torch.randn(8, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def square(output: Tensor, target: Any = None) -> Tensor:
+    return output.square().mean()
+
+
+def trains_alike(model: nn.Module, plain: nn.Module | None = None, **options: Any) -> Pipeline:
+    """Two steps, each as in the plain model."""
+    plain = copy.deepcopy(model) if plain is None else plain
+    given: dict[str, Any] = {"ranks": 2, "n_microbatches": 4, "example": (X[:2],)} | options
+    pipe = Pipeline(model, loss_fn=square, **given)
+    for _ in range(2):
+        loss = pipe.step(X)
+        assert loss is not None
+        torch.testing.assert_close(loss, plain_step(plain, square, X, n_microbatches=4).loss)
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)
+    return pipe
+
+
+# --- on parameters -----------------------------------------------------------------------------
+
+
+class Decays(NetBase):
+    """Adds the squares of all parameters to what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+class DecaysTied(Decays):
+    """The same, where embedding and head are one parameter, which counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class DecaysFirst(NetBase):
+    """With all parameters before the first module: the first stage has no others'."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * sum(p.square().sum() for p in self.parameters()))
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("zbv", 2)])
+@pytest.mark.parametrize("model", [Decays, DecaysTied])
+def test_all_parameters_in_the_loss(model: Any, schedule: str, ranks: int) -> None:
+    trains_alike(model(), schedule=schedule, ranks=ranks)
+
+
+def test_what_stages_lack_of_tied_parameters_crosses_once() -> None:
+    split = split_by_module(DecaysTied(), [2, 2], (X[:2],))
+    assert split.crossings is not None
+    crossing = [str(source) for source in split.crossings.carried[0]]
+    # The head's weight is the embedding's, and the last stage has it.
+    assert "parameter embed.bias" in crossing and "parameter embed.weight" not in crossing
+
+
+def test_parameters_that_a_first_stage_has_not_are_captured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "penstock"):
+        trains_alike(DecaysFirst())
+    assert any("captured as a graph" in line for line in caplog.messages)
+
+
+# --- without gradients -------------------------------------------------------------------------
+
+
+class Frozen(NetBase):
+    """All but the head, or the first block beside the others, runs without gradients."""
+
+    beside = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.embed(x)
+            side = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            with torch.set_grad_enabled(self.beside and torch.is_grad_enabled()):
+                x = block(x)
+        return self.head(x + side)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("beside", [False, True])
+def test_modules_called_without_gradients(beside: bool, ranks: int) -> None:
+    """As the model wants it: what crosses takes none, as on one device."""
+    model = Frozen()
+    model.beside = beside
+    trains_alike(model, ranks=ranks)
+
+
+class Reentrant(NetBase):
+    """Checkpoints that make a graph of their own in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def test_reentrant_checkpoints_are_refused_before_the_first_step() -> None:
+    """Both ways, since a graph would lose their gradients too."""
+    told = r"blocks\.\d is called within an autograd function.*use use_reentrant=False"
+    with pytest.raises(NotByModule, match=told):
+        split_by_module(Reentrant(), [2, 2], (X[:2],))
+    with pytest.raises(PartitionError, match="CheckpointFunction, whose own backward would be"):
+        pipeline(Reentrant(), (X[:2],), split_spec=cuts_before("blocks.2"))
+    with pytest.raises(PartitionError, match=told):
+        Pipeline(Reentrant(), loss_fn=square, example=(X[:2],), ranks=2, n_microbatches=4)
+    split_by_module(Reentrant().eval(), [2, 2], (X[:2],))
+
+
+# --- in place ----------------------------------------------------------------------------------
+
+
+class Activated(NetBase):
+    """Pre-activation blocks, whose sum is outside: the activation writes into the sum."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        act, norm, linear = nn.ReLU(inplace=True), nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM)
+        layers = (act, linear) if first else (norm, act, linear)
+        self.blocks = nn.ModuleList(copy.deepcopy(nn.Sequential(*layers)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("first", "way"), [(False, "by module"), (True, "captured")])
+def test_blocks_that_begin_in_place(
+    first: bool, way: str, ranks: int, schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that writes into the sum itself can't be cut by module, and is captured."""
+    with caplog.at_level(logging.INFO, "penstock"):
+        trains_alike(Activated(first), ranks=ranks, schedule=schedule)
+    assert any(way in line for line in caplog.messages)
+
+
+# --- modules that make their weights anew -------------------------------------------------------
+
+
+class Normed(NetBase):
+    """Blocks whose weights are computed in every call."""
+
+    def __init__(self, norm: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(norm(nn.Linear(DIM, DIM)) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        pytest.param(
+            nn.utils.spectral_norm,
+            marks=pytest.mark.filterwarnings("ignore"),
+        ),
+    ],
+)
+def test_blocks_with_computed_weights_are_repeated_blocks(norm: Any) -> None:
+    """Each has a class of its own; they are found, and cut like others."""
+    trains_alike(Normed(norm), Normed(norm), split=None)

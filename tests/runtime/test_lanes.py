@@ -1,0 +1,237 @@
+"""Blocks overlapped on two streams, held against a stand-in for a device's streams.
+
+The stand-in (``tests/streams.py``) fails where two uses of the same memory are in no order. That it
+can fail is shown too: with any of the orders left out, it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from torch import nn
+from torch.nn import functional as F
+
+from penstock import Pipeline, Program, StageError, build
+from penstock.runtime.lanes import Lanes, Order, assign, can_overlap
+from penstock.schedule.action import Op
+from penstock.schedule.passes import offload, recompute
+from penstock.schedule.rules import COMPUTE
+from penstock.schedule.text import parse_csv
+from penstock.stage.shelf import Copier
+from penstock.testing.programs import computed_programs
+from tests.agreement import ROUNDING, Twins
+from tests.models import convnet, features, gpt, images, mlp, token_loss, tokens
+from tests.streams import Recorder, UnorderedError, recorded
+
+BLOCKS = [("dualpipev", 1, 4), ("dualpipev", 2, 5), ("dualpipev", 3, 6), ("dualpipe", 2, 4)]
+
+
+def train(program: Program, patch: pytest.MonkeyPatch, **options: Any) -> tuple[Recorder, Twins]:
+    """Two steps and an evaluation, on fake streams, beside the plain loop."""
+    torch.manual_seed(0)
+    with recorded(patch) as recorder:
+        model = mlp(program.placement.num_model_stages)
+        both = Twins(model, F.mse_loss, schedule=program, tolerance=ROUNDING, **options)
+        for step in range(2):
+            inputs, target = features(2 * program.num_microbatches, step)
+            both.step(inputs, target=target)
+            both.eval(inputs)
+    return recorder, both
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), BLOCKS)
+def test_blocks_overlap_in_order(
+    name: str, ranks: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = build(name, ranks=ranks, microbatches=microbatches)
+    recorder, _ = train(program, monkeypatch, overlap=True)
+    assert recorder.met, "nothing could overlap"
+    assert sum(count > 0 for count in recorder.ran.values()) == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
+def test_without_blocks_or_wish_there_is_one_stream(
+    name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if overlap and name == "dualpipev":
+        pytest.skip("this one overlaps")
+    program = build(name, ranks=2, microbatches=4)
+    recorder, _ = train(program, monkeypatch, overlap=overlap)
+    assert list(recorder.ran) == [0]
+    assert not recorder.met and not recorder.waits
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(program=computed_programs(backward=True, max_microbatches=5))
+def test_any_program_overlaps_in_order(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one stage as well as of two, whole backwards and split ones."""
+    assume(any(can_overlap(step) for rank in program.ranks for step in rank))
+    train(program, monkeypatch, overlap=True)
+
+
+MODELS: dict[str, tuple[Callable[[int], nn.Sequential], Any, Any]] = {
+    "gpt": (gpt, tokens, token_loss),
+    "convnet": (convnet, images, F.mse_loss),
+}
+
+
+@pytest.mark.parametrize("way", [offload, recompute])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev", "dualpipe"])
+def test_what_is_copied_or_recomputed_is_ordered_too(
+    name: str, way: Callable[[Program], Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = way(build(name, ranks=2, microbatches=4))
+    train(program, monkeypatch, overlap=True)
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), BLOCKS[:2])
+def test_models_overlap_in_order(
+    case: str, name: str, ranks: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With buffers that forwards write, and attention."""
+    make, batch, loss_fn = MODELS[case]
+    program = build(name, ranks=ranks, microbatches=microbatches)
+    with recorded(monkeypatch) as recorder:
+        model = make(max(3, program.placement.num_model_stages))
+        both = Twins(model, loss_fn, schedule=program, overlap=True, tolerance=ROUNDING)
+        for step in range(2):
+            inputs, target = batch(2 * microbatches, step)
+            both.step(inputs, target=target)
+    assert recorder.met
+
+
+# --- the stand-in can fail ------------------------------------------------------------------------
+
+
+def without(order: Order) -> Callable[..., None]:
+    enter = Lanes._enter
+
+    def enter_without(self: Lanes, lane: int, asked: Order) -> None:
+        enter(self, lane, Order.NOTHING if asked is order else asked)
+
+    return enter_without
+
+
+@pytest.mark.parametrize("order", [Order.ALL, Order.FORK])
+def test_an_order_left_out_is_found(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lanes, "_enter", without(order))
+    with pytest.raises(Exception, match="waits for nothing"):
+        train(build("dualpipev", ranks=1, microbatches=4), monkeypatch, overlap=True)
+
+
+def test_the_caller_goes_on_after_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    with recorded(monkeypatch) as recorder:
+        caller = recorder.current()
+        lanes = Lanes(recorder)
+        *_, (enter_last,) = lanes.plan(program.ranks[0], program.placement)
+        with lanes:
+            enter_last()
+            assert recorder.current() is not caller
+            made = torch.ones(3)
+        assert recorder.current() is caller
+        made + 1
+        with pytest.raises(UnorderedError, match="waits for nothing"), lanes:
+            enter_last()
+            made = torch.ones(3)
+            recorder.switch(caller)
+            made + 1
+
+
+def test_memory_of_the_other_stream_that_is_not_kept_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0B0 drops the gradient that 1B0 made, on the lane on which 1F1 then needs memory."""
+    program = parse_csv("0F0,1F0,0F1,1B0,(0B0;1F1)OVERLAP_F_B,1B1,0B1\n")
+    train(program, monkeypatch, overlap=True)
+    monkeypatch.setattr(Lanes, "adopt", lambda self, tensors: None)
+    with pytest.raises(StageError, match="may be given dropped memory"):
+        train(program, monkeypatch, overlap=True)
+
+
+def test_a_copy_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = build("po-f", ranks=2, microbatches=4)
+    recorder, _ = train(program, monkeypatch)
+    assert sum(count > 0 for count in recorder.ran.values()) > 2, "nothing was copied beside"
+    for broken in ("await_here", "_let_go"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Copier, broken, lambda self, *_: None)
+            with pytest.raises(StageError, match=r"waits for nothing"):
+                train(program, patch)
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+@given(program=computed_programs(backward=True, max_microbatches=5))
+def test_a_microbatch_keeps_to_its_lane_and_blocks_take_both(program: Program) -> None:
+    for rank in program.ranks:
+        lanes = assign(rank, program.placement)
+        for step in rank:
+            if can_overlap(step):
+                assert {lanes[act.stage, act.microbatch] for act in step.parts} == {0, 1}
+    actions = [act for act in program.actions() if act.op in COMPUTE]
+    assert {(act.stage, act.microbatch) for act in actions if act.op is Op.FORWARD} >= {
+        (act.stage, act.microbatch) for act in actions
+    }
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def test_on_the_cpu_blocks_run_in_turn_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    program = build("dualpipev", ranks=2, microbatches=4)
+    both = Twins(mlp(4), F.mse_loss, schedule=program, overlap=True)
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        for step in range(2):
+            inputs, target = features(8, step)
+            both.step(inputs, target=target)
+    told = [record.message for record in caplog.records if "in turn" in record.message]
+    assert told == [
+        "dualpipev: forward and backward of a block run in turn: a cpu device has no streams"
+    ]
+
+
+def test_where_overlap_is_not_asked_for_it_is_said_how(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        train(build("dualpipev", ranks=1, microbatches=4), monkeypatch)
+    assert "overlap=True was not passed" in caplog.text
+
+
+def test_a_step_asks_the_device_for_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has run: the host can go on asking for work while the device is at it."""
+    for name in ("1f1b", "zbv", "dualpipev", "po-f"):
+        with recorded(monkeypatch) as recorder:
+            program = build(name, ranks=2, microbatches=4)
+            model = gpt(max(3, program.num_stages))
+            pipe = Pipeline(model, loss_fn=token_loss, schedule=program, overlap=True)
+            inputs, target = tokens(8, 0)
+            pipe.step(inputs, target=target)
+            before = recorder.syncs
+            pipe.step(inputs, target=target)
+            assert recorder.syncs == before, name
+            pipe.trace()
+            assert recorder.syncs > before
+
+
+def test_the_trace_is_what_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded(monkeypatch):
+        program = build("dualpipev", ranks=2, microbatches=4)
+        pipe = Pipeline(mlp(4), loss_fn=F.mse_loss, schedule=program, overlap=True)
+        inputs, target = features(8, 0)
+        pipe.step(inputs, target=target)
+        trace = pipe.trace()
+    assert {s.action for s in trace.spans} == set(pipe.program.actions())
+    assert all(span.start <= span.end for span in trace.spans)
+    assert 0 <= trace.bubble_ratio < 1
