@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.testing.processes import run_ranks
@@ -21,6 +22,7 @@ Case = Callable[[int, dist.ProcessGroup], list[Run]]
 """Given the rank and a group: what this rank does, one attempt after the other."""
 
 SOON_S = 5.0
+DIM = 4
 
 
 class Attempt(NamedTuple):
@@ -50,6 +52,23 @@ def attempt(run: Run) -> Attempt:
         elapsed_s = time.monotonic() - start
         return Attempt(type(error).__name__, str(error), where, cause, elapsed_s)
     return Attempt(None, "", (None, None, None, None), None, time.monotonic() - start)
+
+
+class At(nn.Module):
+    """A linear layer that does something at its ``after``-th forward, from 0."""
+
+    def __init__(self, act: Callable[[], object], after: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.act = act
+        self.left = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            self.act()
+        out: Tensor = self.inner(x)
+        return out
 
 
 def play_cases(rank: int, num_ranks: int, cases: Sequence[Case]) -> list[list[tuple[Any, ...]]]:

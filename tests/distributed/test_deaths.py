@@ -6,34 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
 from penstock.testing.processes import run_ranks
-from tests.distributed.attempts import SOON_S, Attempt, attempt
+from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 
-DIM = 4
 CPU = torch.device("cpu")
-
-
-class At(nn.Module):
-    """A linear layer that does something at its ``after``-th forward, from 0."""
-
-    def __init__(self, act: Callable[[], object], after: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(DIM, DIM)
-        self.act = act
-        self.left = after
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= 1
-        if self.left < 0:
-            self.act()
-        out: Tensor = self.inner(x)
-        return out
 
 
 def make_step(
@@ -74,6 +57,20 @@ def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after:
         assert broken.elapsed_s < SOON_S
         assert "died" in broken.message
         assert (after_it.kind, after_it.elapsed_s < 0.5) == ("PeerError", True)
+
+
+def die_unseen(rank: int, num_ranks: int) -> tuple[object, ...]:
+    """Rank 0 is killed while rank 1, busy, has yet to ask for the shapes of its second message."""
+    act = partial(os.kill, os.getpid(), signal.SIGKILL) if rank == 0 else partial(time.sleep, 1)
+    return tuple(attempt(make_step(rank, num_ranks, At(act, 1 - rank))))
+
+
+def test_what_is_asked_of_a_process_that_has_died() -> None:
+    _, outcome = run_ranks(die_unseen, 2)
+    broken = Attempt(*outcome.result())
+    assert broken.kind == "PeerError", broken.message
+    assert "waiting for rank 0" in broken.message
+    assert "may have died" in broken.message
 
 
 def fall_silent(rank: int, num_ranks: int, culprit: int) -> tuple[object, ...]:

@@ -10,33 +10,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
 from penstock.testing.processes import run_ranks
-from tests.distributed.attempts import SOON_S, Attempt, attempt
-from tests.distributed.replicas import CPU, DIM, WRAPS, make_meshes
+from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
+from tests.distributed.replicas import CPU, WRAPS, make_meshes
 
 # The processes of a 2 × 2 mesh: pipelines (0, 2) and (1, 3), replicas (0, 1) and (2, 3).
 NUM_PROCESSES = 4
 PIPELINE_OF = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
-
-
-class At(nn.Module):
-    """A linear layer that does something at its ``after``-th forward, from 0."""
-
-    def __init__(self, act: Callable[[], object], after: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(DIM, DIM)
-        self.act = act
-        self.left = after
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= 1
-        if self.left < 0:
-            self.act()
-        out: Tensor = self.inner(x)
-        return out
 
 
 def make_step(module: nn.Module, wrap: str, timeout_s: float) -> Callable[[], object]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PenstockError, PipelineStage, StageError, get_schedule_class
+from penstock.runtime import watcher
 from penstock.testing.processes import run_ranks
 from tests.distributed.replicas import (
     CPU,
@@ -69,6 +70,10 @@ class Burst(nn.Module):
 def use_after_steps(rank: int, num_ranks: int, breaks: bool) -> dict[str, list[Tensor]]:
     """Train a step, whole or broken; then the wrapped module by itself, as its owner would."""
     pipeline, replicas = make_meshes()
+    if pipeline.get_local_rank() == 1:
+        # These raise by themselves. Would one look before it does, and find that its replica has
+        # failed, then it would give up their group.
+        watcher.LOOK_INTERVAL_S = 60.0
     grads = {}
     for wrap in ("ddp", "ddp static", "replicate", "replicate of fsdp", "fsdp"):
         torch.manual_seed(0)
@@ -101,7 +106,7 @@ def test_after_a_step_the_module_reduces_by_itself_again(breaks: bool) -> None:
     for replica in range(2):
         (plain(batch(1, replica)[0]).sum() / 2).backward()
     expected = [p.grad for p in plain.parameters()]
-    for outcome in run_ranks(use_after_steps, 4, breaks, timeout_s=180):
+    for outcome in run_ranks(use_after_steps, 4, breaks):
         for grads in outcome.result().values():
             torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
 

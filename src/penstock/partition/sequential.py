@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.torch_private import has_forward_hooks
+from penstock.partition.torch_private import has_forward_hooks, is_sequential
 
 __all__ = ["Chain", "Split", "cut", "even_split", "layers_of"]
 
@@ -77,7 +77,7 @@ def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
             f"a {name} can't be cut by itself; pass an nn.Sequential, a list of modules, or "
             "PipelineStages"
         )
-    if type(model).forward is not nn.Sequential.forward or has_forward_hooks(model):
+    if not is_sequential(model) or has_forward_hooks(model):
         raise PartitionError(
             f"the {name} does more than to run its layers in turn (a forward of its own, or hooks "
             "on the whole), which stages would leave out; pass its layers as a list, or "

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "copied_shell",
     "as_fake",
     "autocast_state",
+    "copied_shell",
     "fake_mode",
+    "forward_of",
     "fused_by",
     "has_forward_hooks",
     "has_no_forward",
     "in_function_forward",
     "is_data_dependent",
     "is_random",
+    "is_sequential",
     "mutated_arguments",
     "run_uncompiled",
     "same_storage",
@@ -63,6 +65,29 @@ def has_forward_hooks(module: nn.Module) -> bool:
     )
 
 
+def forward_of(module: nn.Module) -> Any:
+    """What calling ``module`` runs: a function of its own or of its class.
+
+    Looked for in their dicts: some classes of torch.jit fail where they are asked for it.
+
+    Example:
+        >>> forward_of(nn.Identity()) is nn.Identity.forward
+        True
+    """
+    owners = (module, *type(module).__mro__)
+    return next(vars(owner)["forward"] for owner in owners if "forward" in vars(owner))
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether ``module`` runs its children one after the other, as ``nn.Sequential`` does.
+
+    Example:
+        >>> is_sequential(nn.ModuleList()), is_sequential(nn.Sequential())
+        (False, True)
+    """
+    return forward_of(module) is nn.Sequential.forward
+
+
 def has_no_forward(module: nn.Module) -> bool:
     """Whether ``module`` only holds others, as ``nn.ModuleList`` does, and can't be called.
 
@@ -70,9 +95,8 @@ def has_no_forward(module: nn.Module) -> bool:
         >>> has_no_forward(nn.ModuleList()), has_no_forward(nn.Sequential())
         (True, False)
     """
-    forward: Any = type(module).forward
     inherited: Any = nn.Module.forward
-    return forward is inherited and "forward" not in vars(module)
+    return forward_of(module) is inherited
 
 
 def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:

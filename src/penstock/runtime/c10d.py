@@ -17,6 +17,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,12 +157,8 @@ class C10dTransport(ControlPlane):
         group = self._up if peer > self.rank else self._down
         held.num_sent += 1
         for tensor in tensors:
-            try:
-                work = group.send([as_wire(tensor) if self._on_cuda else tensor], peer, DATA_TAG)
-            except RuntimeError:
-                self._watcher.note_broken(peer)
-                raise
-            held.add(work, tensor)
+            wire = as_wire(tensor) if self._on_cuda else tensor
+            held.add(self.post(partial(group.send, [wire], peer, DATA_TAG), peer), tensor)
         if self._on_cuda:
             self._drop_sent(held, peer)
             return
@@ -195,12 +192,8 @@ class C10dTransport(ControlPlane):
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receipt:
         group = self._up if peer < self.rank else self._down
         tensors = empty_tensors(metas, device)
-        try:
-            wires = map(as_wire, tensors) if self._on_cuda else tensors
-            works = [group.recv([t], peer, DATA_TAG) for t in wires]
-        except RuntimeError:
-            self._watcher.note_broken(peer)
-            raise
+        wires = map(as_wire, tensors) if self._on_cuda else tensors
+        works = [self.post(partial(group.recv, [t], peer, DATA_TAG), peer) for t in wires]
         return _Receipt(self, peer, tensors, works)
 
     def relax(self, relaxed: bool) -> None:
@@ -214,8 +207,14 @@ class C10dTransport(ControlPlane):
             self.wait_for([work for work, _ in notes], peer)
             notes.clear()
 
+    def post(self, start: Callable[[], Any], whom: Whom) -> Any:
+        try:
+            return start()
+        except RuntimeError:
+            self._watcher.note_broken(whom)
+            raise
+
     def wait_for(self, works: Sequence[Any], whom: Whom) -> None:
-        """Wait for ``works``, under the watcher's eye."""
         watcher = self._watcher
         watcher.waiting_for = (works, whom)
         for work in works:
@@ -224,7 +223,7 @@ class C10dTransport(ControlPlane):
 
     def add_up(self, tensor: Tensor) -> None:
         group = self._up if tensor.is_cuda else self._control
-        self.wait_for((group.allreduce([tensor]),), Others.RANKS)
+        self._await(lambda: group.allreduce([tensor]), Others.RANKS)
         if tensor.is_cuda:
             self.meet()  # the streams have been told to wait for all, and the host has not waited
 

@@ -6,7 +6,7 @@ It knows neither what notes tell nor how a wait for them is watched.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,15 @@ class ControlPlane(ABC):
     _notes: dict[int, list[tuple[Any, Tensor]]]
 
     @abstractmethod
+    def post(self, start: Callable[[], Any], whom: Whom) -> Any:
+        """What ``start`` begins with ``whom``; where it can't even begin, their loss is noted."""
+
+    @abstractmethod
     def wait_for(self, works: Sequence[Any], whom: Whom) -> None:
         """Wait for ``works``, under the watcher's eye."""
+
+    def _await(self, start: Callable[[], Any], whom: Whom) -> None:
+        self.wait_for((self.post(start, whom),), whom)
 
     def send_note(self, peer: int, note: bytes) -> None:
         # The first message has a fixed size and names the note's length; a longer note goes on
@@ -49,7 +56,8 @@ class ControlPlane(ABC):
 
     def _note(self, peer: int, tensor: Tensor, tag: int) -> None:
         # Notes are read when they are needed, in no order with messages: they stay to the end.
-        self._notes[peer].append((self._control.send([tensor], peer, tag), tensor))
+        work = self.post(lambda: self._control.send([tensor], peer, tag), peer)
+        self._notes[peer].append((work, tensor))
 
     def receive_note(self, peer: int) -> bytes:
         head = self._receive_bytes(peer, NOTE_BYTES)
@@ -59,7 +67,7 @@ class ControlPlane(ABC):
 
     def _receive_bytes(self, peer: int, length: int) -> bytes:
         tensor = torch.empty(length, dtype=torch.uint8, device="cpu")
-        self.wait_for((self._control.recv([tensor], peer, NOTE_TAG),), peer)
+        self._await(lambda: self._control.recv([tensor], peer, NOTE_TAG), peer)
         return bytes(tensor.tolist())
 
     def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
@@ -67,14 +75,14 @@ class ControlPlane(ABC):
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         before, after = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
         if self.rank != root:
-            self.wait_for((self._control.recv([tensor], before, RELAY_TAG),), before)
+            self._await(lambda: self._control.recv([tensor], before, RELAY_TAG), before)
         if after != root:
             self._note(after, tensor, RELAY_TAG)
         shared: list[int] = tensor.tolist()
         return shared
 
     def meet(self) -> None:
-        self.wait_for((self._control.barrier(),), Others.RANKS)
+        self._await(self._control.barrier, Others.RANKS)
 
     def gather_notes(self, note: bytes) -> list[bytes]:
         lengths = self._gather(torch.tensor([len(note)], device="cpu"))
@@ -87,5 +95,5 @@ class ControlPlane(ABC):
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        self.wait_for((self._control.allgather([parts], [tensor]),), Others.RANKS)
+        self._await(lambda: self._control.allgather([parts], [tensor]), Others.RANKS)
         return parts

@@ -104,6 +104,7 @@ class Watcher:
     def _look(self) -> None:
         seen: Wait | None = None
         since = 0.0
+        was_told = False
         while not self._stopped.wait(LOOK_INTERVAL_S):
             self._awake.wait()
             board, waiting = self._board, self.waiting_for
@@ -113,9 +114,13 @@ class Watcher:
             elif waiting is not None:
                 self._look_after(waiting, time.monotonic() - since, board)
             elif self._minds_replicas and (board.read(patient=True) or board.is_lost):
-                # Sharded parameters are gathered by torch itself, within forwards.
-                self.lost_the_store = board.is_lost
-                self._break(Others.REPLICAS)
+                # Sharded parameters are gathered by torch itself, within forwards. At the second
+                # look only: replicas that all make one mistake raise by themselves, and their
+                # groups stay whole.
+                if was_told:
+                    self.lost_the_store = board.is_lost
+                    self._break(Others.REPLICAS)
+                was_told = True
 
     def _look_after(self, waiting: Wait, waited_s: float, board: Board) -> None:
         if waited_s > self.timeout_s:

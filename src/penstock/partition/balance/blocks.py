@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockKind
 from penstock.partition.balance.own_plan import OwnPlan
-from penstock.partition.torch_private import has_no_forward
+from penstock.partition.torch_private import has_no_forward, is_sequential
 
 __all__ = ["Block", "Unit", "gather", "units_of"]
 
@@ -95,7 +95,7 @@ def units_of(model: nn.Module, *, repeats: bool = False) -> tuple[Unit, ...]:
         >>> [unit.name for unit in units_of(Model())]
         ['embed', 'layers.0', 'layers.1', 'head']
     """
-    if type(model).forward is nn.Sequential.forward:
+    if is_sequential(model):
         units = [Unit(name=n, module=m, trunk=trunk_of(model, n)) for n, m in children(model)]
     else:
         trunks = set(OwnPlan.of(model).trunks) or find_trunks(model)
@@ -217,9 +217,7 @@ def candidates(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 def is_repeated(module: nn.Module) -> bool:
     """Whether a module is a list of layers, at least half of which are of one class."""
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (
-        type(module).forward is nn.Sequential.forward
-    )
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or is_sequential(module)
     members = children(module) if is_list else []
     if len(members) < 2:
         return False

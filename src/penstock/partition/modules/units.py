@@ -24,7 +24,7 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import units_of
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.plan import prefixes, shortened
-from penstock.partition.torch_private import fused_by, has_no_forward
+from penstock.partition.torch_private import fused_by, has_no_forward, is_sequential
 
 __all__ = ["NotByModule", "Units", "find_blocks", "find_units"]
 
@@ -123,7 +123,7 @@ def find_units(model: nn.Module, places: Iterable[str]) -> Units:
             units[name] = module
             return
         opened[name] = module
-        is_list = has_no_forward(module) or type(module).forward is nn.Sequential.forward
+        is_list = has_no_forward(module) or is_sequential(module)
         for child_name, child in module._modules.items():
             if child is not None:
                 place = f"{name}.{child_name}" if name else child_name
