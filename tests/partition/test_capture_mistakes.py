@@ -59,6 +59,12 @@ def test_wrong_split_points(spec: Any, told: str) -> None:
         pipeline(model, (X,), split_spec=spec)
 
 
+def test_a_stage_that_would_only_reshape() -> None:
+    model = Of(lambda m, x: m.layers[1](m.layers[0](x)).view(-1, 2, 2).transpose(1, 2))
+    with pytest.raises(PartitionError, match=r"stage 1 of 2 is empty.*works is 'before layers.1'"):
+        pipeline(model, (X,), split_spec={"layers.1": SplitPoint.END})
+
+
 def test_a_module_that_runs_twice_is_no_one_place() -> None:
     model = Of(lambda m, x: m.layers[0](m.layers[1](m.layers[0](x))))
     with pytest.raises(PartitionError, match=r"layers.0 runs 2 times.*call pipe_split\(\)"):

@@ -125,8 +125,13 @@ def _assign(graph: fx.Graph, cuts: Sequence[Cut]) -> Assignment:
 
 
 def _empty_stage(assignment: Assignment) -> int | None:
-    busy = {s for node, s in assignment.stage_of.items() if node.target not in NO_WORK}
+    busy = {s for node, s in assignment.stage_of.items() if _does_work(node)}
     return next((stage for stage in range(len(assignment.cuts) + 1) if stage not in busy), None)
+
+
+def _does_work(node: fx.Node) -> bool:
+    """Whether ``node`` computes something, rather than only look at a value in another way."""
+    return node.target not in NO_WORK and not getattr(node.target, "is_view", False)
 
 
 def _told_empty(assignment: Assignment, stage: int) -> str:
