@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PenstockError, PipelineStage, StageError, get_schedule_class
 from penstock.runtime import watcher
+from penstock.stage.data_parallel import average_grads
 from penstock.testing.processes import run_ranks
 from tests.distributed.replicas import (
     CPU,
@@ -109,6 +110,18 @@ def test_after_a_step_the_module_reduces_by_itself_again(breaks: bool) -> None:
     for outcome in run_ranks(use_after_steps, 4, breaks):
         for grads in outcome.result().values():
             torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+
+
+def average_large(rank: int, num_ranks: int) -> Tensor:
+    param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    param.grad = torch.full_like(param, 50_000.0)
+    average_grads([param], dist.group.WORLD)
+    return param.grad
+
+
+def test_large_gradients_in_half_precision_do_not_overflow() -> None:
+    for outcome in run_ranks(average_large, 2):
+        assert outcome.result().tolist() == [50_000.0, 50_000.0]
 
 
 # --- what users do with DDP beside --------------------------------------------------------------

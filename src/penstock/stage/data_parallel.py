@@ -245,9 +245,10 @@ def average_grads(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
             [p.grad is not None for p in alike], dtype=alike[0].dtype, device=alike[0].device
         )
         buffer = torch.cat([*parts, have])
+        # Divided before it is added up, as DDP does: a sum of halves may be too large.
+        buffer[: -len(alike)] /= group.size()
         dist.all_reduce(buffer, group=group)
         counts = buffer[-len(alike) :].tolist()
-        buffer /= group.size()
         offset = 0
         for param, count in zip(alike, counts, strict=True):
             mean = buffer[offset : offset + param.numel()].view_as(param)
