@@ -16,6 +16,7 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from penstock.runtime.failure import Board, Place
 from penstock.runtime.nccl import as_wire, make_connections
 from penstock.runtime.transport import empty_tensors
 from penstock.runtime.watcher import Others, Watcher, Whom
-from penstock.stage.announcing import note_key, withdraw
+from penstock.stage.announcing import NOTE, key_of, store_of, withdraw
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["C10dTransport"]
@@ -129,7 +130,7 @@ class C10dTransport(ControlPlane):
             self._up, self._down = self._new_group("nccl", "up"), self._new_group("nccl", "down")
         if not torch_private.takes_cpu_tensors(self._group):
             self._control = self._new_group("gloo", "control")
-        self._watcher.look_at(self._board.clone(), replicas=False)
+        self._watcher.look_at(self._board.aside(), replicas=False)
 
     def _new_group(self, backend: str, purpose: str) -> dist.ProcessGroup:
         name = f"penstock/{self._group.group_name}/{self._processes}/{self._number}/{purpose}"
@@ -234,7 +235,7 @@ class C10dTransport(ControlPlane):
         if groups != self._replicas:
             self._replicas = groups
             self._board = self._make_board()
-            self._watcher.look_at(self._board.clone(), replicas=bool(groups))
+            self._watcher.look_at(self._board.aside(), replicas=bool(groups))
 
     @contextlib.contextmanager
     def among_replicas(self) -> Iterator[None]:
@@ -243,12 +244,11 @@ class C10dTransport(ControlPlane):
         self._watcher.waiting_for = None
 
     def _make_board(self) -> Board:
-        store, name = self._group.get_group_store(), self._group.group_name
-        own = Place(store=store, key=f"penstock/{name}/{self._number}")
+        own = Place(store=store_of(self._group), key=key_of(self._group, self._number))
         # Every replica's pipeline has made as many schedules: the number is the same in each.
-        key = f"penstock/replicas/{self._number}"
-        others = [Place(store=group.get_group_store(), key=key) for group in self._replicas]
-        return Board([own, *others], Place(store=store, key=note_key(self._group)))
+        replicas = f"replicas/{self._number}"
+        others = [replace(own, key=key_of(group, replicas)) for group in self._replicas]
+        return Board([own, *others], replace(own, key=key_of(self._group, NOTE)))
 
     def fail(self, error: BaseException) -> PenstockError | None:
         waited_for = self._watcher.stop()

@@ -31,7 +31,7 @@ class Place:
     """A key of a store that ranks share.
 
     Args:
-        store: a ``torch.distributed.Store``; each thread needs a clone of its own.
+        store: a ``torch.distributed.Store``; threads that wait for nothing may share one.
         key: the key, alike on all ranks.
     """
 
@@ -46,9 +46,9 @@ class Place:
         """Write ``cause`` unless another one came first; returns the one that stands."""
         return Cause.from_json(self.store.compare_set(self.key, "", cause.to_json()))
 
-    def clone(self) -> Place:
-        """The same place for another thread."""
-        return Place(store=self.store.clone(), key=self.key)
+    def aside(self) -> Place:
+        """The same place over a connection on which the main thread never waits."""
+        return Place(store=_second_connection(self.store), key=self.key)
 
 
 class Board:
@@ -109,6 +109,18 @@ class Board:
         is_young = now - self._noted[1] < NOTE_GRACE_S
         return None if patient and is_young else Cause.from_json(data)
 
-    def clone(self) -> Board:
+    def aside(self) -> Board:
         """The same board for another thread."""
-        return Board([place.clone() for place in self._places], self._note.clone())
+        return Board([place.aside() for place in self._places], self._note.aside())
+
+
+# A store, and the second connection to it. One for all boards of this process: to connect takes
+# seconds where torch, which logs the peer's name, has to wait for a name server.
+_connected: tuple[Any, Any] | None = None
+
+
+def _second_connection(store: Any) -> Any:
+    global _connected
+    if _connected is None or _connected[0] is not store:
+        _connected = (store, store.clone())
+    return _connected[1]

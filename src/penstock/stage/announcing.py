@@ -1,7 +1,7 @@
 """A mistake made before any schedule exists, told to the ranks that may wait for this one already.
 
 A rank whose stage can't be made never comes to the first step, where the others wait for it. It
-leaves a note in the group's store; there they find it. The note is taken back as soon as this rank
+leaves a note in the job's store; there they find it. The note is taken back as soon as this rank
 makes good. This module knows neither stages nor schedules.
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
 from penstock.cause import cause_of
 
-__all__ = ["announced", "default_group", "note_key", "withdraw"]
+__all__ = ["NOTE", "announced", "default_group", "key_of", "store_of", "withdraw"]
 
-# The groups in whose store this process has left a note.
+NOTE = "note"
+# The groups for which this process has left a note.
 _noted: set[str] = set()
 
 
@@ -25,9 +27,23 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def note_key(group: dist.ProcessGroup) -> str:
-    """Under which key of the group's store a note lies."""
-    return f"penstock/{group.group_name}/note"
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store in which the ranks of ``group`` read of each other: one for the whole job.
+
+    Other threads need a connection of their own, which may take seconds: one serves all groups.
+    """
+    return (default_group() or group).get_group_store()
+
+
+def key_of(group: dist.ProcessGroup, what: str | int) -> str:
+    """The key of that store for one thing of ``group``, alike on all its ranks.
+
+    Args:
+        group: the group; others may have its name, but not for the same processes.
+        what: the thing.
+    """
+    processes = "-".join(map(str, dist.get_process_group_ranks(group)))
+    return f"penstock/{group.group_name}/{processes}/{what}"
 
 
 @contextlib.contextmanager
@@ -44,7 +60,7 @@ def announced(group: dist.ProcessGroup | None) -> Iterator[None]:
             # Where the store is gone, so is whoever would read it.
             with contextlib.suppress(RuntimeError, dist.DistError):
                 cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
-                group.get_group_store().set(note_key(group), cause.to_json())
+                store_of(group).set(key_of(group, NOTE), cause.to_json())
                 _noted.add(group.group_name)
         raise
     if group is not None:
@@ -57,4 +73,4 @@ def withdraw(group: dist.ProcessGroup) -> None:
         _noted.discard(group.group_name)
         with contextlib.suppress(RuntimeError, dist.DistError):
             # Emptied, not deleted: a rank that has seen the key may be about to read it.
-            group.get_group_store().set(note_key(group), "")
+            store_of(group).set(key_of(group, NOTE), "")
