@@ -1,6 +1,6 @@
 """How much Hypothesis tries: little by default, much with HYPOTHESIS_PROFILE=nightly.
 
-And how long the tests wait for a name server: torch asks for the name of whatever it connects to.
+And two settings of all processes of the tests, which a test may start many of.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-# Instead of five seconds, twice; it is read by the processes that tests start, too.
+# They share the machine's cores: one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch asks a name server for the name of whatever it connects to: wait for that a second, not ten.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # A deadline measures how busy the machine is; the suite has its own timeout per test.
