@@ -135,6 +135,14 @@ def train(rank: int, num_ranks: int, kind: str) -> dict[tuple[str, str], list[di
     return told
 
 
+def state_of(model: Pipeline | nn.Module) -> dict[str, Any]:
+    named = dict(model.named_parameters())
+    return {
+        "grads": {name: whole(param.grad) for name, param in named.items()},
+        "params": {name: whole(param) for name, param in named.items()},
+    }
+
+
 def history(pipe: Pipeline, replica: int) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=LR)
     told = []
@@ -142,13 +150,7 @@ def history(pipe: Pipeline, replica: int) -> list[dict[str, Any]]:
         optimizer.zero_grad()
         pipe.step(**batch(step, replica))
         optimizer.step()
-        named = dict(pipe.named_parameters())
-        told.append(
-            {
-                "grads": {name: whole(param.grad) for name, param in named.items()},
-                "params": {name: whole(param) for name, param in named.items()},
-            }
-        )
+        told.append(state_of(pipe))
     return told
 
 
@@ -166,13 +168,7 @@ def expected(way: str) -> list[dict[str, Any]]:
                 part = {name: value.chunk(NUM_MICROBATCHES)[i] for name, value in given.items()}
                 (model(**part)["loss"] / NUM_MICROBATCHES / 2).backward()
         optimizer.step()
-        named = dict(model.named_parameters())
-        told.append(
-            {
-                "grads": {name: whole(param.grad) for name, param in named.items()},
-                "params": {name: whole(param) for name, param in named.items()},
-            }
-        )
+        told.append(state_of(model))
     return told
 
 
