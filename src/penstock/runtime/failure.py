@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -114,13 +115,12 @@ class Board:
         return Board([place.aside() for place in self._places], self._note.aside())
 
 
-# A store, and the second connection to it. One for all boards of this process: to connect takes
-# seconds where torch, which logs the peer's name, has to wait for a name server.
-_connected: tuple[Any, Any] | None = None
+# The second connection to each store, for all boards of this process: to connect takes seconds
+# where torch, which logs the peer's name, has to wait for a name server.
+_aside: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _second_connection(store: Any) -> Any:
-    global _connected
-    if _connected is None or _connected[0] is not store:
-        _connected = (store, store.clone())
-    return _connected[1]
+    if store not in _aside:
+        _aside[store] = store.clone()
+    return _aside[store]
