@@ -27,7 +27,7 @@ ONE_CHANNEL = Channels(per_pair=True)
 
 
 def numbers(name: str) -> list[tuple[int, int, int]]:
-    """Some 130 ranks, microbatches and stages per rank: all that are small, and larger ones."""
+    """Some 220 ranks, microbatches and stages per rank: all that are small, and larger ones."""
     each = family(name)
     virtuals = [v for v in (1, 2, 3, 4) if each.virtuals is None or v in each.virtuals]
     # Of two copies of the model, numbers are even.
@@ -36,8 +36,10 @@ def numbers(name: str) -> list[tuple[int, int, int]]:
     small = product(range(1, ranks + 1), range(1, microbatches + 1), virtuals)
     taken = {(*each.nearest(p, m), v): None for p, m, v in small}
     random = Random(name)
-    while len(taken) < 130:
-        near = each.nearest(random.randint(1, 16), random.randint(1, 96 if even else 48))
+    while len(taken) < 220:
+        # Most of them in the smaller half: what takes long is to prove the largest.
+        most = random.choice((8, 8, 8, 8, 8, 16))
+        near = each.nearest(random.randint(1, most), random.randint(1, (6 if even else 3) * most))
         taken[*near, random.choice(virtuals)] = None
     return list(taken)
 
@@ -181,7 +183,7 @@ LAWS = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_builder_keeps_every_law_at_many_numbers(name: str) -> None:
+def test_every_builder_keeps_every_law_at_hundreds_of_numbers(name: str) -> None:
     for ranks, microbatches, virtual in numbers(name):
         program = build(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
         result = simulate(program)
