@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,7 +17,7 @@ from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, own_loss
 
-__all__ = ["others", "train", "whole_size", "wrapped"]
+__all__ = ["others", "train", "train_twice", "whole_size", "wrapped"]
 
 TIMEOUT_S = 20.0
 
@@ -47,6 +47,49 @@ def _train(rank: int, name: str, schedule: str) -> list[str]:
         tolerance = ROUNDING if tied else None
         assert_same(snapshot(pipe), snapshot(plain), tolerance=tolerance, partial=True)
     return [name for name, _ in pipe.named_parameters()]
+
+
+class Twice(nn.Module):
+    """Two layers, each of which is called twice: by both ranks, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, 8)
+        pair = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList([*pair, *pair])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def train_twice(rank: int, num_ranks: int, schedule: str) -> list[str]:
+    """Cut between the calls; returns the names of this rank's parameters."""
+    model = Twice()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model,
+        example=(torch.ones(2, 8),),
+        loss_fn=nn.functional.mse_loss,
+        split=[2, 2],
+        schedule=schedule,
+        n_microbatches=4,
+        timeout_s=TIMEOUT_S,
+    )
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+    for seed in range(2):
+        x, target = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(seed))
+        loss = pipe.step(x, target=target)
+        expected = plain_step(plain, nn.functional.mse_loss, x, target=target, n_microbatches=4)
+        assert loss is not None and torch.equal(loss, expected.loss)
+        for name, param in pipe.named_parameters():
+            torch.testing.assert_close(param.grad, wanted[name].grad, rtol=1e-6, atol=1e-7)
+    return [name for stage in pipe.stages for name, _ in stage.submod.named_parameters()]
 
 
 def others(rank: int, num_ranks: int) -> dict[str, Any]:

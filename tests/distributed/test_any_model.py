@@ -30,6 +30,23 @@ def test_trains_over_two_processes(plans: list[tuple[str, str]]) -> None:
         assert first and second
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_layers_that_both_ranks_call_get_the_gradients_of_both(schedule: str) -> None:
+    first, second = (o.result() for o in run_ranks(any_model.train_twice, 2, schedule))
+    assert first[2:] == [
+        "blocks.0.0.weight",
+        "blocks.0.0.bias",
+        "blocks.1.0.weight",
+        "blocks.1.0.bias",
+    ]
+    assert second[:4] == [
+        "blocks.2.0.weight",
+        "blocks.2.0.bias",
+        "blocks.3.0.weight",
+        "blocks.3.0.bias",
+    ]
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_wrapped_stages(kind: str) -> None:
     for outcome in run_ranks(any_model.wrapped, 1, kind):
