@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
+from penstock.runtime import c10d
 from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 
@@ -59,18 +59,24 @@ def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after:
         assert (after_it.kind, after_it.elapsed_s < 0.5) == ("PeerError", True)
 
 
-def die_unseen(rank: int, num_ranks: int) -> tuple[object, ...]:
-    """Rank 0 is killed while rank 1, busy, has yet to ask for the shapes of its second message."""
-    act = partial(os.kill, os.getpid(), signal.SIGKILL) if rank == 0 else partial(time.sleep, 1)
-    return tuple(attempt(make_step(rank, num_ranks, At(act, 1 - rank))))
+def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
+    """Rank 1 asks for a note where nothing can even be asked any more."""
+    group = torch.distributed.group.WORLD
+    transport = c10d.C10dTransport(group, CPU, 0, 60.0)
+    transport.begin()
+    if rank == 0:
+        return None
+    c10d._break_pairs(group, [0])
+    try:
+        transport.receive_note(0)
+    except RuntimeError as error:
+        return str(transport.fail(error))
+    return "nothing was raised"
 
 
-def test_what_is_asked_of_a_process_that_has_died() -> None:
-    _, outcome = run_ranks(die_unseen, 2)
-    broken = Attempt(*outcome.result())
-    assert broken.kind == "PeerError", broken.message
-    assert "waiting for rank 0" in broken.message
-    assert "may have died" in broken.message
+def test_what_can_not_even_be_asked_is_a_lost_peer() -> None:
+    _, second = run_ranks(ask_over_a_broken_connection, 2)
+    assert second.result().startswith("rank 1: the connection to rank 0 broke"), second.result()
 
 
 def fall_silent(rank: int, num_ranks: int, culprit: int) -> tuple[object, ...]:
