@@ -245,6 +245,16 @@ def test_the_time_limit_is_kept(limit_s: float, options: dict[str, bool]) -> Non
     assert_sound(found, UNEVEN)
 
 
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_the_time_limit_is_kept_with_a_thousand_stages(limit: int | None) -> None:
+    began, began_cpu = time.monotonic(), time.process_time()
+    found = search(ranks=4, microbatches=4, virtual=500, memory_limit=limit, time_limit_s=3)
+    took = min(time.monotonic() - began, time.process_time() - began_cpu)
+    assert took < 5
+    assert found.peak <= (limit or found.peak)
+    assert found.bound <= found.value < 1.5 * found.bound
+
+
 @pytest.mark.parametrize("ranks", [8, 16])
 @pytest.mark.parametrize("limit", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", [1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from penstock import build, simulate
+from penstock import Costs, build, simulate
 from penstock.schedule.action import Op
 from penstock.trace import Trace
 from penstock.view.palette import COLOURS
@@ -60,3 +60,15 @@ def test_a_plus_joins_the_parts_of_a_block() -> None:
     assert text.plain.count("+") == len(trace.blocks)
     assert "+ joins a block" in legend(trace).plain
     assert "block" not in legend(trace_of("1f1b")).plain
+
+
+def test_copies_have_lanes_and_colours_of_their_own() -> None:
+    program = build("po-f", ranks=2, virtual=1, microbatches=4)
+    trace = simulate(program, Costs(offload=1, reload=1)).trace
+    text = timeline(trace, width=120)
+    assert text.plain.count("to host") == text.plain.count("back") == 1
+    for op in (Op.OFFLOAD, Op.RELOAD):
+        copied = [span.action for span in trace.spans if span.action.op is op]
+        assert len(coloured(text, COLOURS[op]).split()) == len(copied) > 0
+    assert "offload to the host" in legend(trace).plain
+    assert "reload from the host" in legend(trace).plain

@@ -71,3 +71,22 @@ def test_parts_of_a_block_are_joined() -> None:
     assert " 0F3+3B1 --- " in to_text(trace, width=200)
     assert to_text(trace, width=200).count("+") == len(trace.blocks) == 6
     assert "F+B." in to_text(trace, width=60)
+
+
+def test_copies_have_lanes_below_their_ranks() -> None:
+    program = build("po-f", ranks=2, virtual=1, microbatches=3)
+    trace = simulate(program, Costs(offload=2, reload=1)).trace
+    lanes = to_text(trace, width=200).splitlines()
+    assert [lane[:9].strip() for lane in lanes] == ["rank 0", "to host", "back", "rank 1"]
+    computed, away, back = (lane[9:].split() for lane in lanes[:3])
+    assert len(computed) == len(away) == len(back)
+    assert away[away.index("O1") + 1] == "--"
+    for number in "12":
+        places = (
+            computed.index("F" + number),
+            away.index("O" + number),
+            back.index("R" + number),
+            computed.index("I" + number),
+        )
+        assert list(places) == sorted(set(places))
+    assert len(to_text(simulate(program).trace).splitlines()) == 2

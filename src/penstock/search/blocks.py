@@ -15,6 +15,7 @@ Source: arXiv:2405.15362, sec. 3 (building blocks and their lifespans).
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -160,32 +161,38 @@ def lay_block(problem: Problem, knobs: Knobs) -> Block:
 def _fit(
     busy: Sequence[tuple[float, float]], start: float, length: float, period: float
 ) -> float | None:
-    """The first time from ``start`` on at which ``length`` is free in every period."""
-    if not length:
+    """The first time from ``start`` on at which ``length`` is free in every period.
+
+    ``busy`` holds the pieces of the period that are taken, in order, no two of which touch.
+    """
+    if not length or not busy:
         return start
-    moves = 0
-    while moves <= 2 * len(busy):
-        phase = start % period
-        for low, high in busy:
-            for shift in (0.0, period):
-                if phase < high + shift - _NEAR and low + shift < phase + length - _NEAR:
-                    start += high + shift - phase
-                    moves += 1
-                    break
-            else:
-                continue
-            break
-        else:
+    phase = start % period
+    ahead = bisect_right(busy, phase + _NEAR, key=_end)
+    for place in range(ahead, ahead + len(busy) + 1):
+        turns, index = divmod(place, len(busy))
+        low, high = busy[index]
+        if low + turns * period >= phase + length - _NEAR:
             return start
+        start += high + turns * period - phase
+        phase = high + turns * period
     return None
 
 
 def _occupy(busy: list[tuple[float, float]], phase: float, length: float, period: float) -> None:
-    if not length:
-        return
-    if phase + length > period + _NEAR:
-        busy.append((phase, period))
-        busy.append((0.0, phase + length - period))
-    else:
-        busy.append((phase, phase + length))
-    busy.sort()
+    """Take a piece of the period, and what of it goes on in the next from its beginning."""
+    end = phase + length
+    for low, high in ((phase, min(end, period)), (0.0, end - period)):
+        if high > low + _NEAR:
+            since = bisect_left(busy, low - _NEAR, key=_end)
+            until = bisect_right(busy, high + _NEAR, key=_start)
+            touched = [(low, high), *busy[since:until]]
+            busy[since:until] = [(min(map(_start, touched)), max(map(_end, touched)))]
+
+
+def _start(piece: tuple[float, float]) -> float:
+    return piece[0]
+
+
+def _end(piece: tuple[float, float]) -> float:
+    return piece[1]

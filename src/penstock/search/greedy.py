@@ -146,6 +146,7 @@ class _State:
 
     __slots__ = (
         "changes",
+        "coming",
         "durations",
         "ends",
         "events",
@@ -153,15 +154,15 @@ class _State:
         "forwards",
         "free",
         "idle",
-        "kinds_of",
         "needs",
         "order",
         "patience",
         "priorities",
         "problem",
-        "ready",
+        "ranks",
         "rooms",
         "touched",
+        "urgent",
         "width",
         "windows",
     )
@@ -173,19 +174,24 @@ class _State:
         windows: Sequence[int] | None,
         patience: float,
     ) -> None:
-        ranks, kinds = range(problem.placement.num_ranks), range(problem.num_kinds)
+        ranks = range(problem.placement.num_ranks)
         self.problem, self.priorities, self.patience = problem, priorities, patience
         self.width = problem.num_microbatches
         self.needs, self.feeds, self.durations = problem.needs, problem.feeds, problem.durations
         self.touched = [(kind, *users) for kind, users in enumerate(problem.users)]
         self.changes, self.forwards = problem.changes, problem.placement.num_stages
-        self.kinds_of = [[k for k in kinds if problem.ranks[k] == rank] for rank in ranks]
+        self.ranks = problem.ranks
         self.rooms = [_Room(problem, rank) for rank in ranks]
         stages = problem.placement.num_stages
         self.windows = [self.width] * stages if windows is None else windows
-        self.ends: list[list[float]] = [[] for _ in kinds]
-        # When the next microbatch of each kind can run; infinite as long as that is not known.
-        self.ready = [inf if problem.needs[kind] else 0.0 for kind in kinds]
+        self.ends: list[list[float]] = [[] for _ in self.needs]
+        # Of each rank, as heaps, the kinds whose next microbatch can run: those that will, by
+        # when, and those that can by now, by how much they matter.
+        self.coming: list[list[tuple[float, int]]] = [[] for _ in ranks]
+        self.urgent: list[list[tuple[float, int]]] = [[] for _ in ranks]
+        for kind, needs in enumerate(self.needs):
+            if not needs:
+                heappush(self.coming[self.ranks[kind]], (0.0, kind))
         self.order: list[list[int]] = [[] for _ in ranks]
         self.free = [0.0 for _ in ranks]
         self.idle = [True for _ in ranks]
@@ -193,35 +199,42 @@ class _State:
 
     def choose(self, rank: int, now: float) -> tuple[int | None, float]:
         """The most urgent kind that can run now; or none, and when there may be one."""
-        ready, ends, priorities, forwards = self.ready, self.ends, self.priorities, self.forwards
-        chosen, urgency, wake = None, inf, inf
-        for kind in self.kinds_of[rank]:
-            at = ready[kind]
-            if at <= now:
-                asked = priorities[kind][len(ends[kind])]
-                if asked < urgency and (kind >= forwards or self.has_room(kind, rank)):
-                    chosen, urgency = kind, asked
-            elif at < wake:
-                wake = at
-        if self.patience and wake <= now + self.patience:
-            # A rank waits for the first of those that are more urgent.
-            coming = [
-                kind for kind in self.kinds_of[rank] if now < ready[kind] <= now + self.patience
-            ]
-            waits = [ready[k] for k in coming if priorities[k][len(ends[k])] < urgency]
-            if waits:
-                return None, min(waits)
+        coming, urgent = self.coming[rank], self.urgent[rank]
+        while coming and coming[0][0] <= now:
+            kind = heappop(coming)[1]
+            heappush(urgent, (self.asked(kind), kind))
+        without_room = []
+        while urgent and not self.has_room(urgent[0][1], rank):
+            without_room.append(heappop(urgent))
+        urgency, chosen = urgent[0] if urgent else (inf, None)
+        wake = coming[0][0] if coming else inf
+        until = now + self.patience
+        # A rank waits for the first of those that are more urgent.
+        if wake <= until and (
+            waits := [at for at, kind in coming if at <= until and self.asked(kind) < urgency]
+        ):
+            chosen, wake = None, min(waits)
+        elif urgent:
+            heappop(urgent)
+        for each in without_room:
+            heappush(urgent, each)
         return chosen, wake
 
-    def has_room(self, stage: int, rank: int) -> bool:
-        """Whether what one more forward leaves behind fits."""
-        ends = self.ends
+    def asked(self, kind: int) -> float:
+        """How urgent the next microbatch of a kind is."""
+        return self.priorities[kind][len(self.ends[kind])]
+
+    def has_room(self, kind: int, rank: int) -> bool:
+        """Whether what one more of a kind leaves behind fits; only forwards leave anything."""
+        if kind >= self.forwards:
+            return True
+        stage, ends = kind, self.ends
         held = len(ends[stage]) - len(ends[stage + 2 * self.forwards])
         return held < self.windows[stage] and self.rooms[rank].takes(stage, ends)
 
     def start(self, kind: int, rank: int, now: float) -> None:
         """Run the next microbatch of a kind; all that waits for it learns when it ends."""
-        ends, ready, needs = self.ends, self.ready, self.needs
+        ends, needs = self.ends, self.needs
         end = now + self.durations[kind]
         started = len(ends[kind])
         ends[kind].append(end)
@@ -236,17 +249,17 @@ class _State:
         # Of the kind itself the next microbatch is next, of its users perhaps this one.
         for user in self.touched[kind]:
             microbatch = len(ends[user])
-            if microbatch != started and user != kind:
+            if microbatch == self.width or (microbatch != started and user != kind):
                 continue
-            latest = 0.0 if microbatch < self.width else inf
+            latest = 0.0
             for before, delay in needs[user]:
                 done = ends[before]
                 if len(done) <= microbatch:
-                    latest = inf
                     break
                 if done[microbatch] + delay > latest:
                     latest = done[microbatch] + delay
-            ready[user] = latest
+            else:
+                heappush(self.coming[self.ranks[user]], (latest, user))
 
     def rest(self, rank: int, wake: float) -> None:
         """Let the rank wait until it is woken, or until then."""
@@ -258,10 +271,9 @@ class _State:
         """What came of it."""
         ends = self.ends
         assert all(len(done) == self.width for done in ends), "every order can be finished"
-        lasts = [max(ends[kind][-1] for kind in kinds) for kinds in self.kinds_of]
         return Placed(
             order=tuple(map(tuple, self.order)),
-            value=self.problem.value(lasts),
+            value=self.problem.value(self.free),
             ends=tuple(map(tuple, ends)),
         )
 
@@ -284,21 +296,19 @@ class _Room:
         if self.limit == inf:
             return True
         stages, sizes = self.stages, self.sizes
-        place = stages.index(stage)
-        if self.held + sizes[place] > self.limit:
+        chosen = stages.index(stage)
+        if self.held + sizes[chosen] > self.limit:
             return False
-        # Done, per stage: a later stage of the rank never has more forwards.
-        done = [len(ends[each]) for each in stages]
-        done[place] += 1
-        for place in range(1, len(stages)):
+        first = len(ends[stages[0]]) + (chosen == 0)
+        held = passed = 0.0
+        for place, each in enumerate(stages):
+            # Done here; a later stage of the rank never has more forwards.
+            done = len(ends[each]) + (place == chosen)
             # The first microbatch that still needs this stage and those after it: all before it
             # can be finished, and what they hold comes free; those from it on hold the stages
             # that they have passed.
-            microbatch = done[place]
-            if microbatch < done[0]:
-                lacks = self.rest[place]
-                for before in range(place):
-                    lacks += (done[before] - microbatch) * sizes[before]
-                if lacks > self.limit:
-                    return False
+            if done < first and self.rest[place] + held - done * passed > self.limit:
+                return False
+            held += done * sizes[place]
+            passed += sizes[place]
         return True

@@ -10,8 +10,9 @@ from functools import cache
 from rich.style import Style
 from rich.text import Text
 
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, COPIES
 from penstock.trace import Trace
+from penstock.view.lanes import drawn
 from penstock.view.palette import ink, name_of, shades
 from penstock.view.text import grid, to_text
 
@@ -19,7 +20,7 @@ __all__ = ["legend", "timeline"]
 
 
 def timeline(trace: Trace, *, width: int, colour: bool = True) -> Text:
-    """The timeline, a line per rank.
+    """The timeline, a line per rank, and below it what it copies to the host and back.
 
     Args:
         trace: measured or simulated.
@@ -28,10 +29,10 @@ def timeline(trace: Trace, *, width: int, colour: bool = True) -> Text:
     """
     if not colour:
         return Text(to_text(trace, width=width), end="", no_wrap=True)
-    drawn = grid(trace, width=width, brief=True)
+    cells = grid(trace, width=width, brief=True)
     colours = shades(trace)
     text = Text(end="", no_wrap=True)
-    for head, row in zip(drawn.heads, drawn.rows, strict=True):
+    for head, row in zip(cells.heads, cells.rows, strict=True):
         text.append(head)
         for cell in row:
             blank = " " * len(cell.text)
@@ -39,7 +40,7 @@ def timeline(trace: Trace, *, width: int, colour: bool = True) -> Text:
                 text.append(blank)
                 continue
             act = cell.span.action
-            label = cell.text if cell.begins and drawn.labelled else blank
+            label = cell.text if cell.begins and cells.labelled else blank
             if cell.joins:
                 label = "+" + label[1:]
             text.append(label, _box(colours[cell.span.rank, act.op, act.stage]))
@@ -48,11 +49,11 @@ def timeline(trace: Trace, *, width: int, colour: bool = True) -> Text:
 
 
 def legend(trace: Trace) -> Text:
-    """A line with the colours of what the trace computes."""
+    """A line with the colours of what the timeline shows."""
     colours = shades(trace)
     first: dict[str, str] = {}
-    for span in trace.spans:
-        if span.action.op in COMPUTE:
+    for span in drawn(trace):
+        if span.action.op in COMPUTE | COPIES:
             colour = colours[span.rank, span.action.op, span.action.stage]
             first.setdefault(name_of(span.action.op), colour)
     text = Text("\n")

@@ -5,18 +5,24 @@
 
 Where ranks hold several stages, labels name them, as in ``2F0``. A forward and a backward that are
 one block are joined, as in ``0F3+1B2``. Where there is no room for labels, each cell is the letter
-of its op, or ``+`` where it joins. Only what is computed is shown.
+of its op, or ``+`` where it joins. Shown is what is computed; and where copies to the host and back
+take time, they have lanes of their own below their rank's:
+
+    rank 0    F0 F1 F2 .. .. B0 --
+      to host .. O0 -- O1 -- .. ..
+      back    .. .. .. .. R0 -- ..
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.action import Action, Overlap
+from penstock.schedule.action import Action, Op, Overlap
 from penstock.trace import Span, Trace
+from penstock.view.lanes import drawn
 from penstock.view.palette import letter_of
 
 __all__ = ["Cell", "Grid", "grid", "to_text"]
@@ -24,6 +30,7 @@ __all__ = ["Cell", "Grid", "grid", "to_text"]
 _SMALLEST_WIDTH = 20
 # Times are sums of costs: two that differ by less than this share of a cell are one.
 _ROUNDING = 1e-9
+_COPIES = {Op.OFFLOAD: "  to host", Op.RELOAD: "  back"}
 
 
 def to_text(trace: Trace, *, width: int = 120) -> str:
@@ -34,8 +41,8 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         width: the longest line allowed, in characters, at least 20.
 
     Returns:
-        A line per rank, each ended by a line break. A cell shows what the rank was computing at
-        the cell's middle.
+        A line per rank, and per direction of its copies, each ended by a line break. A cell shows
+        what the rank was computing, or copying, at the cell's middle.
 
     Raises:
         ValueError: ``width`` is too small.
@@ -52,13 +59,13 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         rank 0  F0 .. .. .. B0 --
         rank 1  .. F0 B0 -- .. ..
     """
-    drawn = grid(trace, width=width)
+    cells = grid(trace, width=width)
     lines = []
-    for head, row in zip(drawn.heads, drawn.rows, strict=True):
-        line = head.removesuffix(" ") if drawn.labelled else head
+    for head, row in zip(cells.heads, cells.rows, strict=True):
+        line = head.removesuffix(" ") if cells.labelled else head
         for cell in row:
-            gap = ("+" if cell.joins else " ") if drawn.labelled else ""
-            line += gap + _text(cell, drawn.labelled)
+            gap = ("+" if cell.joins else " ") if cells.labelled else ""
+            line += gap + _text(cell, cells.labelled)
         lines.append(line.rstrip() + "\n")
     return "".join(lines)
 
@@ -86,7 +93,7 @@ class Grid:
 
     Args:
         heads: the name of each lane, of equal length.
-        rows: per lane, its cells.
+        rows: per lane, its cells; a rank's copies follow it.
         labelled: whether there was room for labels; else cells tell no more than the op.
     """
 
@@ -110,15 +117,15 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
     lanes = [trace.compute(rank) for rank in range(trace.num_ranks)]
-    heads = [f"rank {rank}" for rank in range(trace.num_ranks)]
+    spans = [span for lane in lanes for span in lane]
+    heads, lanes = _with_copies(trace, lanes)
     margin = max(map(len, heads), default=0) + 2
     room = width - margin
-    spans = [span for lane in lanes for span in lane]
     origin = min((span.start for span in spans), default=0.0)
     cell = min((s.end - s.start for s in spans if s.end > s.start), default=trace.makespan or 1.0)
     several = any(s.action.stage >= trace.num_ranks for s in spans)
     label = _brief_label if brief else _stage_label if several else _label
-    label_width = max((len(label(s.action)) for s in spans), default=1)
+    label_width = max((len(label(s.action)) for lane in lanes for s in lane), default=1)
     count = _num_cells(trace.makespan, cell)
     labelled = count * (label_width + (not brief)) - (not brief) <= room
     if not labelled and count > room:
@@ -134,6 +141,25 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
         rows=tuple(_cells(lane, times, label, label_width, block_of) for lane in lanes),
         labelled=labelled,
     )
+
+
+def _with_copies(
+    trace: Trace, lanes: Sequence[tuple[Span, ...]]
+) -> tuple[list[str], list[tuple[Span, ...]]]:
+    """The heads and spans of all lanes: what ranks compute, and below it what they copy."""
+    copies: dict[tuple[int, Op], list[Span]] = {}
+    for span in drawn(trace):
+        if span.action.op in _COPIES:
+            copies.setdefault((span.rank, span.action.op), []).append(span)
+    heads, found = [], []
+    for rank, computed in enumerate(lanes):
+        heads.append(f"rank {rank}")
+        found.append(computed)
+        for op, head in _COPIES.items():
+            if (rank, op) in copies:
+                heads.append(head)
+                found.append(tuple(copies[rank, op]))
+    return heads, found
 
 
 def _cells(
