@@ -32,6 +32,14 @@ __all__ = ["Outcome", "run_ranks"]
 
 Work = Callable[..., Any]
 
+# With torch's compiler and its sharded wrappers, which half of all models need.
+_IMPORTED = (
+    "penstock.assembly",
+    "penstock.partition.capture.capture",
+    "penstock.pipeline",
+    "penstock.training.checkpoint",
+    "torch.distributed.fsdp",
+)
 # A file of this name says that no rank is at work any more.
 OVER = "over"
 MAX_STAY_S = 20.0
@@ -111,9 +119,10 @@ def _outcome_path(folder: Path, rank: int) -> Path:
 
 
 def _context() -> Any:
-    # A server that has imported torch once and runs no thread: each rank is a cheap fork of it.
+    # A server that has imported once what is slow to import, and runs no thread: each rank is a
+    # cheap fork of it.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "penstock.pipeline", "penstock.assembly"])
+    context.set_forkserver_preload(list(_IMPORTED))
     return context
 
 
