@@ -45,9 +45,9 @@ def train_directed(rank: int, num_ranks: int, schedule: str, virtual: int) -> di
     made: list[str] = []
     make_group = torch_private.make_group
 
-    def make_gloo_group(ranks: Any, backend: str, name: str) -> dist.ProcessGroup:
+    def make_gloo_group(ranks: Any, backend: str, name: str, **options: Any) -> dist.ProcessGroup:
         made.append(f"{backend} {name.rpartition('/')[2]}")
-        return make_group(ranks, "gloo", name)
+        return make_group(ranks, "gloo", name, **options)
 
     torch_private.make_group = make_gloo_group
     pipeline_schedule.C10dTransport = Directed  # type: ignore[misc]
@@ -109,7 +109,7 @@ def order_of_group(rank: int, num_ranks: int) -> tuple[list[int], int, int]:
     """A group in an order of its own, made where the ranks are in different numbers of groups."""
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
-    group = torch_private.make_group([2, 0, 1], "gloo", "test")
+    group = torch_private.make_group([2, 0, 1], "gloo", "test", timeout_s=60.0)
     total = torch.tensor([rank])
     group.allreduce([total]).wait()
     return dist.get_process_group_ranks(group), group.rank(), int(total)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from penstock import Op, Pipeline, Program, StageError, build
 from penstock.schedule.passes import offload, recompute
+from penstock.stage.shelf import Shelf
 from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.models import features, gpt, images, mlp, token_loss, tokens
@@ -116,6 +117,18 @@ def test_activations_are_gone_in_the_meantime(way: object, held: int) -> None:
     # Not before the last microbatch has followed the others through the first stage.
     assert found[-1] <= held + (way is offload)
     assert (found[-1] >= held) and len(found) == 4
+
+
+def test_what_the_batch_holds_anyway_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    went: list[int] = []
+    whole = Shelf.offload
+    monkeypatch.setattr(Shelf, "offload", lambda shelf: went.append(whole(shelf)))
+    program = offload(build("gpipe", ranks=1, microbatches=4))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+    pipe = Pipeline([model], loss_fn=F.mse_loss, schedule=program)
+    pipe.step(torch.ones(32, 8), target=torch.ones(32, 16))
+    # Of the batch, of which microbatches are views, nothing; ReLU's output is all that is left.
+    assert went == [8 * 16 * 4] * 4
 
 
 def test_a_buffer_that_changes_late_can_not_be_recomputed() -> None:

@@ -126,12 +126,31 @@ def test_an_order_left_out_is_found(order: Order, monkeypatch: pytest.MonkeyPatc
         train(build("dualpipev", ranks=1, microbatches=4), monkeypatch, overlap=True)
 
 
+def test_a_block_forks_once_whatever_its_first_part_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the other part would wait for what this one waits for: a message, perhaps."""
+    program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    with recorded(monkeypatch) as recorder:
+        lanes = Lanes(recorder)
+        _, ((wait, run), (beside, _)), _ = lanes.plan(program.ranks[0], program.placement)
+        followed: list[tuple[Any, Any]] = []
+        monkeypatch.setattr(lanes._streams, "follow", lambda *pair: followed.append(pair))
+        with lanes:
+            followed.clear()
+            wait()
+            assert len(followed) == 2
+            run()
+            beside()
+            assert len(followed) == 2
+
+
 def test_the_caller_goes_on_after_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     with recorded(monkeypatch) as recorder:
         caller = recorder.current()
         lanes = Lanes(recorder)
-        *_, (enter_last,) = lanes.plan(program.ranks[0], program.placement)
+        *_, ((enter_last, _),) = lanes.plan(program.ranks[0], program.placement)
         with lanes:
             enter_last()
             assert recorder.current() is not caller

@@ -174,8 +174,11 @@ class Act:
             for part, action in enumerate(step.parts):
                 bound = self.players[action.stage].bind(action)
                 if plans is not None:
-                    enter = plans[number][part]
-                    bound = [replace(call, enter=enter) for call in bound]
+                    first, others = plans[number][part]
+                    bound = [
+                        replace(call, enter=others if place else first)
+                        for place, call in enumerate(bound)
+                    ]
                 calls += bound
         return calls
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.stage.trees import flatten
+
 __all__ = ["Batch"]
 
 
@@ -52,3 +54,8 @@ class Batch:
         self.outputs: list[Any] = [None] * num_microbatches
         self.losses: list[Tensor | None] = [None] * num_microbatches
         self.metrics: list[Any] = [None] * num_microbatches
+
+    def given(self, microbatch: int) -> list[Tensor]:
+        """The tensors that this rank was given for a microbatch."""
+        given = (each[microbatch] for each in (self.args, self.kwargs, self.targets) if each)
+        return [leaf for leaf in flatten(tuple(given))[0] if isinstance(leaf, Tensor)]

@@ -13,6 +13,7 @@ that is how a wait is broken here.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from penstock.runtime.nccl import as_wire, make_connections
 from penstock.runtime.transport import empty_tensors
 from penstock.runtime.watcher import Others, Watcher, Whom
 from penstock.stage.announcing import NOTE, key_of, store_of, withdraw
+from penstock.stage.device_streams import Event, streams_of
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["C10dTransport"]
@@ -47,6 +49,12 @@ MAX_HELD_BYTES = 16 << 20
 MAX_HELD_SENDS = 256
 # On a device, where the host runs ahead, and to let it do so costs no switch.
 MAX_AHEAD_BYTES = 512 << 20
+# How long a device may take, after a failure, to end the step before: what it has computed there
+# has been returned already. And how long to wait for communicators to be given up.
+MAX_SETTLE_S = 30.0
+MAX_ABORT_S = 5.0
+# Torch counts timeouts in whole numbers.
+MAX_TIMEOUT_S = 1e7
 
 
 class _Receipt:
@@ -108,8 +116,12 @@ class C10dTransport(ControlPlane):
         self._group = group
         self._device = device
         self._on_cuda = device.type == "cuda"
+        self._streams = streams_of(device)
+        # On a device, all that the last good step has given it.
+        self._last_step: Event = None
         self._up = self._down = self._control = group
-        self._connected = False
+        # Whether the groups are made, and whether all ranks are connected over them.
+        self._connected = self._is_joined = False
         self._held: defaultdict[int, _Held] = defaultdict(_Held)
         self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # Ranks with which connections are still to be made.
@@ -126,15 +138,33 @@ class C10dTransport(ControlPlane):
         if self._connected:
             return
         self._connected = True
+        has_control = torch_private.takes_cpu_tensors(self._group)
+        if self._on_cuda or not has_control:
+            self._await_all()
         if self._on_cuda:
             self._up, self._down = self._new_group("nccl", "up"), self._new_group("nccl", "down")
-        if not torch_private.takes_cpu_tensors(self._group):
+        if not has_control:
             self._control = self._new_group("gloo", "control")
-        self._watcher.look_at(self._board.aside(), replicas=False)
+        self._watcher.look_at(self._board.aside(), always=self._on_cuda)
+
+    def _await_all(self) -> None:
+        """Wait until every rank is about to make groups: torch's wait for them minds no board."""
+        store, key = store_of(self._group), key_of(self._group, f"{self._number}/here")
+        store.add(key, 1)
+        end = time.monotonic() + self._watcher.timeout_s
+        while store.add(key, 0) < self.num_ranks:
+            self._watcher.timed_out = time.monotonic() > end
+            failed = self._board.read(patient=True) is not None or self._board.is_lost
+            if failed or self._watcher.timed_out:
+                self._watcher.note_broken(Others.RANKS)
+                raise RuntimeError("ranks are missing where groups are made")
+            time.sleep(0.02)
 
     def _new_group(self, backend: str, purpose: str) -> dist.ProcessGroup:
         name = f"penstock/{self._group.group_name}/{self._processes}/{self._number}/{purpose}"
-        return torch_private.make_group(self._processes, backend, name)
+        # The watcher goes first; where torch's own waits end, NCCL ends the process.
+        timeout_s = min(2 * self._watcher.timeout_s + 60, MAX_TIMEOUT_S)
+        return torch_private.make_group(self._processes, backend, name, timeout_s=timeout_s)
 
     def introduce(self, peers: Iterable[int]) -> None:
         self._strangers.update(peers)
@@ -145,9 +175,14 @@ class C10dTransport(ControlPlane):
             make_connections(
                 self.rank, strangers, self._up, self._down, self._device, self._watched
             )
+        if self._on_cuda and not self._is_joined:
+            # For what is summed over all ranks, likewise before the first step.
+            scrap = torch.zeros(1, device=self._device)
+            self._watched(lambda: self._up.allreduce([scrap]).wait(), Others.RANKS)
+            self._is_joined = True
 
-    def _watched(self, call: Callable[[], object], peer: int) -> None:
-        self._watcher.waiting_for = ((), peer)
+    def _watched(self, call: Callable[[], object], whom: Whom) -> None:
+        self._watcher.waiting_for = ((), whom)
         call()
         self._watcher.waiting_for = None
 
@@ -211,8 +246,9 @@ class C10dTransport(ControlPlane):
     def post(self, start: Callable[[], Any], whom: Whom) -> Any:
         try:
             return start()
-        except RuntimeError:
-            self._watcher.note_broken(whom)
+        except RuntimeError as error:
+            if self._watcher.has_woken or torch_private.is_lost_connection(error):
+                self._watcher.note_broken(whom)
             raise
 
     def wait_for(self, works: Sequence[Any], whom: Whom) -> None:
@@ -235,7 +271,7 @@ class C10dTransport(ControlPlane):
         if groups != self._replicas:
             self._replicas = groups
             self._board = self._make_board()
-            self._watcher.look_at(self._board.aside(), replicas=bool(groups))
+            self._watcher.look_at(self._board.aside(), always=bool(groups) or self._on_cuda)
 
     @contextlib.contextmanager
     def among_replicas(self) -> Iterator[None]:
@@ -268,8 +304,7 @@ class C10dTransport(ControlPlane):
         # Also what was found: it may not have been told yet wherever this rank is heard.
         stands = self._board.write(found)
         if self._on_cuda:  # or the device would wait for messages for ever, and the host for it
-            _abort(self._up)
-            _abort(self._down)
+            self._give_up((self._up, self._down))
         if (stands.rank, stands.processes) != (self.rank, self._processes):
             return as_error(stands, self._processes)
         return error if isinstance(error, PeerError) else None
@@ -295,17 +330,30 @@ class C10dTransport(ControlPlane):
     def wake(self, whom: Whom) -> None:
         """Break the wait of the main thread for ``whom``. Called by the watcher, in its own
         thread."""
-        if whom is Others.REPLICAS:
-            for group in self._replicas:
-                if torch_private.takes_cpu_tensors(group):
-                    _break_pairs(group, range(group.size()))
-                if self._on_cuda:
-                    _abort(group)
-            return
-        _break_pairs(self._control, range(self.num_ranks) if isinstance(whom, Others) else [whom])
+        replicas = self._replicas if whom is Others.REPLICAS else ()
+        for group in filter(torch_private.takes_cpu_tensors, replicas):
+            _break_pairs(group, range(group.size()))
+        if whom is not Others.REPLICAS:
+            all_ranks = range(self.num_ranks)
+            _break_pairs(self._control, all_ranks if isinstance(whom, Others) else [whom])
         if self._on_cuda:
-            _abort(self._up)
-            _abort(self._down)
+            # Whomever the host waits for: the device may wait for a message before that.
+            self._give_up((*replicas, self._up, self._down))
+
+    def _give_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """End what the device does over ``groups``; what is left of the step before may end well,
+        since its results are the caller's."""
+        streams, last = self._streams, self._last_step
+        if streams is not None and last is not None:
+            with contextlib.suppress(RuntimeError):  # the device itself is broken
+                _poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
+        # All at once: a communicator may be freed only when no other one's kernel is running.
+        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + MAX_ABORT_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         self._watcher.stop()
@@ -318,6 +366,9 @@ class C10dTransport(ControlPlane):
 
     def end(self) -> None:
         self._watcher.rest()
+        if self._streams is not None:
+            self._last_step = self._last_step or self._streams.event()
+            self._streams.mark(self._last_step, self._streams.current())
 
 
 def _poll(read: Callable[[], Any], *, for_s: float) -> Any:

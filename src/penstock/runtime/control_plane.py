@@ -82,7 +82,10 @@ class ControlPlane(ABC):
         return shared
 
     def meet(self) -> None:
-        self._await(self._control.barrier, Others.RANKS)
+        # Of a group that has NCCL, too, a barrier of the host's, not of the device's.
+        options = dist.BarrierOptions()
+        options.device = torch.device("cpu")
+        self._await(lambda: self._control.barrier(options), Others.RANKS)
 
     def gather_notes(self, note: bytes) -> list[bytes]:
         lengths = self._gather(torch.tensor([len(note)], device="cpu"))

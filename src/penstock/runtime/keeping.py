@@ -10,7 +10,8 @@ The player runs forwards; the keeper says what is around them. It knows no messa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -31,10 +32,14 @@ class Keeper:
     Args:
         stage: the stage.
         done: the microbatches that are recomputed (RECOMPUTE) and offloaded (OFFLOAD).
+        given: the tensors of a microbatch that the batch holds.
     """
 
-    def __init__(self, stage: Stage, done: Mapping[Op, Set[int]]) -> None:
+    def __init__(
+        self, stage: Stage, done: Mapping[Op, Set[int]], given: Callable[[int], Sequence[Tensor]]
+    ) -> None:
         self._stage = stage
+        self._given = given
         self._recomputed = done.get(Op.RECOMPUTE, frozenset())
         self._offloaded = done.get(Op.OFFLOAD, frozenset())
         self._replayer = Replayer(stage.device)
@@ -76,7 +81,8 @@ class Keeper:
 
     def _collect(self, slot: Slot, forward: Callable[[Slot], None]) -> None:
         module = self._stage.submod
-        stays: list[Tensor] = [*module.parameters(), *module.buffers(), *(slot.arrival or ())]
+        held = (module.parameters(), module.buffers(), slot.arrival or ())
+        stays = [*chain.from_iterable(held), *self._given(slot.microbatch)]
         slot.shelf = Shelf(self._stage.device, stays, self._copier)
         with slot.shelf.collecting():
             forward(slot)

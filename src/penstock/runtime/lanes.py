@@ -33,6 +33,7 @@ from penstock.stage.device_streams import DeviceStreams, Stream
 
 __all__ = ["Lanes", "has_blocks", "why_in_turn"]
 
+_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 _BACKWARD = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
 
 # A stage and a microbatch → 0 or 1.
@@ -122,6 +123,8 @@ class _Planner:
         """What an action waits for; ``first``: of the calls of its step."""
         lane = self.place(act)
         if act.op in TRANSFERS:
+            # What is sent may have to be made contiguous first.
+            self._ahead[lane] |= act.op in _SENDS
             return Order.NOTHING
         found = Order.NOTHING
         if in_block:
@@ -150,22 +153,19 @@ class Lanes:
         self._lanes: tuple[Stream, Stream] = (self._beside, self._beside)
         self._now: Stream = None
 
-    def plan(self, steps: Sequence[Step], placement: Placement) -> list[list[Enter]]:
-        """For each step and each of its parts, what to call before each call of that part."""
+    def plan(self, steps: Sequence[Step], placement: Placement) -> list[list[tuple[Enter, Enter]]]:
+        """For each step and each of its parts, what to call before the first call of that part,
+        and before each of its others: a part that waits for a message, and then runs, has two."""
         planner = _Planner(assign(steps, placement))
-        plans: list[list[Enter]] = []
+        plans: list[list[tuple[Enter, Enter]]] = []
         for step in steps:
             in_block = can_overlap(step)
-            plans.append(
-                [
-                    partial(
-                        self._enter,
-                        planner.place(act),
-                        planner.order(act, in_block=in_block, first=number == 0),
-                    )
-                    for number, act in enumerate(step.parts)
-                ]
-            )
+            plan: list[tuple[Enter, Enter]] = []
+            for number, act in enumerate(step.parts):
+                order = planner.order(act, in_block=in_block, first=number == 0)
+                enter = partial(self._enter, planner.place(act))
+                plan.append((partial(enter, order), partial(enter, Order.NOTHING)))
+            plans.append(plan)
         return plans
 
     def _enter(self, lane: int, order: Order) -> None:

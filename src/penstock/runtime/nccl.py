@@ -17,6 +17,7 @@ device, and what it has sent is held until the device has sent it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def make_connections(
     up: dist.ProcessGroup,
     down: dist.ProcessGroup,
     device: torch.device,
-    watched: Callable[[Any, int], None],
+    watched: Callable[[Callable[[], object], int], None],
 ) -> None:
     """Make the connections with ``peers``, both ways: every one of them does so, too.
 
@@ -79,4 +80,8 @@ def make_connections(
         peer = high if rank == low else low
         for group, source in ((up, low), (down, high)):
             exchange = group.send if rank == source else group.recv
-            watched(lambda exchange=exchange, peer=peer: exchange([scrap], peer, 0).wait(), peer)
+            watched(partial(_complete, exchange, scrap, peer), peer)
+
+
+def _complete(exchange: Callable[..., Any], tensor: Tensor, peer: int) -> None:
+    exchange([tensor], peer, 0).wait()

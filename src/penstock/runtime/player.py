@@ -72,7 +72,7 @@ class Player:
         self._transport = transport
         self._inboxes = inboxes
         self._deferred = done.get(Op.INPUT_GRAD, frozenset())
-        self._keeper = Keeper(stage, done)
+        self._keeper = Keeper(stage, done, lambda microbatch: self.batch.given(microbatch))
         self._arrived = arrived
         self._lanes = lanes
         self.replicas: Replicas | None = None

@@ -6,6 +6,7 @@ Seen to work on torch 2.13.0 (``tests/runtime/test_torch_private.py`` says so ag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,9 @@ def profiler_is_on() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def make_group(ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGroup:
+def make_group(
+    ranks: Sequence[int], backend: str, name: str, *, timeout_s: float
+) -> dist.ProcessGroup:
     """A group of some processes, made by these alone.
 
     ``new_group`` names groups by how many this process is in already, which may differ from rank
@@ -53,6 +56,7 @@ def make_group(ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGro
         ranks: the processes, in the group's order; each of them calls.
         backend: ``"gloo"`` or ``"nccl"``.
         name: the same on each of them, and of no other group.
+        timeout_s: after how long torch itself ends a wait of theirs.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a pipeline's group"
@@ -66,7 +70,7 @@ def make_group(ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGro
             dist.Backend(backend),
             store,
             group_name=distributed_c10d.GroupName(name),
-            timeout=distributed_c10d._get_default_timeout(dist.Backend(backend)),
+            timeout=timedelta(seconds=timeout_s),
             group_desc="penstock",
         )
     finally:

@@ -63,7 +63,7 @@ class Watcher:
         self._awake = threading.Event()
         self._stopped = threading.Event()
         self._board: Board | None = None
-        self._minds_replicas = False
+        self._looks_always = False
 
     def start(self) -> None:
         """A step begins: look from now on."""
@@ -76,16 +76,17 @@ class Watcher:
         """No step is running: nothing to look at."""
         self._awake.clear()
 
-    def look_at(self, board: Board, *, replicas: bool) -> None:
+    def look_at(self, board: Board, *, always: bool) -> None:
         """Say where to look, before it starts or at any time.
 
         Args:
             board: one for this thread alone. It is made by others: connecting to the store of a
                 process that has died takes minutes, in which nobody would look.
-            replicas: whether there are replicas, for which torch may wait within any action.
+            always: whether to look even while nothing is waited for, since torch may wait within
+                any action: for replicas, or for what the device has been given.
         """
         self._board = board
-        self._minds_replicas = replicas
+        self._looks_always = always
 
     def note_broken(self, whom: Whom) -> None:
         """A message could not even be posted: as if it had been waited for in vain."""
@@ -113,10 +114,10 @@ class Watcher:
                 seen, since = waiting, time.monotonic()
             elif waiting is not None:
                 self._look_after(waiting, time.monotonic() - since, board)
-            elif self._minds_replicas and (board.read(patient=True) or board.is_lost):
+            elif self._looks_always and (board.read(patient=True) or board.is_lost):
                 # Sharded parameters are gathered by torch itself, within forwards. At the second
-                # look only: replicas that all make one mistake raise by themselves, and their
-                # groups stay whole.
+                # look only: ranks that all make one mistake raise by themselves, and the groups of
+                # replicas stay whole.
                 if was_told:
                     self.lost_the_store = board.is_lost
                     self._break(Others.REPLICAS)

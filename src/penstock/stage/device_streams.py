@@ -63,6 +63,10 @@ class DeviceStreams(Protocol):
         """Memory of the host that streams copy to and from by themselves."""
         ...
 
+    def is_over(self, event: Event) -> bool:
+        """Whether what ``event`` stands for is done; the host does not wait for it."""
+        ...
+
     def elapsed_s(self, first: Event, second: Event) -> float:
         """The time between two events that are over, in seconds."""
         ...
@@ -111,6 +115,9 @@ class CudaStreams:
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def is_over(self, event: Event) -> bool:
+        return bool(event.query())
 
     def elapsed_s(self, first: Event, second: Event) -> float:
         second.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["random_state", "set_random_state"]
+__all__ = ["random_state", "random_state_there", "set_random_state"]
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -20,6 +20,12 @@ def random_state(device: torch.device) -> Tensor:
         True
     """
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def random_state_there(device: torch.device) -> Tensor:
+    """The same on the device; the host does not wait for it."""
+    state = random_state(device)
+    return state.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else state
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:

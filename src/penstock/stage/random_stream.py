@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.generators import random_state, set_random_state
+from penstock.stage.generators import random_state, random_state_there, set_random_state
 from penstock.stage.trees import as_args
 
 __all__ = ["RandomStream", "draw_step_seed", "microbatch_rng"]
@@ -102,11 +102,7 @@ class RandomStream:
 
     def end(self, output: Any) -> Any:
         """After a forward: the output, with how far the stream has come."""
-        return (
-            output
-            if self._last
-            else (*as_args(output), random_state(self._device).to(self._device))
-        )
+        return output if self._last else (*as_args(output), random_state_there(self._device))
 
     def leave(self) -> None:
         """Put the generator back as the user had it."""
