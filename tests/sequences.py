@@ -111,6 +111,9 @@ def compare_steps(
         options: of the pipeline.
     """
     plain: Any = Whole(*copy.deepcopy(layers))
+    for module in plain.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # which a copy on a device loses, and is warned of
     pipe = Pipeline(layers, loss_fn=token_loss, schedule=program, **options)
     num = program.num_whole_microbatches
     for step in range(2):

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from penstock.errors import ScheduleError, StageError
 from penstock.partition.tied import Tie
-from penstock.runtime.group import default_device, process_group
+from penstock.runtime.group import chosen_device, process_group
 from penstock.runtime.loopback import loopback
+from penstock.runtime.moving import moved
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.schedule.program import Program
@@ -109,7 +110,7 @@ class Pipeline:
     ) -> None:
         from penstock.assembly import assemble  # with all that cuts models
 
-        self.device = torch.device(device) if device is not None else default_device()
+        self.device = chosen_device(device)
         self._group = process_group(group, self.device, ranks)
         # The other ranks may be waiting for this one in their first step.
         with announced(self._group):
@@ -156,7 +157,8 @@ class Pipeline:
         """Train on one batch: gradients are added to the parameters' ``.grad``.
 
         Args:
-            args: the model's inputs; ranks that do not hold the first stage may pass none.
+            args: the model's inputs; ranks that do not hold the first stage may pass none. What
+                lies on the CPU is moved to the stages' device.
             target: what the loss is computed against; likewise for the last stage. A model that
                 computes its own loss needs none.
             kwargs: the model's keyword arguments, and those of ``PipelineSchedule.step``.
@@ -175,6 +177,7 @@ class Pipeline:
             # The model may compute its loss itself, from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         watch = self._forecast.watch if self._forecast is not None else _nothing
+        args, target, kwargs = self._moved(args, target, kwargs)
         with watch(self._num_steps, self.device, alone=self._group is None):
             self._schedule.step(*args, target=target, **kwargs)
         self._num_steps += 1
@@ -202,7 +205,20 @@ class Pipeline:
             The model's output for the whole batch, where the last stage is; None elsewhere. With
             a target, ``losses`` holds the microbatches' losses afterwards, on every rank.
         """
+        args, target, kwargs = self._moved(args, target, kwargs)
         return self._schedule.eval(*args, target=target, **kwargs)
+
+    def _moved(
+        self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
+        """The arguments of ``step`` on the stages' device, where this process needs them."""
+        engine = self._schedule.engine
+        kept = {"losses": kwargs["losses"]} if "losses" in kwargs else {}
+        return (
+            moved(args, self.device) if engine.has_first else args,
+            moved(target, self.device) if engine.has_last else target,
+            moved(kwargs, self.device) | kept,
+        )
 
     # --- looking -----------------------------------------------------------------------------
 

@@ -14,9 +14,6 @@ from penstock.view.page import save_page
 
 from .conftest import Tab
 
-# One worker starts the browser.
-pytestmark = pytest.mark.xdist_group("browser")
-
 # Where on the screen a point of the plot is.
 PLACE = """([x, y]) => {
   const view = Bokeh.index.find_one(Bokeh.documents[0].get_model_by_name("timeline"))

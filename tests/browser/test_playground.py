@@ -16,9 +16,6 @@ from penstock import build, schedules, simulate
 
 from .conftest import Tab
 
-# One worker starts the browser.
-pytestmark = pytest.mark.xdist_group("browser")
-
 DATA = "() => Bokeh.documents[0].get_model_by_name('timeline boxes').data"
 # Sets a slider as its handle would, and resolves when the browser has drawn what came of it.
 SET = """([name, value]) => new Promise(done => {

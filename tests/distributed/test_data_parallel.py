@@ -24,9 +24,6 @@ from tests.distributed.replicas import (
     whole,
 )
 
-# Several tests look at one run: one worker has them all.
-pytestmark = pytest.mark.xdist_group("replicas of stages")
-
 NUM_STEPS = 3
 SCHEDULES = (
     "gpipe",

@@ -16,9 +16,6 @@ from penstock import PipelineStage, build, get_schedule_class
 from penstock.schedule.placement import Placement
 from tests.distributed.attempts import SOON_S, Attempt, Run, played
 
-# Several tests look at one run: one worker has them all.
-pytestmark = pytest.mark.xdist_group("failures")
-
 DIM = 4
 NUM_MICROBATCHES = 4
 CPU = torch.device("cpu")

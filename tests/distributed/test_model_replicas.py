@@ -21,9 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import Pipeline, pipe_split
 from penstock.testing.processes import run_ranks
 
-# Several tests look at one run: one worker has them all.
-pytestmark = pytest.mark.xdist_group("replicas of models")
-
 DIM, ROWS, NUM_MICROBATCHES, NUM_STEPS, LR = 6, 8, 4, 2, 0.1
 
 Batch = dict[str, Tensor]

@@ -6,7 +6,10 @@ is not shown here; that the same calls are made by all ranks in an order that en
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from penstock import Pipeline
 from penstock.runtime import pipeline_schedule, torch_private
 from penstock.runtime.c10d import C10dTransport
-from penstock.runtime.nccl import as_wire, pairs_of
+from penstock.runtime.nccl import as_wire, channels_of, pairs_of
+from penstock.runtime.watcher import Watcher
+from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
 from tests.models import features, mlp
@@ -33,6 +39,11 @@ class Directed(C10dTransport):
         super().__init__(*args)
         self._on_cuda = True
         self.met = []
+        self.gave_up = threading.Event()
+
+    def _give_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        super()._give_up(groups)
+        self.gave_up.set()
 
     def introduce(self, peers: Iterable[int]) -> None:
         peers = set(peers)
@@ -40,8 +51,8 @@ class Directed(C10dTransport):
         super().introduce(peers)
 
 
-def train_directed(rank: int, num_ranks: int, schedule: str, virtual: int) -> dict[str, Any]:
-    """Two steps beside the plain loop, after this rank alone has made groups of its own."""
+def take_the_way_of_nccl() -> list[str]:
+    """From now on, in this process; returns what groups are made, as they are."""
     made: list[str] = []
     make_group = torch_private.make_group
 
@@ -51,6 +62,12 @@ def train_directed(rank: int, num_ranks: int, schedule: str, virtual: int) -> di
 
     torch_private.make_group = make_gloo_group
     pipeline_schedule.C10dTransport = Directed  # type: ignore[misc]
+    return made
+
+
+def train_directed(rank: int, num_ranks: int, schedule: str, virtual: int) -> dict[str, Any]:
+    """Two steps beside the plain loop, after this rank alone has made groups of its own."""
+    made = take_the_way_of_nccl()
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     both = Twins(
@@ -84,6 +101,115 @@ def test_every_direction_has_its_group_and_connections_are_made_first(
         assert told["made"] == ["nccl up", "nccl down"]
         neighbours = {rank - 1, rank + 1} & set(range(ranks))
         assert neighbours <= set(told["met"])
+
+
+def fail(rank: int, num_ranks: int, when: str) -> tuple[str, str, float]:
+    """What each rank raises where the second fails, and after how many seconds."""
+    take_the_way_of_nccl()
+    pipe = Pipeline(mlp(2), loss_fn=F.mse_loss, schedule="1f1b", n_microbatches=4, timeout_s=60.0)
+    inputs, target = features(8, 0)
+    batch: dict[str, Any] = {"arg_mbs": [(inputs,)] * 3} if rank and when == "at first" else {}
+    if when == "later":
+        (transport,) = pipe._schedule.engine.transports
+        assert isinstance(transport, Directed)
+
+        microbatches = iter(range(4))
+
+        def forward(module: object, args: object) -> None:
+            if rank:
+                raise ValueError("3 ready microbatches")
+            # The first rank waits for its device, which nobody sees, and that for the second.
+            assert next(microbatches) == 0 or transport.gave_up.wait(30)
+
+        pipe.stages[0].submod.register_forward_pre_hook(forward)
+    began = time.monotonic()
+    try:
+        pipe.step(*([] if batch else [inputs]), target=target, **batch)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "nothing was raised", 0.0
+
+
+@pytest.mark.parametrize(("when", "own"), [("at first", "ValueError"), ("later", "StageError")])
+def test_a_failure_is_heard_where_no_wait_of_ours_is(when: str, own: str) -> None:
+    """While torch makes groups, and while the host waits for the device."""
+    first, second = (outcome.result() for outcome in run_ranks(fail, 2, when, timeout_s=90))
+    assert first[0] == "PeerError" and second[0] == own
+    for _, message, elapsed_s in (first, second):
+        assert "3 ready microbatches" in message
+        assert elapsed_s < 5
+
+
+class Group:
+    """A group that notes what is asked of it, and a work that is done."""
+
+    def __init__(self, noted: list[Any]) -> None:
+        self.noted = noted
+
+    def abort(self) -> None:
+        self.noted.append("abort")
+
+    def barrier(self, options: dist.BarrierOptions) -> Group:
+        self.noted.append(options.device)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class Busy:
+    """Of a device's streams, whether the step before is over: at the third look."""
+
+    def __init__(self, noted: list[Any]) -> None:
+        self.noted = noted
+
+    def is_over(self, event: object) -> bool:
+        self.noted.append(event)
+        return len(self.noted) > 2
+
+
+def test_the_step_before_ends_before_its_messages_are_given_up() -> None:
+    noted: list[Any] = []
+    transport: Any = object.__new__(C10dTransport)
+    transport._streams, transport._last_step = Busy(noted), "the step before"
+    transport._give_up([Group(noted), Group(noted)])
+    assert noted == ["the step before"] * 3 + ["abort"] * 2
+
+
+def test_ranks_meet_on_the_host() -> None:
+    """In a group that has NCCL as well, a barrier would be one of the devices."""
+    noted: list[Any] = []
+    transport: Any = object.__new__(C10dTransport)
+    transport._watcher, transport._control = Watcher(1.0, noted.append), Group(noted)
+    transport.meet()
+    assert noted == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("value", ["1", "8", None])
+def test_one_queue_for_all_streams_asks_for_one_order_per_pair(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    assert channels_of(torch.device("cuda", 0)).per_pair == (value == "1")
+    assert channels_of(torch.device("cpu")) == TWO_WAY
+
+
+def dropped(rank: int, num_ranks: int) -> int:
+    """How many threads are left of pipelines that are gone."""
+    for _ in range(3):
+        both = Twins(mlp(2), F.mse_loss, schedule="1f1b", n_microbatches=4, timeout_s=60.0)
+        inputs, target = features(8, 0)
+        both.step(inputs, target=target)
+        del both
+        gc.collect()
+    return sum(thread.name == "penstock-watcher" for thread in threading.enumerate())
+
+
+def test_a_pipeline_that_is_dropped_leaves_no_thread() -> None:
+    for outcome in run_ranks(dropped, 2):
+        assert outcome.result() == 0
 
 
 @given(st.integers(2, 8), st.data())

@@ -20,9 +20,6 @@ from tests.distributed import workers
 from tests.distributed.workers import Plan
 from tests.models import CASES, features
 
-# Several tests look at one run: one worker has them all.
-pytestmark = pytest.mark.xdist_group("training")
-
 
 def results(work: Any, ranks: int, *args: Any) -> list[Any]:
     """What each rank returns."""

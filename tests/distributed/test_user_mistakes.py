@@ -28,9 +28,6 @@ from penstock import (
 )
 from tests.distributed.attempts import SOON_S, Attempt, Run, played
 
-# Several tests look at one run: one worker has them all.
-pytestmark = pytest.mark.xdist_group("mistakes")
-
 DIM = 4
 CPU = torch.device("cpu")
 BATCH = torch.ones(8, DIM)

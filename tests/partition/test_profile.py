@@ -26,9 +26,6 @@ from penstock.partition.modules.by_module import split_by_module
 from penstock.schedule.placement import Placement, linear, looped, v_shape
 from tests.real_models import REAL_MODELS
 
-# Several tests look at one run: one worker has them all.
-pytestmark = pytest.mark.xdist_group("profile")
-
 DIM = 8
 
 

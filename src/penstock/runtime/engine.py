@@ -7,6 +7,7 @@ stands above it (``schedules.py``, ``pipeline.py``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from penstock.runtime.act import Act
 from penstock.runtime.agreement import digest, hold_together
 from penstock.runtime.batch import Batch
 from penstock.runtime.call import Call
+from penstock.runtime.nccl import channels_of
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
 from penstock.runtime.role import LossFn, Role
 from penstock.runtime.sharing import Sharing
@@ -27,6 +29,7 @@ from penstock.runtime.streams import make_streams, share_step_seed
 from penstock.runtime.transport import Transport
 from penstock.runtime.wrappers import Wrappers
 from penstock.schedule.action import Op
+from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
@@ -100,11 +103,16 @@ class Engine:
         self._wrappers = Wrappers(self.stages)
         self._asked = program
         self._sharding = self._wrappers.sharding
-        self.program = _lowered(program, sharding=self._sharding)
-        self.eval_program = check(lower(forward_only(program)))
+        self._channels = channels_of(device)
+        self.program = _lowered(program, self._sharding, self._channels)
+        self.eval_program = check(
+            lower(forward_only(program), channels=self._channels), self._channels
+        )
         self._train = self._act(self.program, train=True)
         self._eval = self._act(self.eval_program, train=False)
         self._last = self._train
+        # Transports have threads, which would outlive an engine that is dropped.
+        weakref.finalize(self, _close, self.transports).atexit = False
 
     def _act(self, program: CheckedProgram, *, train: bool) -> Act:
         role = Role(
@@ -209,7 +217,7 @@ class Engine:
         self._wrappers.look()
         if self._wrappers.sharding is not self._sharding:
             self._sharding = self._wrappers.sharding
-            self.program = _lowered(self._asked, sharding=self._sharding)
+            self.program = _lowered(self._asked, self._sharding, self._channels)
             self._train.rebind(self.program)
 
     @contextmanager
@@ -266,6 +274,7 @@ class Engine:
             "the program": self._digest,
             "dynamic_shapes": self.options.dynamic_shapes,
             "microbatch_rng": self.options.microbatch_rng,
+            "CUDA_DEVICE_MAX_CONNECTIONS=1": self._channels.per_pair,
             "having a loss_fn": self.options.loss_fn is not None,
             "what stages share": self._sharing.facts,
         }
@@ -289,18 +298,22 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the transports' threads."""
-        for transport in self.transports:
-            transport.close()
+        _close(self.transports)
 
 
-def _lowered(program: Program, *, sharding: bool) -> CheckedProgram:
+def _close(transports: Sequence[Transport]) -> None:
+    for transport in transports:
+        transport.close()
+
+
+def _lowered(program: Program, sharding: bool, channels: Channels) -> CheckedProgram:
     """The program that runs.
 
     Raises:
         ScheduleError: it has problems, worded where possible in the steps of ``program`` itself.
     """
     try:
-        return check(lower(program, sharding=sharding))
+        return check(lower(program, sharding=sharding, channels=channels), channels)
     except ScheduleError:
         check(program)
         raise

@@ -8,20 +8,37 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, ScheduleError
+from penstock.runtime.torch_private import make_group, takes_cpu_tensors
+from penstock.stage.announcing import key_of
+from penstock.stage.device_streams import indexed
 
-__all__ = ["default_device", "from_first_rank", "gather_state", "process_group"]
+__all__ = ["chosen_device", "from_first_rank", "gather_state", "process_group"]
+
+# How long torch waits for ranks that gather objects.
+_OBJECTS_TIMEOUT_S = 1800.0
 
 
-def default_device() -> torch.device:
-    """The CPU, or under torchrun with GPUs this process's GPU."""
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
+def chosen_device(asked: torch.device | str | None) -> torch.device:
+    """The device that is asked for, with its index; the CPU, or under torchrun with GPUs this
+    process's GPU, where none is.
+
+    Example:
+        >>> chosen_device("cpu")
+        device(type='cpu')
+    """
+    local_rank = os.environ.get("LOCAL_RANK")
+    if asked is None:
+        asked = "cuda" if local_rank is not None and torch.cuda.is_available() else "cpu"
+    device = torch.device(asked)
+    if device.type == "cuda" and device.index is None and local_rank is not None:
+        return torch.device("cuda", int(local_rank))
+    return indexed(device)
 
 
 def process_group(
@@ -39,9 +56,12 @@ def process_group(
     """
     if not dist.is_available():
         return None
-    if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    makes = group is None and not dist.is_initialized()
+    makes = makes and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if device.type == "cuda" and (makes or dist.is_initialized()):
+        # Torch takes the current device where it is told none: to gather objects, for one.
+        torch.cuda.set_device(device)
+    if makes:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -69,7 +89,8 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) ->
             told[0] = make()
         except PenstockError as error:
             told[1] = error
-    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
+    source = dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(told, src=source, group=_of_objects(group))
     text, failure = told
     if failure is not None:
         raise failure
@@ -88,8 +109,22 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
     if group is None:
         return mine
     parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine, group=group)
+    dist.all_gather_object(parts, mine, group=_of_objects(group))
     return {name: value for part in parts for name, value in part.items()}
+
+
+# By group, one of the same ranks that moves objects by the host's memory, not by the device's.
+_objects: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _of_objects(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if takes_cpu_tensors(group):
+        return group
+    if group not in _objects:
+        ranks = dist.get_process_group_ranks(group)
+        name = key_of(group, "objects")
+        _objects[group] = make_group(ranks, "gloo", name, timeout_s=_OBJECTS_TIMEOUT_S)
+    return _objects[group]
 
 
 def _whole(value: Any) -> Any:

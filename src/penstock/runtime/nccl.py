@@ -12,10 +12,15 @@ other in another one. So connections are made before the first step, pair by pai
 Of the pairs that are not made yet the first in this order is always one that both ranks are at.
 After that the host waits for nothing; works only order streams. It therefore runs ahead of the
 device, and what it has sent is held until the device has sent it.
+
+Where the device has but one queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``), what waits
+at its head holds up all behind it: a receive would hold up the compute that the peer waits for. So
+messages then go in one order per pair of ranks, as over one channel.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["as_wire", "make_connections", "pairs_of"]
+from penstock.schedule.channels import Channels
+
+__all__ = ["as_wire", "channels_of", "make_connections", "pairs_of"]
 
 # The kinds of numbers that NCCL moves by name. All others it moves as bytes.
 _KNOWN = frozenset(
@@ -45,6 +52,12 @@ def as_wire(tensor: Tensor) -> Tensor:
     if tensor.dtype in _KNOWN:
         return tensor
     return tensor.resolve_conj().reshape(-1).view(torch.uint8)
+
+
+def channels_of(device: torch.device) -> Channels:
+    """How messages travel between the ranks of programs that run on such a device."""
+    has_one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return Channels(per_pair=device.type == "cuda" and has_one_queue)
 
 
 def pairs_of(rank: int, peers: Iterable[int]) -> Iterator[tuple[int, int]]:

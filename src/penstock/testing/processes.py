@@ -152,7 +152,6 @@ def _main(
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
-        LOCAL_RANK=str(rank),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",

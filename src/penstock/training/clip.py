@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import StageError
+from penstock.runtime.torch_private import takes_cpu_tensors
 from penstock.stage.counted import counts_here
+from penstock.stage.device_streams import indexed
 
 __all__ = ["clip_grad_norm_"]
 
@@ -68,7 +70,7 @@ def clip_grad_norm_(
     if full_tensor is not None:
         total = full_tensor()
     if dist.is_available() and dist.is_initialized():
-        total = _over_ranks(total, norm_type, group, _device(mine))
+        total = _over_ranks(total, norm_type, group, _device(mine, group))
     if error_if_nonfinite and not torch.isfinite(total):
         raise StageError(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
@@ -78,8 +80,13 @@ def clip_grad_norm_(
     return total
 
 
-def _device(parameters: list[Tensor]) -> torch.device:
-    return parameters[0].device if parameters else torch.device("cpu")
+def _device(parameters: list[Tensor], group: dist.ProcessGroup | None) -> torch.device:
+    if parameters:
+        return parameters[0].device
+    group = group or dist.group.WORLD
+    assert group is not None, "there is a default group"
+    # A rank without parameters takes part, over whatever the others' norms travel.
+    return indexed(torch.device("cpu" if takes_cpu_tensors(group) else "cuda"))
 
 
 def _over_ranks(
