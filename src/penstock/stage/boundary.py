@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.stage.spread import MeshOf, local_part, unknown_mesh, whole
 from penstock.stage.tensor_meta import Plain, TensorMeta, decode_leaf, encode_leaf, plain_tag
 from penstock.stage.trees import Leaf, as_args, decode_tree, encode_tree, flatten
 
@@ -58,7 +59,7 @@ class BoundarySpec:
         self.in_order = all(meta.order is None for meta in self.metas)
         # The common case, kept fast: one tensor and nothing else.
         self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
-        if not self.metas:
+        if not self.metas or self.metas[0].spread is not None:
             self.single = None
 
     def tensors(self, output: Any) -> Sequence[Tensor]:
@@ -83,7 +84,7 @@ class BoundarySpec:
                     raise _mismatch(slot, expected, leaf)
             elif isinstance(leaf, Tensor) or not _same_plain(leaf, expected):
                 raise _mismatch(slot, expected, leaf)
-        return [leaves[i] for i in self.tensor_leaves]
+        return [local_part(leaves[i]) for i in self.tensor_leaves]
 
     def check_static(self, given: BoundarySpec | None, what: str) -> None:
         """Hold this spec against the shapes and dtypes that the user gave in advance.
@@ -129,13 +130,21 @@ class BoundarySpec:
         pairs = zip(self.grad_metas, grads, strict=True)
         return [None if grad is None else meta.unpack(grad) for meta, grad in pairs]
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The next stage's positional arguments, from the tensors that crossed."""
+    def arguments(
+        self, tensors: Sequence[Tensor], mesh_of: MeshOf = unknown_mesh
+    ) -> tuple[Any, ...]:
+        """The next stage's positional arguments, from the tensors that crossed.
+
+        Args:
+            tensors: what arrived, laid out as it left.
+            mesh_of: over what tensors are spread here, where they are.
+        """
         if self.single is not None:
             return (tensors[0],)
         leaves = list(self.leaves)
-        for i, tensor in zip(self.tensor_leaves, tensors, strict=True):
-            leaves[i] = tensor
+        for i, tensor, meta in zip(self.tensor_leaves, tensors, self.metas, strict=True):
+            spread = meta.spread
+            leaves[i] = tensor if spread is None else whole(tensor, spread, mesh_of(spread))
         args: Any = optree.tree_unflatten(self.tree, leaves)
         return args  # type: ignore[no-any-return]  # as_args made it a tuple
 

@@ -50,7 +50,9 @@ class PipelineStage(ExchangingStage):
         group: the pipeline's process group; the default group if None.
         dw_builder: makes, after each backward, a callable that computes the weight gradients,
             for modules that split their backward by themselves.
-        get_mesh: accepted for compatibility: tensors cross as local tensors.
+        get_mesh: called with the names of a mesh's dimensions, and None, where a DTensor comes
+            from the stage before; returns this rank's mesh of these names. If None, it is the
+            mesh with such dimensions over which a parameter of the module is spread.
 
     Raises:
         StageError: the index is out of range, or static gradients do not match static values.

@@ -22,6 +22,7 @@ from penstock.stage.carry import Carry
 from penstock.stage.device_streams import indexed
 from penstock.stage.random_stream import RandomStream
 from penstock.stage.slots import Slot
+from penstock.stage.spread import Spread, find_mesh, unknown_mesh
 from penstock.stage.torch_private import run_backward
 from penstock.stage.trees import flatten
 from penstock.stage.writable import InputWriter
@@ -72,6 +73,9 @@ class Stage:
         # What crosses its boundaries, where the user has said so in advance.
         self.static_inputs: BoundarySpec | None = None
         self.static_outputs: BoundarySpec | None = None
+        # Says by names of its dimensions over which mesh tensors are spread; those found so far.
+        self.get_mesh: Callable[..., Any] | None = None
+        self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         # What crossed them last.
         self.inputs_spec: BoundarySpec | None = None
         self.outputs_spec: BoundarySpec | None = None
@@ -97,7 +101,22 @@ class Stage:
         slot.leaves = [tensors[i].requires_grad_() for i in spec.grad_slots]
         if slot.leaves and self._writer.may_write(self.submod):
             tensors = self._writer.lend(tensors)
-        return spec.arguments(tensors)
+        return spec.arguments(tensors, self.mesh_of)
+
+    def mesh_of(self, spread: Spread) -> Any:
+        """The mesh of this stage over which what it receives is spread.
+
+        Raises:
+            BoundaryError: nothing says which.
+        """
+        if spread.mesh not in self._meshes:
+            names = tuple(name for name, _ in spread.mesh)
+            if self.get_mesh is not None:
+                found = self.get_mesh(names, None)
+            else:
+                found = find_mesh(spread, self.submod.parameters()) or unknown_mesh(spread)
+            self._meshes[spread.mesh] = found
+        return self._meshes[spread.mesh]
 
     @property
     def may_write_inputs(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.stage.spread import Spread, local_part, spread_of
 
 __all__ = ["Plain", "TensorMeta", "decode_leaf", "encode_leaf", "plain_tag"]
 
@@ -27,21 +28,26 @@ class TensorMeta:
         requires_grad: whether the producing stage needs its gradient.
         order: its dimensions as they lie in memory, outermost first, where that is another order
             than their own (channels last, transposed): so it arrives as it left. None otherwise.
+        spread: how it is spread over a mesh of devices, if it is: then the rest is about this
+            rank's part of it.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
     order: tuple[int, ...] | None = None
+    spread: Spread | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """The description of ``tensor``."""
+        part = local_part(tensor)
         return cls(
-            shape=tensor.shape,
-            dtype=tensor.dtype,
+            shape=part.shape,
+            dtype=part.dtype,
             requires_grad=tensor.requires_grad,
-            order=_order_in_memory(tensor),
+            order=_order_in_memory(part),
+            spread=spread_of(tensor),
         )
 
     @property
@@ -66,6 +72,10 @@ class TensorMeta:
         One that needs no gradient any more fits (its producer was frozen since); one that needs
         a gradient which nobody would send back does not.
         """
+        if self.spread is not None or type(tensor) is not Tensor:
+            if spread_of(tensor) != self.spread:
+                return False
+            tensor = local_part(tensor)
         return (
             tensor.shape == self.shape
             and tensor.dtype is self.dtype
@@ -75,7 +85,8 @@ class TensorMeta:
     def __str__(self) -> str:
         """``float32 (4, 512), with gradient``."""
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name} {tuple(self.shape)}, {'with' if self.requires_grad else 'no'} gradient"
+        told = f"{name} {tuple(self.shape)}, {'with' if self.requires_grad else 'no'} gradient"
+        return told if self.spread is None else f"{told}, {self.spread}"
 
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
@@ -106,7 +117,8 @@ def plain_tag(value: Plain) -> str | None:
 def encode_leaf(leaf: TensorMeta | Plain) -> list[Any]:
     if isinstance(leaf, TensorMeta):
         dtype = str(leaf.dtype).removeprefix("torch.")
-        return ["tensor", list(leaf.shape), dtype, leaf.requires_grad, leaf.order]
+        spread = None if leaf.spread is None else leaf.spread.encode()
+        return ["tensor", list(leaf.shape), dtype, leaf.requires_grad, leaf.order, spread]
     tag = plain_tag(leaf)
     match tag:
         case "bool" | "int" | "str":
@@ -125,12 +137,13 @@ def encode_leaf(leaf: TensorMeta | Plain) -> list[Any]:
 
 def decode_leaf(data: list[Any]) -> TensorMeta | Plain:
     match data:
-        case ["tensor", shape, dtype, requires_grad, order]:
+        case ["tensor", shape, dtype, requires_grad, order, spread]:
             return TensorMeta(
                 shape=torch.Size(shape),
                 dtype=_dtype(dtype),
                 requires_grad=requires_grad,
                 order=None if order is None else tuple(order),
+                spread=None if spread is None else Spread.decode(spread),
             )
         case ["float", value]:
             return float.fromhex(value)

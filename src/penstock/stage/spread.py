@@ -1,0 +1,154 @@
+"""Tensors that are spread over a mesh of devices (DTensor): their local parts cross.
+
+    stage 0, rank 0 of 2   x[:4] ─────► stage 1, rank 0 of 2   x[:4]     each part to its like,
+    stage 0, rank 1 of 2   x[4:] ─────► stage 1, rank 1 of 2   x[4:]     with how they are one
+
+What crosses is described as data: the mesh by the names and sizes of its dimensions, since the mesh
+of the next stage is another one. ``torch.distributed.tensor`` takes a second to import, so that it
+is not imported here before a user's code has done so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.errors import BoundaryError
+
+__all__ = ["MeshOf", "Spread", "find_mesh", "local_part", "spread_of", "unknown_mesh", "whole"]
+
+_MODULE = "torch.distributed.tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How local parts make one tensor.
+
+    Args:
+        mesh: the names of the mesh's dimensions, and their sizes.
+        placements: for each of these, what it does: ``("shard", dim)``, ``("replicate", None)`` or
+            ``("partial", op)``.
+        shape: of the whole tensor.
+        stride: likewise.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    placements: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def encode(self) -> list[Any]:
+        """Lists of plain values, to be read by ``decode``."""
+        return [self.mesh, self.placements, self.shape, self.stride]
+
+    @classmethod
+    def decode(cls, data: list[Any]) -> Spread:
+        """What ``encode`` wrote."""
+        mesh, placements, shape, stride = data
+        return cls(
+            mesh=tuple((str(name), int(size)) for name, size in mesh),
+            placements=tuple((str(kind), what) for kind, what in placements),
+            shape=tuple(shape),
+            stride=tuple(stride),
+        )
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
+        placed = ", ".join(
+            f"{kind} {what}" if what is not None else kind for kind, what in self.placements
+        )
+        return f"{placed} over ({mesh}), {tuple(self.shape)} in all"
+
+
+MeshOf: TypeAlias = Callable[[Spread], Any]
+"""The mesh over which a received tensor is spread."""
+
+
+def spread_of(tensor: Tensor) -> Spread | None:
+    """How ``tensor`` is spread; None where it is whole.
+
+    Raises:
+        BoundaryError: it is spread in a way that has no name here.
+    """
+    if not _is_spread(tensor):
+        return None
+    spread: Any = tensor
+    return Spread(
+        mesh=_dimensions(spread.device_mesh),
+        placements=tuple(map(_described, spread.placements)),
+        shape=tuple(spread.shape),
+        stride=tuple(spread.stride()),
+    )
+
+
+def _is_spread(tensor: Tensor) -> bool:
+    if type(tensor) is Tensor:
+        return False
+    kinds = sys.modules.get(_MODULE)
+    return kinds is not None and isinstance(tensor, kinds.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, with its graph; a whole tensor as it is."""
+    if not _is_spread(tensor):
+        return tensor
+    spread: Any = tensor
+    part: Tensor = spread.to_local()
+    return part
+
+
+def whole(part: Tensor, spread: Spread, mesh: Any) -> Tensor:
+    """The tensor of which ``part`` is this rank's, with its graph."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    made: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
+    placements = [made[k]() if what is None else made[k](what) for k, what in spread.placements]
+    shape = torch.Size(spread.shape)
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=shape, stride=spread.stride
+    )
+
+
+def unknown_mesh(spread: Spread) -> Any:
+    """Where nothing says what the mesh is.
+
+    Raises:
+        BoundaryError: always.
+    """
+    raise BoundaryError(
+        f"a tensor came that is spread as {spread}, and nothing says over which mesh here: pass "
+        "get_mesh= to PipelineStage, or have a parameter that is spread over it"
+    )
+
+
+def find_mesh(spread: Spread, tensors: Iterable[Tensor]) -> Any:
+    """The mesh with such dimensions over which one of ``tensors`` is spread; None without one."""
+    for tensor in filter(_is_spread, tensors):
+        found: Any = tensor
+        if _dimensions(found.device_mesh) == spread.mesh:
+            return found.device_mesh
+    return None
+
+
+def _dimensions(mesh: Any) -> tuple[tuple[str, int], ...]:
+    names = mesh.mesh_dim_names or tuple(f"dim {i}" for i in range(mesh.ndim))
+    return tuple(zip(names, mesh.shape, strict=True))
+
+
+def _described(placement: Any) -> tuple[str, Any]:
+    kinds: Any = sys.modules[_MODULE]
+    if type(placement) is kinds.Shard:
+        return ("shard", placement.dim)
+    if type(placement) is kinds.Replicate:
+        return ("replicate", None)
+    if type(placement) is kinds.Partial:
+        return ("partial", placement.reduce_op)
+    raise BoundaryError(
+        f"a tensor spread as {placement} can't cross between stages; redistribute it to Shard(), "
+        "Replicate() or Partial() first, or return its to_local()"
+    )

@@ -1,0 +1,116 @@
+"""Stages whose tensors are spread over a mesh of their own: DTensors cross as what they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional as F
+
+from penstock import PipelineStage, ScheduleProgram, build
+from penstock.errors import BoundaryError, PenstockError
+from penstock.stage.spread import _described
+from penstock.testing.compare import plain_step
+from penstock.testing.processes import run_ranks
+
+CPU = torch.device("cpu")
+PLACEMENTS = {"rows": Shard(0), "features": Shard(1), "whole": Replicate(), "sums": Partial()}
+MICROBATCHES = 4
+
+
+def layers(num: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double() for _ in range(num)]
+
+
+def train(rank: int, num_ranks: int, name: str, between: str, says_mesh: bool) -> list[str]:
+    """Two ranks per stage share its weights and what it passes on; returns what came."""
+    meshes = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("pipeline", "tensor"))
+    mesh, group = meshes["tensor"], meshes["pipeline"].get_group()
+    program = build(name, ranks=2, microbatches=MICROBATCHES)
+    plain = layers(program.num_stages)
+    reference = nn.Sequential(*copy.deepcopy(plain))
+    placed, last = PLACEMENTS[between], program.num_stages - 1
+    came: list[str] = []
+    stages = []
+    for i in program.placement.stages_of(group.rank()):
+        colwise = ColwiseParallel(input_layouts=placed) if i else ColwiseParallel()
+        rowwise = RowwiseParallel()
+        if i < last:
+            rowwise = RowwiseParallel(output_layouts=placed, use_local_output=False)
+        module = parallelize_module(plain[i], mesh, {"0": colwise, "2": rowwise})
+        module.register_forward_pre_hook(lambda _, args: came.append(type(args[0]).__name__))
+        get_mesh = (lambda names, layout: meshes[names]) if says_mesh else None
+        stages.append(PipelineStage(module, i, last + 1, CPU, group=group, get_mesh=get_mesh))
+    schedule = ScheduleProgram(stages, program, F.mse_loss)
+    for step in range(2):
+        torch.manual_seed(step)
+        inputs, target = torch.randn(2, 8, 6, dtype=torch.float64)
+        expected = plain_step(
+            reference, F.mse_loss, inputs, target=target, n_microbatches=MICROBATCHES
+        )
+        losses: list[Tensor] = []
+        schedule.step(inputs, target=target, losses=losses)
+        torch.testing.assert_close(torch.stack(losses).mean(), expected.loss)
+    for stage in stages:
+        wanted = dict(reference[stage.stage_index].named_parameters())
+        for path, param in stage.submod.named_parameters():
+            assert isinstance(param.grad, DTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), wanted[path].grad)
+    return came
+
+
+@pytest.mark.parametrize("between", PLACEMENTS)
+@pytest.mark.parametrize(("name", "says_mesh"), [("1f1b", True), ("zbv", False)])
+def test_stages_of_two_ranks_each_train_as_one_device_does(
+    name: str, between: str, says_mesh: bool
+) -> None:
+    for rank, outcome in enumerate(run_ranks(train, 4, name, between, says_mesh)):
+        came = set(outcome.result())
+        assert came == {"1f1b": {"DTensor"} if rank > 1 else {"Tensor"}}.get(name, came)
+        assert "DTensor" in came or rank < 2
+
+
+class Passes(nn.Linear):
+    """Passes on what lies over a mesh of which the next stage knows nothing."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__(4, 4)
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DTensor.from_local(super().forward(x), self.mesh, [Replicate()])
+
+
+def ask(rank: int, num_ranks: int) -> str:
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "tensor"))
+    module = nn.Linear(4, 4) if rank else Passes(meshes["tensor"])
+    stage = PipelineStage(module, rank, 2, CPU)
+    schedule = ScheduleProgram([stage], build("1f1b", ranks=2, microbatches=2), F.mse_loss)
+    try:
+        schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))
+    except PenstockError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_mesh_that_nothing_names_is_asked_for() -> None:
+    for outcome in run_ranks(ask, 2):
+        assert "spread as replicate over (tensor=1), (1, 4) in all" in outcome.result()
+        assert "get_mesh=" in outcome.result()
+
+
+def test_a_way_of_spreading_without_a_name_is_refused() -> None:
+    with pytest.raises(BoundaryError, match=r"spread as _S\(0, 2\) can.t cross .* redistribute"):
+        _described(_StridedShard(0, split_factor=2))
