@@ -28,7 +28,7 @@ from benchmarks.split_backward import Block
 from penstock.schedule.passes import lower
 from penstock.testing.processes import run_ranks
 
-__all__ = ["RANKS", "TINY", "Case", "measure_compute_bound", "measure_tiny", "time_ways"]
+__all__ = ["RANKS", "TINY", "Case", "measure_compute_bound", "measure_tiny", "time_ways", "ways_of"]
 
 RANKS = 2
 
@@ -127,7 +127,7 @@ def time_ways(
     """Seconds per step of each way, by round."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    ways = _ways(rank, schedule, virtual, work, bare)
+    ways = ways_of(rank, schedule, virtual, work, bare)
     for run in ways.values():
         for _ in range(3):
             run()
@@ -146,7 +146,12 @@ def time_ways(
     return times
 
 
-def _ways(rank: int, schedule: str, virtual: int, work: str, bare: bool) -> dict[str, Way]:
+def ways_of(rank: int, schedule: str, virtual: int, work: str, bare: bool) -> dict[str, Way]:
+    """A step of each way, by name; all have run once, and give the same gradients.
+
+    Raises:
+        AssertionError: they do not.
+    """
     num_microbatches = 64 if work == "tiny" else 8
     num_stages = RANKS * virtual
     program = penstock.build(schedule, ranks=RANKS, microbatches=num_microbatches, virtual=virtual)
