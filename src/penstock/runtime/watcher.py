@@ -20,6 +20,8 @@ from penstock.runtime.failure import Board
 __all__ = ["Others", "Wait", "Watcher", "Whom"]
 
 LOOK_INTERVAL_S = 0.2
+# While nothing is waited for it looks more seldom: all ranks ask one store.
+IDLE_INTERVAL_S = 0.8
 
 
 class Others(Enum):
@@ -106,6 +108,7 @@ class Watcher:
         seen: Wait | None = None
         since = 0.0
         was_told = False
+        looked_s = 0.0
         while not self._stopped.wait(LOOK_INTERVAL_S):
             self._awake.wait()
             board, waiting = self._board, self.waiting_for
@@ -114,14 +117,17 @@ class Watcher:
                 seen, since = waiting, time.monotonic()
             elif waiting is not None:
                 self._look_after(waiting, time.monotonic() - since, board)
-            elif self._looks_always and (board.read(patient=True) or board.is_lost):
-                # Sharded parameters are gathered by torch itself, within forwards. At the second
-                # look only: ranks that all make one mistake raise by themselves, and the groups of
-                # replicas stay whole.
-                if was_told:
+            elif self._looks_always and time.monotonic() - looked_s > IDLE_INTERVAL_S:
+                # Sharded parameters are gathered by torch itself, within forwards.
+                if board.read(patient=True) is None and not board.is_lost:
+                    looked_s = time.monotonic()
+                elif was_told:
                     self.lost_the_store = board.is_lost
                     self._break(Others.REPLICAS)
-                was_told = True
+                else:
+                    # At the second look only: ranks that all make one mistake raise by themselves,
+                    # and the groups of replicas stay whole.
+                    was_told = True
 
     def _look_after(self, waiting: Wait, waited_s: float, board: Board) -> None:
         if waited_s > self.timeout_s:
