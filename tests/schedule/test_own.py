@@ -252,7 +252,7 @@ def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
     def two(*, ranks: int, microbatches: int) -> Program:
         return penstock.build("zbv", ranks=ranks, microbatches=microbatches)
 
-    with pytest.raises(ScheduleError, match=r"asked for 1; give virtual=2 to @penstock.schedule"):
+    with pytest.raises(ScheduleError, match=r"asked for 1; tell @penstock.schedule\('two'\)"):
         penstock.build("two", ranks=2, microbatches=2)
 
 

@@ -205,7 +205,7 @@ def _refuse_other_stages(family: Family, made: Program, virtual: int) -> None:
     several = family.virtuals is None
     # Where a rank holds more stages than another, no number of them per rank was to be given.
     if stages != ranks * virtual and (several or stages % ranks == 0):
-        hint = "" if several else f"; give virtual={stages // ranks} to {decorator}"
+        hint = "" if several else f"; tell {decorator} that virtual is {stages // ranks}"
         raise ScheduleError(
             f"{name} made a program with {stages / ranks:g} stages per rank, asked for "
             f"{virtual}{hint}"
