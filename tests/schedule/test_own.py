@@ -245,14 +245,18 @@ def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
         return one_at_a_time(ranks=ranks, microbatches=microbatches)
 
     assert penstock.build("deaf", ranks=2, microbatches=2).num_stages == 2
-    with pytest.raises(ScheduleError, match="deaf made a program with 1 stages per rank, asked"):
+    with pytest.raises(
+        ScheduleError, match="deaf made a program of 2 stages on 2 ranks, asked for 4"
+    ):
         penstock.build("deaf", ranks=2, microbatches=2, virtual=4)
 
     @penstock.schedule("two")
     def two(*, ranks: int, microbatches: int) -> Program:
         return penstock.build("zbv", ranks=ranks, microbatches=microbatches)
 
-    with pytest.raises(ScheduleError, match=r"asked for 1; tell @penstock.schedule\('two'\)"):
+    with pytest.raises(
+        ScheduleError, match=r"asked for 1 on each; tell @penstock.schedule\('two'\)"
+    ):
         penstock.build("two", ranks=2, microbatches=2)
 
 
@@ -266,7 +270,7 @@ def test_two_copies_of_a_model_must_be_told() -> None:
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(mine)
     assert penstock.build("mine", ranks=2, microbatches=4).placement.copies == 2
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(one_at_a_time)
-    with pytest.raises(ScheduleError, match=r"1 copy of the model, but .* has 2; leave"):
+    with pytest.raises(ScheduleError, match=r"1 copy of the model, .*; register it without"):
         penstock.build("mine", ranks=2, microbatches=4)
 
 

@@ -190,23 +190,20 @@ def _verified(
 def _refuse_other_stages(family: Family, made: Program, virtual: int) -> None:
     """Refuse a program of other stages than the family says, for which models are cut."""
     name, copies = family.name, made.placement.copies
-    decorator = f"@penstock.schedule({name!r})"
     if copies != family.copies:
-        other = (
-            "leave arrangement= out of"
-            if copies == 1
-            else ("give arrangement=penstock.schedule.family.Arrangement.BIDIRECTIONAL to")
-        )
+        told = "with" if copies > 1 else "without"
         raise ScheduleError(
             f"{name} made a program with {number_of(copies, 'copy')} of the model, but its "
-            f"arrangement, {family.arrangement.value}, has {family.copies}; {other} {decorator}"
+            f"arrangement, {family.arrangement.value}, has {family.copies}; register it "
+            f"{told} arrangement=Arrangement.BIDIRECTIONAL (of penstock.schedule.family)"
         )
     stages, ranks = made.placement.num_model_stages, made.num_ranks
     several = family.virtuals is None
     # Where a rank holds more stages than another, no number of them per rank was to be given.
     if stages != ranks * virtual and (several or stages % ranks == 0):
-        hint = "" if several else f"; tell {decorator} that virtual is {stages // ranks}"
+        right = stages // ranks
+        hint = "" if several else f"; tell @penstock.schedule({name!r}) that virtual is {right}"
         raise ScheduleError(
-            f"{name} made a program with {stages / ranks:g} stages per rank, asked for "
-            f"{virtual}{hint}"
+            f"{name} made a program of {number_of(stages, 'stage')} on "
+            f"{number_of(ranks, 'rank')}, asked for {virtual} on each{hint}"
         )
