@@ -75,7 +75,8 @@ def _simulated(measured: Trace, source: str) -> Simulation:
     except ScheduleError as error:
         why = " ".join(str(error).split())
         raise ScheduleError(
-            f"{source}: not a whole step, which can't be simulated ({why}); --alone draws it"
+            f"{source}: not a whole step, which can't be simulated ({why}); --alone, without "
+            "--memory, draws it"
         ) from error
 
 

@@ -10,16 +10,16 @@ module knows what a program looks like, not whether it is right: ``penstock.sche
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Step
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.rows import cells_of, lines_of, read_row, refuse
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.step_text import format_step, parse_action, parse_step
 from penstock.schedule.words import number_of, quoted, runs_of
@@ -42,9 +42,6 @@ _JSON_DEFAULTS: dict[str, object] = {"copies": 1, "num_splits": 1}
 _JSON_COUNTS = ("num_ranks", "copies", "num_microbatches", "num_splits")
 _JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "ranks"}
 
-# A cell in quotes, or up to the next comma; a quote in the former is written twice.
-_CELL = re.compile(r'"((?:[^"]|"")*)"|([^",]*)')
-_LINE_END = re.compile(r"\r\n|\n|\r")
 # No file counts as far: Python reads numbers of more digits slowly, and beyond 4300 not at all.
 _MOST_DIGITS = 18
 # How many stages or microbatches may be missing by mistake, which the checker tells.
@@ -183,7 +180,7 @@ def from_json(text: str) -> Program:
     if not all(type(rank) is int for rank in stage_ranks):
         raise ScheduleError("'stage_ranks': expected a list of whole numbers")
     counts = {name: _count(document, name) for name in _JSON_COUNTS}
-    ranks = tuple(_read_row(row, cells, source="") for row, cells in enumerate(rows))
+    ranks = tuple(read_row(row, cells, source="") for row, cells in enumerate(rows))
     if counts["num_ranks"] > len(stage_ranks):
         raise ScheduleError(
             f"'num_ranks': {counts['num_ranks']}, but 'stage_ranks' is of "
@@ -237,15 +234,12 @@ def _parse(
     name: str,
     source: str,
 ) -> Program:
-    lines = _LINE_END.split(text)
-    if not lines[-1]:
-        lines.pop()  # behind the last newline
-    rows = [_cells_of(row, line, source) for row, line in enumerate(lines)]
+    rows = [cells_of(row, line, source=source) for row, line in enumerate(lines_of(text))]
     # Empty lines at the end are no ranks, unless the placement says so.
     num_ranks = placement.num_ranks if placement is not None else 1
     while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    ranks = tuple(_read_row(row, cells, source) for row, cells in enumerate(rows))
+    ranks = tuple(read_row(row, cells, source=source) for row, cells in enumerate(rows))
     _refuse_far_numbers(ranks, source)
     if placement is None:
         placement = _placement_of(ranks, source)
@@ -266,50 +260,6 @@ def _parse(
     )
 
 
-def _cells_of(row: int, line: str, source: str) -> list[str]:
-    """The texts between a line's commas, without the quotes around them."""
-    if '"' not in line:
-        return line.split(",")
-    cells: list[str] = []
-    start = 0
-    while start <= len(line):
-        cell = _CELL.match(line, start)
-        assert cell is not None, "it matches an empty text, too"
-        if cell.end() < len(line) and line[cell.end()] != ",":
-            place, rest = f"{source}row {row + 1}, column {len(cells) + 1}", quoted(line[start:])
-            _refuse(
-                f"{place}: {rest} has a quotation mark that is not around a whole cell; leave it "
-                "out, steps need none",
-                Where(rank=row),
-            )
-        cells.append(cell[2] if cell[1] is None else cell[1].replace('""', '"'))
-        start = cell.end() + 1
-    return cells
-
-
-def _read_row(row: int, cells: list[str], source: str) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    for column, cell in enumerate(cells):
-        if not cell or cell.isspace():
-            continue
-        try:
-            steps.append(parse_step(cell))
-        except ScheduleError as error:
-            _refuse(
-                f"{source}row {row + 1}, column {column + 1}: {error}",
-                Where(rank=row, action=cell.strip()),
-                cause=error,
-            )
-    return tuple(steps)
-
-
-def _refuse(message: str, where: Where, *, cause: Exception | None = None) -> NoReturn:
-    """Raise what tells row and column itself: its place is for programs, and not told again."""
-    error = ScheduleError(message)
-    error.where = where
-    raise error from cause
-
-
 def _num_actions(ranks: tuple[tuple[Step, ...], ...]) -> int:
     return sum(len(step.parts) for steps in ranks for step in steps)
 
@@ -321,7 +271,7 @@ def _refuse_far_numbers(ranks: tuple[tuple[Step, ...], ...], source: str) -> Non
         for act in (a for step in steps for a in step.parts):
             for what, number in (("stage", act.stage), ("microbatch", act.microbatch or 0)):
                 if number >= actions + _MAY_BE_MISSING:
-                    _refuse(
+                    refuse(
                         f"{source}row {rank + 1}, {act}: {what} {number} in a text of "
                         f"{number_of(actions, 'action')}; each {what} from 0 on takes one at "
                         "least",
@@ -335,13 +285,13 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement
     for rank, steps in enumerate(ranks):
         for act in (a for step in steps for a in step.parts if a.op in COMPUTE):
             if holders.setdefault(act.stage, rank) != rank:
-                _refuse(
+                refuse(
                     f"{source}stage {act.stage} is computed in row {holders[act.stage] + 1} and "
                     f"in row {rank + 1}; one rank holds a stage",
                     Where(rank=rank, stage=act.stage, action=str(act)),
                 )
         if rank not in holders.values():
-            _refuse(
+            refuse(
                 f"{source}row {rank + 1}: this rank computes nothing; every rank holds a stage",
                 Where(rank=rank),
             )
