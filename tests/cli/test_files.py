@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.nn import functional as F
 
-from penstock import build, check, load_csv, simulate
-from penstock.schedule.passes import lower
+from penstock import Costs, Pipeline, build, check, load_csv, simulate
+from penstock.schedule.catalog import family
+from penstock.schedule.passes import lower, recompute
+from penstock.schedule.passes import offload as move_to_host
 from penstock.schedule.text import save_csv, to_json
+from penstock.simulate.measured import costs_of, program_of
 from penstock.trace import Span, Trace
 from penstock.view.perfetto import from_perfetto, load_perfetto, save_perfetto
+from tests.models import features, mlp
 
 from .conftest import Command
 
@@ -64,7 +70,9 @@ def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Pat
     [
         ("0F0,0X0\n", "mine.csv: row 1, column 2: '0X0'"),
         ("", "mine.csv: no steps; the placement can't be seen from the text"),
-        ('0F0,"0B0\n', "mine.csv: not a CSV text"),
+        ('0F0\n1F0,"0B0\n', "mine.csv: row 2, column 2: '\"0B0' has a quotation mark that is not"),
+        ("0F0,0B0\r1F0,1Q0\r", "mine.csv: row 2, column 2: '1Q0' is not an action"),
+        ("0F0,999F0,0B0\n", "mine.csv: 998 stages computed nowhere (1 to 998)"),
     ],
 )
 def test_a_malformed_file_is_told_by_row_and_column(
@@ -74,6 +82,7 @@ def test_a_malformed_file_is_told_by_row_and_column(
     said = penstock("check", str(tmp_path / "mine.csv"))
     assert said.code == 2
     assert message in said.err
+    assert said.err.startswith(f"error: {tmp_path}") and said.err.count("mine.csv") == 1
     assert penstock("check", "1f1b").code == 2
 
 
@@ -127,6 +136,66 @@ def test_a_trace_is_laid_beside_its_own_program_simulated(
     assert "measured | simulated" not in page.read_text()
     penstock("render", str(tmp_path / "trace.json"), "-o", str(tmp_path / "again.json"))
     assert from_perfetto((tmp_path / "again.json").read_text()).spans
+
+
+def recorded(schedule: str) -> Trace:
+    """A step that has run, on two ranks, of six microbatches."""
+    virtual = family(schedule).default_virtual
+    pipe = Pipeline(
+        mlp(2 * virtual), loss_fn=F.mse_loss, schedule=schedule, ranks=2, virtual=virtual,
+        n_microbatches=6,
+    )  # fmt: skip
+    inputs, target = features(12, 0)
+    pipe.step(inputs, target=target)
+    return pipe.trace()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "po-h", "po-f"])
+def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
+    penstock: Command, tmp_path: Path, schedule: str
+) -> None:
+    ran = build(schedule, ranks=2, microbatches=6)
+    save_perfetto(recorded(schedule), tmp_path / "trace.json")
+    played = program_of(load_perfetto(tmp_path / "trace.json"))
+    assert played.ranks == ran.ranks
+    assert simulate(played).peak_in_flight == simulate(ran).peak_in_flight
+    file, page = str(tmp_path / "trace.json"), tmp_path / "page.html"
+    said = penstock("render", file, "-o", str(page), "--memory", "1")
+    assert said.code == 0
+    assert said.err.startswith("over the memory limit of 1 on rank")
+    text = page.read_text()
+    assert "makespan, measured | simulated" in text
+    assert ("offload to the host" in text) == schedule.startswith("po")
+
+
+def test_what_copies_and_recomputations_took_are_costs() -> None:
+    program = move_to_host(build("gpipe", ranks=2, microbatches=4), stages=[0])
+    costs = Costs(forward=2, input_grad=3, weight_grad=1, offload=4, reload=5, recompute=6)
+    found = costs_of(simulate(recompute(program, stages=[1]), costs).trace, 2)
+    assert found.copies(num_stages=2) == ((4, 0), (5, 0))
+    assert found.recomputation(num_stages=2) == (0, 6)
+
+
+def test_render_tells_of_a_memory_limit_as_simulate_does(penstock: Command, tmp_path: Path) -> None:
+    page, trace = str(tmp_path / "page.html"), str(tmp_path / "trace.json")
+    said = penstock("render", "1f1b", "--memory", "2", "-o", page)
+    assert (said.code, said.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
+    assert penstock("render", "1f1b", "--memory", "4", "-o", page).err == ""
+    save_perfetto(measured(), tmp_path / "trace.json")
+    for alone in ((), ("--alone",)):
+        said = penstock("render", trace, "--memory", "1", *alone, "-o", page)
+        assert (said.code, said.err) == (0, "over the memory limit of 1 on rank 0\n")
+    said = penstock("render", trace, "--forward", "2", "--jitter-seed", "1", "-o", page)
+    assert (said.code, "takes no --forward, no --jitter-seed" in said.err) == (2, True)
+
+
+def test_a_program_may_be_called_as_a_trace_has_its_events(
+    penstock: Command, tmp_path: Path
+) -> None:
+    program = replace(build("1f1b", ranks=2, microbatches=2), name='"traceEvents": traceEvents')
+    for name in ("traceEvents", program.name):
+        (tmp_path / "mine.json").write_text(to_json(replace(program, name=name)))
+        assert penstock("check", str(tmp_path / "mine.json")).code == 0
 
 
 def test_another_json_is_no_trace_and_no_program(penstock: Command, tmp_path: Path) -> None:

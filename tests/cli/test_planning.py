@@ -196,12 +196,64 @@ def test_one_model_is_compared_over_more_or_fewer_stages(penstock: Command) -> N
     assert (wrong.code, "forward is given per stage" in wrong.err) == (2, True)
 
 
+def test_all_that_a_rank_holds_is_shared_out(penstock: Command) -> None:
+    whole = ("--per", "rank", "--forward", "2", "--input-grad", "2", "--weight-grad", "2")
+    copies = ("--cost", "offload=2", "--cost", "reload=2")
+    assert cells(penstock("compare", "po-f", *whole, *copies).out)["po-f"][1] == "54"
+    held = ("--cost", "activation_bytes=4", "--cost", "weight_grad_bytes=4")
+    for schedule, limit in (("interleaved-zb", "16"), ("interleaved-zb:virtual=3", "17.34")):
+        said = penstock("compare", schedule, "--per", "rank", *held, "--memory", limit)
+        assert (said.code, said.err) == (0, ""), schedule
+    # In activations, what is held for W is a part of one, however small one is.
+    part = ("--per", "rank", "--cost", "weight_grad_bytes=1", "--memory", "4")
+    assert penstock("compare", "interleaved-zb", *part).err == ""
+
+
+def test_copies_on_ranks_of_their_own_hold_less_than_a_stage_for_each(
+    penstock: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "two.csv").write_text("0F0,0B0\n1F0,1B0\n2F1,2B1\n3F1,3B1")
+    rows = cells(penstock("compare", str(tmp_path / "two.csv"), "--per", "rank").out)
+    # Each of four ranks has a fourth of the model for each microbatch, but the two of a copy
+    # share it: its stages are twice as large.
+    assert rows["two"] == ["1", "12", "50.00%", "12", "50.00%", "2,2,2,2", "4"]
+
+
+def test_a_schedule_that_can_not_be_built_leaves_the_others(
+    penstock: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    said = penstock("compare", "dualpipe", "1f1b", str(tmp_path / "bad.csv"), "zbv", "-p", "3")
+    assert (said.code, said.err) == (0, "")
+    rows = cells(said.out)
+    assert " ".join(rows["dualpipe"]).startswith("--ranks 3 and --microbatches 8 do not work, it")
+    assert "program 'bad' has 2 problems" in " ".join(rows[str(tmp_path / "bad.csv")])
+    assert rows["1f1b"][1] == "30" and rows["zbv"][0] == "2"
+    none = penstock("compare", "dualpipe", "chimera", "-p", "3")
+    assert (none.code, none.out) == (2, "")
+    assert none.err.startswith("error: dualpipe: --ranks 3")
+
+
+def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
+    penstock: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("1f1b", "mine"):
+        Path(name).write_text("0F0,0B0\n")
+    assert json.loads(penstock("simulate", "1f1b", "--json").out)["makespan"] == 33
+    assert cells(penstock("compare", "1f1b", "mine").out)["1f1b"][1] == "33"
+    for name in ("./1f1b", "mine", str(tmp_path / "1f1b")):
+        assert json.loads(penstock("simulate", name, "--json").out)["makespan"] == 3
+    assert "its folder, as ./1f1b" in penstock("check", "1f1b").err
+    assert penstock("check", "./1f1b").code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["simulate", "zvb"], "there is no schedule 'zvb'; did you mean 'zbv'?"),
-        (["simulate", "1f1b", "--virtual", "2"], "virtual=2 stages per rank do not work; 1 does"),
-        (["simulate", "1f1b", "--ranks", "0"], "ranks=0 must be a whole number from 1 on"),
+        (["simulate", "1f1b", "--virtual", "2"], "--virtual 2 stages per rank do not work; 1"),
+        (["simulate", "1f1b", "--ranks", "0"], "--ranks 0 must be a whole number from 1 on"),
         (["simulate", "1f1b", "--forward", "-1"], "-1.0 is not a finite number ≥ 0"),
         (["simulate", "1f1b", "--forward", "nan"], "nan is not a finite number ≥ 0"),
         (["simulate", "1f1b", "--forward", "one"], "--forward 'one': expected a number, or one"),

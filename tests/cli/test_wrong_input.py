@@ -61,6 +61,14 @@ def a_trace(**event: object) -> bytes:
     return json.dumps(document).encode()
 
 
+def a_program(**other: object) -> bytes:
+    document = {
+        "format": "penstock program 1", "name": "x", "num_microbatches": 1, "num_ranks": 1,
+        "stage_ranks": [0], "ranks": [["0F0", "0B0"]],
+    }  # fmt: skip
+    return json.dumps({**document, **other}).encode()
+
+
 FILES = {
     "binary.csv": bytes(range(256)),
     "binary.json": bytes(range(128, 256)),
@@ -72,7 +80,19 @@ FILES = {
     "utf16.csv": "0F0,0B0\n".encode("utf-16"),
     "huge.csv": b"99999999F0\n",
     "block.csv": b"()OVERLAP_F_B,0F0,0B0\n",
+    "digits.csv": b"0F0,0B" + b"9" * 5000 + b"\n",
+    "open.csv": b'0F0,"0B0\n',
+    "inside.csv": b'0F0,0"B0\n',
+    "behind.csv": b'"0F0" ,0B0\n',
+    "long.csv": b"0F0," + b"x" * 200_000 + b"\n",
     "list.json": b"[]",
+    "digits.json": a_program(num_microbatches=int("9" * 4000)).replace(b"9" * 4000, b"9" * 5000),
+    "none.json": a_program(num_ranks=0, stage_ranks=[], ranks=[]),
+    "microbatches.json": a_program(num_microbatches=10**6),
+    "stages.json": a_program(stage_ranks=[0] * 10**5),
+    "many-ranks.json": a_program(num_ranks=10**12),
+    "pieces.json": a_program(num_splits=0),
+    "copies.json": a_program(copies=-1),
     "deep.json": b"[" * 100_000,
     "program.json": b'{"format":"penstock program 1"}',
     "event.json": a_trace(name=5),
@@ -103,6 +123,7 @@ def test_a_file_that_is_none_is_told_by_its_name(
         said = penstock(*command, str(path))
         assert told_in_one_line(said), said
         assert str(path) in said.err
+        assert len(said.err) < 1000 + len(str(path))
 
 
 def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +149,20 @@ def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.Mo
         (["compare", "1f1b", "gpipe", "--virtual", "4"], "none of 1f1b, gpipe can have --virtual"),
         (["compare", "1f1b:"], "option '': expected NAME=VALUE"),
         (["search", "--option", "group=4"], "No such option: --option"),
+        (["simulate", "1f1b", "-O", "ranks=3"], "ranks is no option of a schedule; give --ranks 3"),
+        (["compare", "1f1b:microbatches=3"], "option 'microbatches=3': microbatches is no option"),
+        (["compare", "1f1b", "zbv", "-O", "virtual=4"], "option of a schedule; give --virtual 4"),
+        (["compare", "1f1b:name=x"], "1f1b has no option 'name'; it has none"),
+        (["compare", "hanayo:costs=3"], "hanayo has no option 'costs'; its options are: waves"),
+        (["simulate", "1f1b", "--jitter", "-1"], "simulate: --jitter -1.0 must be a finite"),
+        (["search", "--time-limit", "-1"], "search: --time-limit -1.0 must be a number above 0"),
+        (["search", "--ranks", "0"], "search: --ranks 0 must be a whole number from 1 on"),
+        (["search", "--forward", "1,2,3"], "share evenly; give costs for a multiple of the ranks"),
+        (["simulate", "chimera", "-p", "3"], "--ranks 3 and --microbatches 8 do not work, it"),
+        (["simulate", "1f1b", "--forward", "1e308", "--json"], "number from 1e-100 to 1e+100"),
+        (["search", "--latency", "0-1=1e308"], "--latency 1e+308: expected 0, or a number from"),
+        (["simulate", "1f1b", "--cost", "bandwidth=1e-320"], "a number from 1e-100 to 1e+100"),
+        (["simulate", "1f1b", "--jitter", "1e308", "--json"], "with this jitter, costs add up to"),
     ],
 )
 def test_messages_speak_of_what_was_written(

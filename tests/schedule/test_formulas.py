@@ -179,6 +179,31 @@ def test_dualpipe_with_blocks_in_turn(half: int, more: int, compute: int, weight
     assert result.peak_in_flight == (ranks + 1,) * ranks
 
 
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@settings(deadline=None, max_examples=60)
+@given(
+    half=st.integers(1, 4),
+    more=st.integers(0, 6),
+    compute=st.integers(1, 5),
+    weight_grad=COST,
+    overlap=st.integers(1, 30),
+)
+def test_blocks_that_overlap_leave_no_more_waiting(
+    name: str, half: int, more: int, compute: int, weight_grad: int, overlap: int
+) -> None:
+    """Of blocks that take less than their parts in turn the formula is a bound alone."""
+    ranks, weight_grad = 2 * half, min(compute, weight_grad)
+    backward = compute + weight_grad
+    block = max(backward, overlap)
+    costs = Costs(forward=compute, input_grad=compute, weight_grad=weight_grad, overlap=block)
+    result = simulate(build(name, ranks=ranks, microbatches=2 * (ranks + more)), costs)
+    waiting = result.makespan - max(result.busy_per_rank)
+    formula = ((half if name == "dualpipe" else ranks) - 1) * (block + backward - 3 * weight_grad)
+    assert waiting <= formula
+    if block >= compute + backward:
+        assert waiting == formula
+
+
 @settings(deadline=None, max_examples=100)
 @given(half=st.integers(1, 8), costs=st.tuples(COST, COST, COST))
 def test_chimera_with_as_many_microbatches_as_ranks(half: int, costs: tuple[int, int, int]) -> None:

@@ -174,3 +174,113 @@ def test_an_entry_point_is_found_by_name_and_a_broken_one_told() -> None:
     assert penstock.build("undecorated", ranks=2, microbatches=2).name == "undecorated"
     with pytest.raises(ScheduleError, match=r"'broken' \(penstock_no_such_module:made\) can't be"):
         penstock.build("no-such-schedule", ranks=2, microbatches=2)
+
+
+def test_what_its_function_raises_names_the_schedule_and_keeps_the_cause() -> None:
+    @penstock.schedule("four")
+    def four(*, ranks: int, microbatches: int) -> Program:
+        if ranks != 4:
+            raise ValueError("four ranks, no more")
+        return one_at_a_time(ranks=ranks, microbatches=microbatches)
+
+    message = r"four: its function failed for 3 ranks and 1 microbatch \(ValueError: four ranks,"
+    with pytest.raises(ScheduleError, match=message) as raised:
+        penstock.build("four", ranks=3, microbatches=1)
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert penstock.build("four", ranks=4, microbatches=1).num_ranks == 4
+
+
+def test_an_option_without_a_default_must_be_given() -> None:
+    @penstock.schedule("sized")
+    def sized(*, ranks: int, microbatches: int, size: int) -> Program:
+        return one_at_a_time(ranks=ranks, microbatches=microbatches * size)
+
+    with pytest.raises(ScheduleError, match="sized is built only with a value for its size"):
+        penstock.build("sized", ranks=2, microbatches=2)
+    assert penstock.build("sized", ranks=2, microbatches=2, size=1).num_ranks == 2
+
+
+def test_a_search_passes_over_schedules_that_can_not_be_built() -> None:
+    @penstock.schedule("picky")
+    def picky(*, ranks: int, microbatches: int) -> Program:
+        raise ZeroDivisionError
+
+    @penstock.schedule("sized")
+    def sized(*, ranks: int, microbatches: int, size: int) -> Program:
+        raise NotImplementedError
+
+    @penstock.schedule("of-my-own")
+    def wanting(*, ranks: int, microbatches: int, **_: object) -> Program:
+        raise KeyError("size")
+
+    found = penstock.search(penstock.Costs(), ranks=2, microbatches=2, time_limit_s=0.2)
+    assert found.value == 7
+
+
+def test_any_option_goes_to_a_function_that_takes_any() -> None:
+    @penstock.schedule("passed-on")
+    def passed_on(*, ranks: int, microbatches: int, **more: int) -> Program:
+        return penstock.build("seq1f1b", ranks=ranks, microbatches=microbatches, **more)
+
+    assert penstock.build("passed-on", ranks=2, microbatches=2, splits=3).num_splits == 3
+    with pytest.raises(ScheduleError, match="seq1f1b has no option 'more'"):
+        penstock.build("passed-on", ranks=2, microbatches=2, more=1)
+
+
+@pytest.mark.parametrize("virtual", [0, -1, "x", 1.5, True])
+def test_a_number_of_stages_per_rank_that_is_none_is_refused(virtual: object) -> None:
+    with pytest.raises(ScheduleError, match="must be a whole number from 1 on"):
+        penstock.schedule("mine", virtual=virtual)(one_at_a_time)  # type: ignore[arg-type]
+
+    def mine(*, ranks: int, microbatches: int, virtual: object = virtual) -> Program:
+        raise NotImplementedError
+
+    with pytest.raises(ScheduleError, match="must be a whole number from 1 on"):
+        penstock.schedule("mine")(mine)
+
+
+def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
+    @penstock.schedule("deaf")
+    def deaf(*, ranks: int, microbatches: int, virtual: int = 1) -> Program:
+        return one_at_a_time(ranks=ranks, microbatches=microbatches)
+
+    assert penstock.build("deaf", ranks=2, microbatches=2).num_stages == 2
+    with pytest.raises(
+        ScheduleError, match="deaf made a program of 2 stages on 2 ranks, asked for 4"
+    ):
+        penstock.build("deaf", ranks=2, microbatches=2, virtual=4)
+
+    @penstock.schedule("two")
+    def two(*, ranks: int, microbatches: int) -> Program:
+        return penstock.build("zbv", ranks=ranks, microbatches=microbatches)
+
+    with pytest.raises(
+        ScheduleError, match=r"asked for 1 on each; tell @penstock.schedule\('two'\)"
+    ):
+        penstock.build("two", ranks=2, microbatches=2)
+
+
+def test_two_copies_of_a_model_must_be_told() -> None:
+    def mine(*, ranks: int, microbatches: int) -> Program:
+        return penstock.build("dualpipe", ranks=ranks, microbatches=microbatches)
+
+    penstock.schedule("mine")(mine)
+    with pytest.raises(ScheduleError, match="2 copies of the model, but its arrangement, linear,"):
+        penstock.build("mine", ranks=2, microbatches=4)
+    penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(mine)
+    assert penstock.build("mine", ranks=2, microbatches=4).placement.copies == 2
+    penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(one_at_a_time)
+    with pytest.raises(ScheduleError, match=r"1 copy of the model, .*; register it without"):
+        penstock.build("mine", ranks=2, microbatches=4)
+
+
+def test_an_option_can_not_be_called_as_what_build_takes() -> None:
+    with pytest.raises(ScheduleError, match="an option can't be called 'name'"):
+
+        @penstock.schedule("mine")
+        def mine(*, ranks: int, microbatches: int, name: str = "x") -> Program:
+            raise NotImplementedError
+
+
+def test_any_even_number_of_stages_per_rank_is_any() -> None:
+    assert (1 << 16) in (catalog.family("hanayo").virtuals or ())

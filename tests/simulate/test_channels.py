@@ -187,7 +187,7 @@ def test_jitter_only_lengthens_and_is_the_same_for_a_seed() -> None:
 
 @pytest.mark.parametrize("jitter", [-1, math.nan, math.inf])
 def test_what_is_no_jitter_is_refused(jitter: float) -> None:
-    with pytest.raises(ScheduleError, match="expected a finite number ≥ 0"):
+    with pytest.raises(ScheduleError, match="must be a finite number ≥ 0"):
         simulate(build("gpipe", ranks=1, microbatches=1), jitter=jitter)
 
 

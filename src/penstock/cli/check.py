@@ -40,7 +40,10 @@ def check(
 ) -> None:
     """Prove that a program is right; else list its problems, with exit code 1."""
     if not is_file(file):
-        raise ScheduleError(f"{file!r} is no file; check takes a program as *.csv or *.json")
+        raise ScheduleError(
+            f"{file!r} is no file; check takes a program as *.csv or *.json, and any other with "
+            f"its folder, as ./{file}"
+        )
     model = Channels(capacity=_capacity(channels), per_pair=per_pair)
     program = load(file, Setting())
     if isinstance(program, Trace):

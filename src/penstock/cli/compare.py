@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
@@ -12,12 +14,13 @@ from penstock.cli.completion import sources
 from penstock.cli.figures import over_limit, ranges
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import is_file, load_program, takes_virtual
-from penstock.cli.terminal import number, percent, stdout, table, warn
+from penstock.cli.terminal import number, percent, plain, stdout, table, warn
+from penstock.cli.values import in_options
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
 from penstock.simulate.costs import Costs
 from penstock.simulate.result import Simulation
-from penstock.simulate.shares import share_out
+from penstock.simulate.shares import share_of, share_out
 
 __all__ = ["compare"]
 
@@ -32,7 +35,7 @@ class Per(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
     label: str
-    share: int  # what peaks are divided by: of a rank's activation, a stage holds so small a part
+    share: float  # what peaks are divided by: of a rank's activation, a stage holds so small a part
     result: Simulation
 
     @property
@@ -44,6 +47,22 @@ class _Row:
         counted = self.result.costs.activation_bytes is None
         held = self.result.peak_bytes
         return over_limit([peak / self.share for peak in held] if counted else held, limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NoRow:
+    label: str
+    error: ScheduleError
+
+    @property
+    def reason(self) -> str:
+        """In a line, without the name that stands before it."""
+        text = " ".join(in_options(str(self.error)).split())
+        return text.removeprefix(f"{self.label}: ")
+
+
+# Stands in the table where a reason is to be, in place of all figures.
+_REASON = "\ue000"
 
 
 @takes_setting()
@@ -69,35 +88,51 @@ def compare(
 ) -> None:
     """Compare schedules: time, bubble and memory side by side.
 
-    --virtual and --option go to the schedules that take them; those over --memory are marked.
+    --virtual and --option go to the schedules that take them; those over --memory are marked, and
+    of those that can't be built it is told why.
     """
     costs = setting.costs()
     _refuse_options_of_none(schedules, setting)
     rows = [_row(each, setting, costs, per) for each in schedules]
-    numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
-    shown = table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
-    faults = [row.over(setting.memory) for row in rows]
-    fitting = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
-    best = min((row.result.bubble_ratio for row in fitting), default=None)
-    for row, fault in zip(rows, faults, strict=True):
-        program = row.result.program
-        bubble = percent(row.result.bubble_ratio)
-        shown.add_row(
-            row.label,
-            str(program.num_stages // program.num_ranks),
-            number(row.result.makespan),
-            f"[bold green]{bubble}[/]"
-            if fault is None and row.result.bubble_ratio == best
-            else bubble,
-            number(row.result.span),
-            percent(row.result.span_bubble_ratio),
-            ranges(row.peaks) if fault is None else f"[yellow]{ranges(row.peaks)} over[/]",
-            str(row.result.messages),
-        )
-    stdout().print(shown)
-    for row, fault in zip(rows, faults, strict=True):
+    faults = [row.over(setting.memory) for row in rows if isinstance(row, _Row)]
+    if not faults:
+        raise next(row.error for row in rows if isinstance(row, _NoRow))
+    _print(rows, setting.memory)
+    for row in rows:
+        fault = row.over(setting.memory) if isinstance(row, _Row) else None
         if fault is not None:
             warn(f"{row.label}: {fault}")
+
+
+def _print(rows: Sequence[_Row | _NoRow], memory: float | None) -> None:
+    numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
+    shown = table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
+    fitting = [row for row in rows if isinstance(row, _Row) and row.over(memory) is None]
+    best = min((row.result.bubble_ratio for row in fitting), default=None)
+    for row in rows:
+        if isinstance(row, _NoRow):
+            shown.add_row(plain(row.label), _REASON)
+            continue
+        fits, program = row.over(memory) is None, row.result.program
+        bubble = percent(row.result.bubble_ratio)
+        is_best = fits and row.result.bubble_ratio == best
+        peaks = ranges(row.peaks)
+        shown.add_row(
+            plain(row.label),
+            number(program.num_stages / program.num_ranks),
+            number(row.result.makespan),
+            f"[bold green]{bubble}[/]" if is_best else bubble,
+            number(row.result.span),
+            percent(row.result.span_bubble_ratio),
+            peaks if fits else f"[yellow]{peaks} over[/]",
+            str(row.result.messages),
+        )
+    console = stdout()
+    with console.capture() as drawn:
+        console.print(shown)
+    # Rich has no cell that spans columns.
+    reasons = (row.reason for row in rows if isinstance(row, _NoRow))
+    console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {next(reasons)}", drawn.get()), end="")
 
 
 def _refuse_options_of_none(given: list[str], setting: Setting) -> None:
@@ -111,16 +146,19 @@ def _refuse_options_of_none(given: list[str], setting: Setting) -> None:
             "schedules` tells what each can"
         )
     for option in setting.options():
-        if not any(option in each.options for each in chosen):
+        if not any(each.takes_option(option) for each in chosen):
             raise ScheduleError(f"none of {names} has an option {option!r}")
 
 
-def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row:
-    program = load_program(source, setting, each_its_own=True)
-    # Of two copies of a model, a microbatch passes one; a piece is so much of its sequence.
-    share = program.placement.num_model_stages // program.num_ranks * program.num_splits
+def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row | _NoRow:
+    try:
+        program = load_program(source, setting, each_its_own=True)
+        share = share_of(program) if per is Per.RANK else 1
+        result = setting.play(program, share_out(costs, share) if per is Per.RANK else costs)
+    except ScheduleError as error:
+        return _NoRow(label=source, error=error)
     return _Row(
         label=source if ":" in source else program.name,
-        share=share if per is Per.RANK else 1,
-        result=setting.play(program, share_out(costs, share) if per is Per.RANK else costs),
+        share=share,
+        result=result,
     )

@@ -10,6 +10,8 @@ from penstock.cli.terminal import number, percent
 from penstock.schedule.words import number_of
 from penstock.simulate.result import Simulation
 
+_ROUNDING = 1e-9
+
 __all__ = ["figures_json", "figures_text", "over_limit", "peaks_text", "ranges"]
 
 
@@ -25,7 +27,7 @@ def figures_json(result: Simulation) -> str:
     }
     if result.costs.activation_bytes is not None:
         figures["peak_bytes"] = list(result.peak_bytes)
-    return json.dumps(figures)
+    return json.dumps(figures, allow_nan=False)
 
 
 def peaks_text(result: Simulation) -> str:
@@ -52,8 +54,11 @@ def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
         >>> over_limit((4, 3, 2, 1), 2)
         'over the memory limit of 2 on ranks 0, 1'
     """
-    over = [] if limit is None else [rank for rank, peak in enumerate(peaks) if peak > limit]
-    if limit is None or not over:
+    if limit is None:
+        return None
+    # Sums of shares, such as thirds, are larger than their whole by a rounding.
+    over = [rank for rank, peak in enumerate(peaks) if peak > limit * (1 + _ROUNDING)]
+    if not over:
         return None
     ranks = "rank" if len(over) == 1 else "ranks"
     return f"over the memory limit of {number(limit)} on {ranks} {', '.join(map(str, over))}"

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from penstock.cli.completion import sources
+from penstock.cli.figures import over_limit
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import load
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import stdout, warn
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.rules import COMPUTE
@@ -40,18 +41,28 @@ def render(
     ] = False,
     setting: Setting,
 ) -> None:
-    """Draw a step. A measured one is laid beside the same program, simulated."""
+    """Draw a step. A measured one is laid beside the same program, simulated.
+
+    Ranks that hold more than --memory are told.
+    """
     if output.suffix.lower() not in (".html", ".json", *_PICTURES):
         raise PenstockError(f"{output}: don't know how to write {output.suffix!r}; take {_KINDS}")
     found = load(source, setting)
     if isinstance(found, Trace):
         if not any(span.action.op in COMPUTE for span in found.spans):
             raise ScheduleError(f"{source}: a trace without a computation: nothing to draw")
+        setting.refuse_beside_trace(source)
         beside = None if alone or found.unit != "s" else _simulated(found, source)
+        peaks = None if setting.memory is None else (beside or _simulated(found, source)).peak_bytes
         _write(found, beside, output)
     else:
-        _write(setting.play(check(found)), None, output)
+        result = setting.play(check(found))
+        peaks = result.peak_bytes
+        _write(result, None, output)
     stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
+    over = None if peaks is None else over_limit(peaks, setting.memory)
+    if over is not None:
+        warn(over)
 
 
 def _simulated(measured: Trace, source: str) -> Simulation:
@@ -64,7 +75,8 @@ def _simulated(measured: Trace, source: str) -> Simulation:
     except ScheduleError as error:
         why = " ".join(str(error).split())
         raise ScheduleError(
-            f"{source}: not a whole step, which can't be simulated ({why}); --alone draws it"
+            f"{source}: not a whole step, which can't be simulated ({why}); --alone, without "
+            "--memory, draws it"
         ) from error
 
 

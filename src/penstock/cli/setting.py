@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeAlias, get_type_hints
@@ -172,6 +173,26 @@ class Setting:
                 "out, or name a schedule"
             )
 
+    def refuse_beside_trace(self, file: str) -> None:
+        """Refuse what a step that has run already can't take: all but a limit of memory.
+
+        Args:
+            file: where the trace is.
+
+        Raises:
+            ScheduleError: something else is given.
+        """
+        given = [
+            f"--{each.name.replace('_', '-')}"
+            for each in fields(self)
+            if each.name != "memory" and getattr(self, each.name) not in (each.default, [])
+        ]
+        if given:
+            raise ScheduleError(
+                f"{file} is of a step that has run, and takes no {', no '.join(given)}; leave that "
+                "out"
+            )
+
     def play(self, program: Program, costs: Costs | None = None) -> Simulation:
         """Simulate a program in this setting.
 
@@ -180,14 +201,20 @@ class Setting:
             costs: other costs than the setting's.
 
         Raises:
-            ScheduleError: as ``simulate``.
+            ScheduleError: as ``simulate``; or a jitter of which costs get more than a
+                number can hold.
         """
-        return simulate(
+        result = simulate(
             program,
             self.costs() if costs is None else costs,
             jitter=self.jitter,
             seed=self.jitter_seed,
         )
+        if not all(map(math.isfinite, (result.makespan, result.busy, *result.peak_bytes))):
+            raise ScheduleError(
+                "with this jitter, costs add up to more than a number can hold; give less of it"
+            )
+        return result
 
     def costs(self) -> Costs:
         """The costs, as numbers.

@@ -10,12 +10,14 @@ This module reads and builds; it shows nothing.
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from penstock.cli.setting import Setting
 from penstock.cli.values import read_options
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import family
+from penstock.schedule.catalog import family, refuse_options
 from penstock.schedule.check import check
 from penstock.schedule.family import Family
 from penstock.schedule.program import Program
@@ -26,11 +28,28 @@ from penstock.trace import Trace
 __all__ = ["is_file", "load", "load_program", "takes_virtual"]
 
 _SUFFIXES = (".csv", ".json")
+_SEPARATORS = tuple(mark for mark in (os.sep, os.altsep) if mark)
+# As a key: in a text it would stand behind a backslash.
+_TRACE = re.compile(r'"traceEvents"\s*:')
 
 
 def is_file(source: str) -> bool:
-    """Whether ``source`` stands for a file, there or not."""
-    return Path(source).suffix.lower() in _SUFFIXES or Path(source).is_file()
+    """Whether ``source`` stands for a file, there or not.
+
+    A file that is called as a schedule is takes a folder's name before its own, such as ``./1f1b``.
+
+    Example:
+        >>> [is_file(each) for each in ("1f1b", "mine.csv", "./1f1b", "zbv:virtual=2")]
+        [False, True, True, False]
+    """
+    path = Path(source)
+    if path.suffix.lower() in _SUFFIXES or any(mark in source for mark in _SEPARATORS):
+        return True
+    try:
+        family(source.partition(":")[0])
+    except ScheduleError:
+        return path.is_file()
+    return False
 
 
 def load_program(source: str, setting: Setting, *, each_its_own: bool = False) -> Program:
@@ -72,15 +91,13 @@ def load(source: str, setting: Setting, *, each_its_own: bool = False) -> Progra
         return load_csv(source)
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
-        if '"traceEvents"' in text:
+        if _TRACE.search(text):
             from penstock.view.perfetto import from_perfetto
 
             return from_perfetto(text)
         return from_json(text)
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{source}: not a text file in UTF-8 ({error})") from error
-    except RecursionError as error:
-        raise ScheduleError(f"{source}: not JSON: brackets in brackets without end") from error
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from error
 
@@ -91,10 +108,11 @@ def _build(source: str, setting: Setting, each_its_own: bool) -> Program:
     options = setting.options()
     virtual = setting.virtual
     if each_its_own:
-        options = {key: value for key, value in options.items() if key in chosen.options}
+        options = {key: value for key, value in options.items() if chosen.takes_option(key)}
         virtual = virtual if takes_virtual(chosen, virtual) else None
-    options |= read_options(own.split(",")) if colon else {}
+    options |= read_options(own.split(","), own=True) if colon else {}
     virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
+    refuse_options(chosen, options)
     return build_for(
         setting.costs(),
         name,

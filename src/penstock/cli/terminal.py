@@ -70,7 +70,7 @@ def number(value: float) -> str:
         >>> number(51.0), number(0.1 + 0.2), number(1234567.0)
         ('51', '0.3', '1234567')
     """
-    return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
 def percent(ratio: float) -> str:

@@ -6,6 +6,7 @@ is the library's affair.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -27,6 +28,24 @@ _WITH_OPTIONS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
 
 OTHER_COSTS = tuple(each.name for each in fields(Costs) if each.name not in _WITH_OPTIONS)
 """The costs that have no option of their own, and are given by name."""
+
+_SETTING = ("ranks", "microbatches", "virtual")
+
+_MOST = 1e100  # of costs
+
+# Arguments of the library, as the command line has them.
+_ARGUMENTS = {
+    **{name: f"--{name}" for name in _SETTING},
+    "jitter": "--jitter",
+    "memory_limit": "--memory",
+    "time_limit_s": "--time-limit",
+}
+_ARGUMENT = re.compile(rf"(?<![\w'\"(-])({'|'.join(_ARGUMENTS)})=(?=[^\s,;)])")
+# What only the library can do, and what is left to do.
+_LIBRARY_ONLY = {
+    "pass placements, or costs for": "give costs for",
+    ", or pass exact=False to search without": "",
+}
 
 _SWITCHES = tuple(each.name for each in fields(Costs) if isinstance(each.default, bool))
 
@@ -63,14 +82,16 @@ def read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def read_options(texts: Sequence[str]) -> dict[str, object]:
+def read_options(texts: Sequence[str], *, own: bool = False) -> dict[str, object]:
     """``name=value`` texts as arguments: whole numbers, numbers, true and false, else text.
 
     Args:
         texts: each as ``name=value``.
+        own: whether they are one schedule's of several, which may have its own stages per rank.
 
     Raises:
-        ScheduleError: a text without a name or a value, or a name that is given twice.
+        ScheduleError: a text without a name or a value, a name that is given twice, or what the
+            command line has an option of its own for.
 
     Example:
         >>> read_options(["group=4", "tail=keep"])
@@ -84,6 +105,10 @@ def read_options(texts: Sequence[str]) -> dict[str, object]:
             raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
         if name in found:
             raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
+        if name in _SETTING and not (own and name == "virtual"):
+            raise ScheduleError(
+                f"option {text!r}: {name} is no option of a schedule; give --{name} {value}"
+            )
         found[name] = _value(value)
     return found
 
@@ -124,6 +149,7 @@ def read_message_cost(name: str, text: str) -> MessageCost:
             ) from error
         if (one, two) in edges:
             raise ScheduleError(f"--{name} {part!r}: this edge is given twice; give it once")
+        _refuse_far(name, number)
         edges[one, two] = number
     return edges
 
@@ -136,7 +162,7 @@ def read_cost(name: str, text: str) -> Cost:
         text: what stands behind it.
 
     Raises:
-        ScheduleError: a part that is no number.
+        ScheduleError: a part that is no number, or too far from 1.
     """
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -144,7 +170,18 @@ def read_cost(name: str, text: str) -> Cost:
         raise ScheduleError(
             f"--{name} {text!r}: expected a number, or one per stage as 1,2,1"
         ) from error
+    for number in numbers:
+        _refuse_far(name, number)
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _refuse_far(name: str, number: float) -> None:
+    """Refuse what, added up or divided by, would be more than a number can hold."""
+    if math.isfinite(number) and number and not 1 / _MOST <= abs(number) <= _MOST:
+        raise ScheduleError(
+            f"--{name} {number:g}: expected 0, or a number from {1 / _MOST:g} to {_MOST:g}; give "
+            "costs in another unit"
+        )
 
 
 def in_options(message: str) -> str:
@@ -159,6 +196,8 @@ def in_options(message: str) -> str:
         '--offload, at no cost; pass --cost offload=... --cost reload=...'
         >>> in_options("no program meets memory_limit=1: .. with recompute=True, 1 would do")
         'no program meets --memory 1: .. with --recompute, 1 would do'
+        >>> in_options("search: time_limit_s=0 must be a number above 0")
+        'search: --time-limit 0 must be a number above 0'
     """
 
     def option(found: re.Match[str]) -> str:
@@ -173,4 +212,6 @@ def in_options(message: str) -> str:
     message = re.sub(r"Costs\((\w+)=\.\.\.\)", option, message)
     message = re.sub(r"Costs\(((?:\w+=\.\.\.(?:, )?)+)\)", options, message)
     message = re.sub(r"\b(recompute|offload)=True\b", r"--\1", message)
-    return re.sub(r"\bmemory_limit=(?=[\d.])", "--memory ", message)
+    for said, left in _LIBRARY_ONLY.items():
+        message = message.replace(said, left)
+    return _ARGUMENT.sub(lambda found: f"{_ARGUMENTS[found[1]]} ", message)

@@ -8,6 +8,7 @@ This module builds nothing itself.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -23,6 +24,7 @@ __all__ = [
     "build",
     "family",
     "refuse_no_name",
+    "refuse_options",
     "remove",
     "schedules",
 ]
@@ -203,12 +205,7 @@ def build(
             raise ScheduleError(
                 f"{chosen.name}: {what}={number!r} must be a whole number from 1 on"
             )
-    for option in options:
-        if option not in chosen.options:
-            has = (
-                f"its options are: {', '.join(chosen.options)}" if chosen.options else "it has none"
-            )
-            raise ScheduleError(f"{chosen.name} has no option {option!r}; {has}")
+    refuse_options(chosen, options)
     if not chosen.works(ranks=ranks, microbatches=microbatches):
         near_ranks, near_microbatches = chosen.nearest(ranks, microbatches)
         raise ScheduleError(
@@ -225,6 +222,24 @@ def build(
     if chosen.virtuals is None or len(chosen.virtuals) > 1:
         options = {"virtual": virtual, **options}
     return chosen.builder(ranks=ranks, microbatches=microbatches, **options)
+
+
+def refuse_options(chosen: Family, options: Iterable[str]) -> None:
+    """Refuse names that are no options of a family.
+
+    Args:
+        chosen: the family.
+        options: the names.
+
+    Raises:
+        ScheduleError: one of them is none; the message tells all that are.
+    """
+    for option in options:
+        if not chosen.takes_option(option):
+            has = (
+                f"its options are: {', '.join(chosen.options)}" if chosen.options else "it has none"
+            )
+            raise ScheduleError(f"{chosen.name} has no option {option!r}; {has}")
 
 
 def _any_virtual() -> str:

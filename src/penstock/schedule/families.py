@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from inspect import getdoc
-from sys import modules
+from sys import maxsize, modules
 
 from penstock.schedule.builders.chimera import chimera
 from penstock.schedule.builders.chimera import nearest as nearest_chimera
@@ -255,7 +255,7 @@ _ROWS = (
         builder=hanayo,
         arrangement=Arrangement.WAVE,
         default_virtual=2,
-        virtuals=range(2, 1 << 16, 2),
+        virtuals=range(2, maxsize, 2),
         summary="waves down and up the ranks: a bubble that falls with their number",
         source="arXiv:2308.15762",
         options={"waves": "how many waves there are: half of virtual"},

@@ -24,6 +24,10 @@ class Arrangement(Enum):
     BIDIRECTIONAL = "bidirectional"
 
 
+# What every schedule is built with has names that no option can have.
+_NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
+
+
 def _the_same(ranks: int, microbatches: int) -> tuple[int, int]:
     """Any numbers work."""
     return ranks, microbatches
@@ -37,7 +41,7 @@ class Family:
         name: the canonical name, which its programs carry.
         builder: called with ``ranks``, ``microbatches``, the family's options, and ``virtual``
             where the family takes more than one number of stages per rank.
-        arrangement: how stages lie on ranks.
+        arrangement: how stages lie on ranks, and with that in how many copies.
         default_virtual: stages per rank where none is asked for.
         virtuals: the numbers of stages per rank that work, rising; None for any.
         summary: one line for people.
@@ -46,6 +50,7 @@ class Family:
         aliases: other names, beside those that differ in case, separators or a leading
             "Schedule" alone.
         options: the builder's further arguments: each one's name, and in a line what it is.
+        any_option: whether it takes options of any other name, too.
         rule: which ranks P and microbatches M work, in words; empty where all do.
         splits_sequences: whether its programs split sequences (``Program.num_splits``), so that
             stages hand their state from piece to piece.
@@ -62,6 +67,7 @@ class Family:
     source: str
     aliases: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    any_option: bool = False
     rule: str = ""
     splits_sequences: bool = False
     doc: str = field(default="", repr=False)
@@ -82,6 +88,10 @@ class Family:
                 return "any even number"
             case several:
                 return " or ".join(map(str, several))
+
+    def takes_option(self, name: str) -> bool:
+        """Whether ``name`` is one of its options."""
+        return name in self.options or (self.any_option and name not in _NO_OPTIONS)
 
     def works(self, *, ranks: int, microbatches: int) -> bool:
         """Whether it can be built for so many."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from penstock.errors import ScheduleError
+from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.catalog import add, refuse_no_name
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family
@@ -27,6 +27,7 @@ __all__ = ["schedule"]
 Builder = TypeVar("Builder", bound=Callable[..., Program])
 
 _GIVEN = ("ranks", "microbatches", "virtual")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def schedule(
@@ -41,14 +42,17 @@ def schedule(
     """Make the function below a schedule that ``build``, ``Pipeline`` and the command know.
 
     The function takes ``ranks`` and ``microbatches`` by name; ``virtual`` where it works with
-    several numbers of stages per rank; what else it takes are the schedule's options.
+    several numbers of stages per rank; what else it takes are the schedule's options, and with
+    ``**more`` any name is one. It raises what it likes where it can't work with what it is given:
+    ``build`` makes a ScheduleError of that.
 
     Args:
         name: the schedule's name; registering it again replaces it.
         virtual: the stages per rank that it makes or, where the function takes ``virtual``, makes
             by default; None for the function's own default, or 1.
-        arrangement: how it lays stages on ranks; only shown. None for linear, or looped where
-            there are several stages per rank.
+        arrangement: how it lays stages on ranks. None for linear, or looped where there are
+            several stages per rank. ``Arrangement.BIDIRECTIONAL`` says that ranks hold two copies
+            of the model, which must be known before a program is built.
         summary: one line for people; None for the first line of the docstring.
         source: where the method was published.
         aliases: other names.
@@ -58,7 +62,8 @@ def schedule(
 
     Raises:
         ScheduleError: a name that Penstock's own schedules have, or none; or what is decorated is
-            no function, or one that takes no ``ranks`` or no ``microbatches``.
+            no function, or one that takes no ``ranks`` or no ``microbatches``; or ``virtual`` is
+            no whole number from 1 on.
 
     Example:
         >>> from penstock.schedule.catalog import build, remove
@@ -81,57 +86,93 @@ microbatches, asked for 2 and 2
 
     def register(builder: Builder) -> Builder:
         parameters = _parameters(name, builder)
-        missing = [each for each in _GIVEN[:2] if each not in parameters]
-        if missing:
-            raise ScheduleError(
-                f"schedule {name!r}: its function must take ranks and microbatches by name, and "
-                f"takes no {' and no '.join(missing)}"
-            )
-        several = "virtual" in parameters
-        usual = virtual
-        if usual is None:
-            own = parameters["virtual"].default if several else 1
-            usual = own if isinstance(own, int) else 2
+        by_name = [key for key, each in parameters.items() if each.kind in _BY_NAME]
+        several = "virtual" in by_name
+        usual = _usual(name, virtual, parameters)
         laid = Arrangement.LOOPED if several or usual > 1 else Arrangement.LINEAR
         doc = (inspect.getdoc(builder) or "").strip()
         text = doc.partition("\n")[0].rstrip(".")
-        add(
-            Family(
-                name=name,
-                builder=_verified(name, builder),
-                arrangement=laid if arrangement is None else arrangement,
-                default_virtual=usual,
-                virtuals=None if several else (usual,),
-                summary=text if summary is None else summary,
-                source=source,
-                aliases=aliases,
-                doc=doc,
-                options={each: "" for each in parameters if each not in _GIVEN},
-            )
+        new = Family(
+            name=name,
+            builder=builder,
+            arrangement=laid if arrangement is None else arrangement,
+            default_virtual=usual,
+            virtuals=None if several else (usual,),
+            summary=text if summary is None else summary,
+            source=source,
+            aliases=aliases,
+            doc=doc,
+            options={each: "" for each in by_name if each not in _GIVEN},
+            any_option=any(each.kind is each.VAR_KEYWORD for each in parameters.values()),
         )
+        add(replace(new, builder=_verified(new, parameters)))
         return builder
 
     return register
 
 
 def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
-    """What the decorated function takes."""
+    """What the decorated function takes, which is to be enough."""
     try:
-        return inspect.signature(builder).parameters  # type: ignore[arg-type]
+        found = inspect.signature(builder).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise ScheduleError(
             f"schedule {name!r}: {builder!r} is no function whose parameters can be read; put "
             f"@penstock.schedule({name!r}) above a function of ranks and microbatches that returns "
             "a Program"
         ) from error
+    by_name = [key for key, each in found.items() if each.kind in _BY_NAME]
+    missing = [each for each in _GIVEN[:2] if each not in by_name]
+    if missing:
+        raise ScheduleError(
+            f"schedule {name!r}: its function must take ranks and microbatches by name, and "
+            f"takes no {' and no '.join(missing)}"
+        )
+    if "name" in by_name:
+        raise ScheduleError(
+            f"schedule {name!r}: an option can't be called 'name', which build takes for the "
+            "schedule's; call the parameter something else"
+        )
+    return found
 
 
-def _verified(name: str, builder: Callable[..., Program]) -> Callable[..., Program]:
-    """``builder``, whose programs are those that were asked for, and right."""
+def _usual(name: str, virtual: int | None, parameters: Mapping[str, inspect.Parameter]) -> int:
+    """The stages per rank where none are asked for."""
+    usual: object = virtual
+    if virtual is None:
+        own = parameters["virtual"].default if "virtual" in parameters else 1
+        usual = 2 if own in (None, inspect.Parameter.empty) else own
+    if not isinstance(usual, int) or isinstance(usual, bool) or usual < 1:
+        raise ScheduleError(
+            f"schedule {name!r}: virtual={usual!r} must be a whole number from 1 on"
+        )
+    return usual
 
-    @functools.wraps(builder)
+
+def _verified(
+    family: Family, parameters: Mapping[str, inspect.Parameter]
+) -> Callable[..., Program]:
+    """The family's builder; its programs are those that were asked for, and right."""
+    name = family.name
+    needed = [key for key in family.options if parameters[key].default is inspect.Parameter.empty]
+
+    @functools.wraps(family.builder)
     def build(*, ranks: int, microbatches: int, **more: Any) -> Program:
-        made: object = builder(ranks=ranks, microbatches=microbatches, **more)
+        missing = [key for key in needed if key not in more]
+        if missing:
+            raise ScheduleError(
+                f"{name} is built only with a value for its {', '.join(missing)}, which its "
+                "function has no default for"
+            )
+        try:
+            made: object = family.builder(ranks=ranks, microbatches=microbatches, **more)
+        except (PenstockError, MemoryError):
+            raise
+        except Exception as error:  # whatever the user's function raises
+            raise ScheduleError(
+                f"{name}: its function failed for {number_of(ranks, 'rank')} and "
+                f"{number_of(microbatches, 'microbatch')} ({type(error).__name__}: {error})"
+            ) from error
         if not isinstance(made, Program):
             raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
         whole = made.num_whole_microbatches
@@ -140,6 +181,29 @@ def _verified(name: str, builder: Callable[..., Program]) -> Callable[..., Progr
                 f"{name} made a program for {number_of(made.num_ranks, 'rank')} and "
                 f"{number_of(whole, 'microbatch')}, asked for {ranks} and {microbatches}"
             )
+        _refuse_other_stages(family, made, more.get("virtual", family.default_virtual))
         return check(replace(made, name=name))
 
     return build
+
+
+def _refuse_other_stages(family: Family, made: Program, virtual: int) -> None:
+    """Refuse a program of other stages than the family says, for which models are cut."""
+    name, copies = family.name, made.placement.copies
+    if copies != family.copies:
+        told = "with" if copies > 1 else "without"
+        raise ScheduleError(
+            f"{name} made a program with {number_of(copies, 'copy')} of the model, but its "
+            f"arrangement, {family.arrangement.value}, has {family.copies}; register it "
+            f"{told} arrangement=Arrangement.BIDIRECTIONAL (of penstock.schedule.family)"
+        )
+    stages, ranks = made.placement.num_model_stages, made.num_ranks
+    several = family.virtuals is None
+    # Where a rank holds more stages than another, no number of them per rank was to be given.
+    if stages != ranks * virtual and (several or stages % ranks == 0):
+        right = stages // ranks
+        hint = "" if several else f"; tell @penstock.schedule({name!r}) that virtual is {right}"
+        raise ScheduleError(
+            f"{name} made a program of {number_of(stages, 'stage')} on "
+            f"{number_of(ranks, 'rank')}, asked for {virtual} on each{hint}"
+        )

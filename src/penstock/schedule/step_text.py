@@ -13,10 +13,12 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, Step, action
 from penstock.schedule.coding import WHOLE_STAGE
 from penstock.schedule.rules import COMPUTE
+from penstock.schedule.words import quoted
 
 __all__ = ["format_step", "parse_action", "parse_step"]
 
 _OVERLAP = "OVERLAP_F_B"
+_MOST_DIGITS = 18
 _NAMES = {op.value: op for op in Op}
 _ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(_NAMES, key=len, reverse=True))})([0-9]*)")
 
@@ -40,8 +42,13 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text.strip())
     if match is None:
         raise ScheduleError(
-            f"{text!r} is not an action; expected a stage, one of {', '.join(_NAMES)}, and a "
+            f"{quoted(text)} is not an action; expected a stage, one of {', '.join(_NAMES)}, and a "
             "microbatch, as in 2F3 or 0UNSHARD"
+        )
+    if max(len(match[1]), len(match[3])) > _MOST_DIGITS:
+        raise ScheduleError(
+            f"{quoted(text)}: no program has a stage or a microbatch of more than {_MOST_DIGITS} "
+            "digits"
         )
     stage, op, microbatch = int(match[1]), _NAMES[match[2]], match[3]
     if op in WHOLE_STAGE:
@@ -77,17 +84,17 @@ def parse_step(text: str) -> Step:
     inner, bracket, kind = stripped[1:].partition(")")
     if not bracket or kind != _OVERLAP:
         raise ScheduleError(
-            f"{text!r} is not a block; expected actions parted by ';' in brackets, then "
+            f"{quoted(text)} is not a block; expected actions parted by ';' in brackets, then "
             f"{_OVERLAP}, as in (0F3;1B2){_OVERLAP}"
         )
     try:
         parts = tuple(parse_action(part) for part in inner.split(";"))
     except ScheduleError as error:
-        raise ScheduleError(f"in block {text!r}: {error}") from error
+        raise ScheduleError(f"in block {quoted(text)}: {error}") from error
     outside = [str(a) for a in parts if a.op not in COMPUTE]
     if outside:
         raise ScheduleError(
-            f"in block {text!r}: only computation can be overlapped, not {', '.join(outside)}"
+            f"in block {quoted(text)}: only computation can be overlapped, not {', '.join(outside)}"
         )
     return Overlap(parts=parts)
 

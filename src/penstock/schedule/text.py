@@ -9,8 +9,6 @@ module knows what a program looks like, not whether it is right: ``penstock.sche
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import replace
 from os import PathLike
@@ -21,9 +19,10 @@ from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Step
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.rows import cells_of, lines_of, read_row, refuse
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.step_text import format_step, parse_action, parse_step
-from penstock.schedule.words import number_of
+from penstock.schedule.words import number_of, quoted, runs_of
 
 __all__ = [
     "format_csv",
@@ -40,7 +39,15 @@ __all__ = [
 _JSON_FORMAT = "penstock program 1"
 # Those that older files lack, and what they are there.
 _JSON_DEFAULTS: dict[str, object] = {"copies": 1, "num_splits": 1}
+_JSON_COUNTS = ("num_ranks", "copies", "num_microbatches", "num_splits")
 _JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "ranks"}
+
+# No file counts as far: Python reads numbers of more digits slowly, and beyond 4300 not at all.
+_MOST_DIGITS = 18
+# How many stages or microbatches may be missing by mistake, which the checker tells.
+_MAY_BE_MISSING = 1000
+
+_KINDS: dict[type, str] = {int: "a whole number", str: "a text", list: "a list"}
 
 T = TypeVar("T")
 
@@ -149,13 +156,16 @@ def from_json(text: str) -> Program:
         The program, not checked.
 
     Raises:
-        ScheduleError: not JSON, not a program's fields, or a text that is no step (the message
-            names row and column, from 1).
+        ScheduleError: not JSON, not a program's fields, numbers of ranks, stages or microbatches
+            that the steps can't be of, or a text that is no step (the message names row and
+            column, from 1).
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as error:
         raise ScheduleError(f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise ScheduleError("not JSON: brackets in brackets without end") from error
     if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
         raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
     unknown = sorted(document.keys() - _JSON_FIELDS - _JSON_DEFAULTS.keys())
@@ -169,23 +179,50 @@ def from_json(text: str) -> Program:
     stage_ranks = _field(document, "stage_ranks", list)
     if not all(type(rank) is int for rank in stage_ranks):
         raise ScheduleError("'stage_ranks': expected a list of whole numbers")
+    counts = {name: _count(document, name) for name in _JSON_COUNTS}
+    ranks = tuple(read_row(row, cells, source="") for row, cells in enumerate(rows))
+    if counts["num_ranks"] > len(stage_ranks):
+        raise ScheduleError(
+            f"'num_ranks': {counts['num_ranks']}, but 'stage_ranks' is of "
+            f"{number_of(len(stage_ranks), 'stage')}; every rank holds a stage"
+        )
+    actions = _num_actions(ranks)
+    for what, number in (("stage", len(stage_ranks)), ("microbatch", counts["num_microbatches"])):
+        if number > actions + _MAY_BE_MISSING:
+            raise ScheduleError(
+                f"{number_of(number, what)} in a program of {number_of(actions, 'action')}; "
+                "each takes one at least"
+            )
     return Program(
         name=_field(document, "name", str),
         placement=Placement(
-            num_ranks=_field(document, "num_ranks", int),
+            num_ranks=counts["num_ranks"],
             stage_ranks=tuple(stage_ranks),
-            copies=_field(document, "copies", int),
+            copies=counts["copies"],
         ),
-        num_microbatches=_field(document, "num_microbatches", int),
-        num_splits=_field(document, "num_splits", int),
-        ranks=tuple(_read_row(row, cells, source="") for row, cells in enumerate(rows)),
+        num_microbatches=counts["num_microbatches"],
+        num_splits=counts["num_splits"],
+        ranks=ranks,
     )
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ScheduleError(f"not a program: it has a number of {len(text)} digits")
+    return int(text)
+
+
+def _count(document: dict[str, object], name: str) -> int:
+    number = _field(document, name, int)
+    if number < 1:
+        raise ScheduleError(f"{name!r}: expected a whole number from 1 on, got {number}")
+    return number
 
 
 def _field(document: dict[str, object], name: str, kind: type[T]) -> T:
     value = document.get(name)
     if type(value) is not kind:
-        raise ScheduleError(f"{name!r}: expected a value of type {kind.__name__}, got {value!r}")
+        raise ScheduleError(f"{name!r}: expected {_KINDS[kind]}, got {quoted(json.dumps(value))}")
     return value
 
 
@@ -197,15 +234,12 @@ def _parse(
     name: str,
     source: str,
 ) -> Program:
-    try:
-        rows = list(csv.reader(io.StringIO(text), strict=True))
-    except csv.Error as error:
-        raise ScheduleError(f"{source}not a CSV text: {error}") from error
+    rows = [cells_of(row, line, source=source) for row, line in enumerate(lines_of(text))]
     # Empty lines at the end are no ranks, unless the placement says so.
     num_ranks = placement.num_ranks if placement is not None else 1
     while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    ranks = tuple(_read_row(row, cells, source) for row, cells in enumerate(rows))
+    ranks = tuple(read_row(row, cells, source=source) for row, cells in enumerate(rows))
     _refuse_far_numbers(ranks, source)
     if placement is None:
         placement = _placement_of(ranks, source)
@@ -226,34 +260,22 @@ def _parse(
     )
 
 
-def _read_row(row: int, cells: list[str], source: str) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    for column, cell in enumerate(cells):
-        if not cell or cell.isspace():
-            continue
-        try:
-            steps.append(parse_step(cell))
-        except ScheduleError as error:
-            raise ScheduleError(
-                f"{source}row {row + 1}, column {column + 1}: {error}",
-                where=Where(rank=row, action=cell.strip()),
-            ) from error
-    return tuple(steps)
+def _num_actions(ranks: tuple[tuple[Step, ...], ...]) -> int:
+    return sum(len(step.parts) for steps in ranks for step in steps)
 
 
 def _refuse_far_numbers(ranks: tuple[tuple[Step, ...], ...], source: str) -> None:
     """Refuse a stage or microbatch so high that those below it can't all be in the text."""
-    # A few may be missing by mistake, which the checker tells; not thousands.
-    most = 1000 + sum(len(step.parts) for steps in ranks for step in steps)
+    actions = _num_actions(ranks)
     for rank, steps in enumerate(ranks):
         for act in (a for step in steps for a in step.parts):
             for what, number in (("stage", act.stage), ("microbatch", act.microbatch or 0)):
-                if number >= most:
-                    raise ScheduleError(
+                if number >= actions + _MAY_BE_MISSING:
+                    refuse(
                         f"{source}row {rank + 1}, {act}: {what} {number} in a text of "
-                        f"{number_of(most - 1000, 'action')}; each {what} from 0 on takes one at "
+                        f"{number_of(actions, 'action')}; each {what} from 0 on takes one at "
                         "least",
-                        where=Where(rank=rank, action=str(act)),
+                        Where(rank=rank, action=str(act)),
                     )
 
 
@@ -263,19 +285,20 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement
     for rank, steps in enumerate(ranks):
         for act in (a for step in steps for a in step.parts if a.op in COMPUTE):
             if holders.setdefault(act.stage, rank) != rank:
-                raise ScheduleError(
+                refuse(
                     f"{source}stage {act.stage} is computed in row {holders[act.stage] + 1} and "
                     f"in row {rank + 1}; one rank holds a stage",
-                    where=Where(rank=rank, stage=act.stage, action=str(act)),
+                    Where(rank=rank, stage=act.stage, action=str(act)),
                 )
         if rank not in holders.values():
-            raise ScheduleError(
+            refuse(
                 f"{source}row {rank + 1}: this rank computes nothing; every rank holds a stage",
-                where=Where(rank=rank),
+                Where(rank=rank),
             )
     missing = [stage for stage in range(max(holders, default=-1) + 1) if stage not in holders]
     if not holders or missing:
-        what = f"stages {missing} are computed nowhere" if missing else "no steps"
+        nowhere = f"{number_of(len(missing), 'stage')} computed nowhere ({runs_of(missing)})"
+        what = nowhere if missing else "no steps"
         raise ScheduleError(f"{source}{what}; the placement can't be seen from the text")
     stage_ranks = tuple(holders[stage] for stage in range(len(holders)))
     one = Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)

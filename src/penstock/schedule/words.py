@@ -1,8 +1,13 @@
-"""Numbers of things, in messages. This module knows no message."""
+"""Numbers of things and long texts, in messages. This module knows no message."""
 
 from __future__ import annotations
 
-__all__ = ["number_of", "numbers_of"]
+from collections.abc import Sequence
+
+__all__ = ["number_of", "numbers_of", "quoted", "runs_of"]
+
+# Characters of a text, and runs of numbers, beyond which a message is cut.
+_MOST_TEXT, _MOST_RUNS = 60, 5
 
 
 def number_of(number: int, thing: str) -> str:
@@ -34,3 +39,35 @@ def numbers_of(**numbers: int) -> str:
         '4 ranks, 4 stages, 1 microbatch'
     """
     return ", ".join(number_of(number, thing) for thing, number in numbers.items())
+
+
+def quoted(text: str) -> str:
+    """A text in quotes, cut where it is long.
+
+    Example:
+        >>> quoted("0Q0"), quoted("9" * 1000)[:4], quoted("9" * 1000)[-24:]
+        ("'0Q0'", "'999", "99... (1000 characters)'")
+    """
+    if len(text) <= _MOST_TEXT:
+        return repr(text)
+    return repr(f"{text[:_MOST_TEXT]}... ({len(text)} characters)")
+
+
+def runs_of(numbers: Sequence[int]) -> str:
+    """Rising numbers: the first few runs of those that follow one another, and how many are left.
+
+    Example:
+        >>> runs_of([1]), runs_of([0, 2, 3]), runs_of(range(1, 999))
+        ('1', '0, 2 to 3', '1 to 998')
+        >>> runs_of(range(0, 100, 2))
+        '0, 2, 4, 6, 8 and 45 more'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    left = sum(map(len, runs[_MOST_RUNS:]))
+    return ", ".join(shown[:_MOST_RUNS]) + (f" and {left} more" if left else "")

@@ -67,7 +67,7 @@ def simulate(
         (33.0, (8, 8, 8, 8))
     """
     if not (math.isfinite(jitter) and jitter >= 0):
-        raise ScheduleError(f"simulate(jitter={jitter!r}): expected a finite number ≥ 0")
+        raise ScheduleError(f"simulate: jitter={jitter!r} must be a finite number ≥ 0")
     plain = tabulate(program, costs)
     tables = add_messages(add_copies(plain, program, costs), program, costs)
     tables = add_jitter(tables, jitter, seed) if jitter else tables

@@ -16,6 +16,7 @@ _COSTS = frozenset(field.name for field in fields(Costs))
 def build_for(
     costs: Costs,
     name: str,
+    /,
     *,
     ranks: int,
     microbatches: int,

@@ -8,19 +8,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, COPIES
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.trace import Span, Trace
 
 __all__ = ["costs_of", "program_of"]
 
+_OTHERS = {"recompute": Op.RECOMPUTE, "offload": Op.OFFLOAD, "reload": Op.RELOAD}
+
 
 def program_of(trace: Trace) -> Program:
-    """The program that ran: its computations, in the order in which each rank did them.
+    """The program that ran: its computations and its copies to the host and back, in the order in
+    which each rank began them.
 
     Args:
         trace: of a whole step.
@@ -36,13 +40,18 @@ def program_of(trace: Trace) -> Program:
         True
     """
     block_of = trace.block_of()
-    lanes = [_steps(trace.compute(rank), block_of) for rank in range(trace.num_ranks)]
+    kept = COMPUTE | COPIES
+    played = [span for span in trace.spans if span.action.op in kept]
+    lanes = [
+        _steps([span for span in played if span.rank == rank], block_of)
+        for rank in range(trace.num_ranks)
+    ]
     text = "\n".join(",".join(map(str, lane)) for lane in lanes)
     return parse_csv(text, name=trace.name)
 
 
 def _steps(lane: Sequence[Span], block_of: Mapping[Action, Overlap]) -> Iterator[Step]:
-    """What a rank computed; a block stands where its first part began."""
+    """What a rank did; a block stands where its first part began."""
     begun = set()
     for span in lane:
         block = block_of.get(span.action)
@@ -62,7 +71,7 @@ def costs_of(trace: Trace, num_stages: int) -> Costs:
     """
     times: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
     for span in trace.spans:
-        if span.action.op in COMPUTE:
+        if span.action.op in COMPUTE | COPIES:
             times[span.action.stage, span.action.op].append(span.end - span.start)
 
     def typical(stage: int, op: Op) -> float:
@@ -72,8 +81,15 @@ def costs_of(trace: Trace, num_stages: int) -> Costs:
     split = [bool(times[stage, Op.INPUT_GRAD]) for stage in stages]
     # A full backward counts as an input gradient that leaves nothing to W.
     whole = [typical(stage, Op.FULL_BACKWARD) for stage in stages]
+    # What a stage does not do costs nothing; of what no stage does, there is nothing to tell.
+    others: dict[str, Any] = {
+        name: [typical(stage, op) for stage in stages]
+        for name, op in _OTHERS.items()
+        if any(times[stage, op] for stage in stages)
+    }
     return Costs(
         forward=[typical(stage, Op.FORWARD) for stage in stages],
+        **others,
         input_grad=[typical(s, Op.INPUT_GRAD) if split[s] else whole[s] for s in stages],
         weight_grad=[typical(s, Op.WEIGHT_GRAD) if split[s] else 0.0 for s in stages],
     )

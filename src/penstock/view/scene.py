@@ -6,21 +6,24 @@ knows no widget.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.schedule.catalog import build
+from penstock.schedule.catalog import build, family, refuse_options
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.fitting import wanted_costs
 from penstock.simulate.result import Simulation
-from penstock.simulate.shares import share_out
+from penstock.simulate.shares import share_of, share_out
 
 __all__ = ["Scene", "read_options", "shown_message"]
 
 Options = tuple[tuple[str, object], ...]
+
+_SLIDERS = {"ranks": "ranks", "microbatches": "microbatches", "virtual": "stages per rank"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +83,7 @@ def _play(
     wanted = tuple(wanted_costs(costs, name).items())
     program = _built(name, ranks, microbatches, virtual, (*wanted, *options))
     if per_rank:
-        virtual = program.placement.num_model_stages // program.num_ranks
-        costs = share_out(costs, virtual * program.num_splits)
+        costs = share_out(costs, share_of(program))
     return simulate(program, costs)
 
 
@@ -90,6 +92,7 @@ def _built(
     name: str, ranks: int, microbatches: int, virtual: int | None, options: Options
 ) -> Program:
     """Kept, too: most costs change no program, and building one takes as long as a simulation."""
+    refuse_options(family(name), dict(options))
     return build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
 
 
@@ -97,7 +100,8 @@ def read_options(text: str) -> Options:
     """A schedule's options from one line of text.
 
     Raises:
-        ScheduleError: a part that is no ``name=value``, or a value that is no number.
+        ScheduleError: a part that is no ``name=value``, a value that is no finite number, or what
+            has a slider.
 
     Example:
         >>> read_options("group=4, waves=2"), read_options("")
@@ -105,14 +109,16 @@ def read_options(text: str) -> Options:
     """
     found: list[tuple[str, object]] = []
     for part in filter(None, (each.strip() for each in text.split(","))):
-        name, _, value = part.partition("=")
+        name, _, value = (each.strip() for each in part.partition("="))
         try:
             number = float(value)
-        except ValueError as error:
-            raise ScheduleError(
-                f"option {part!r}: expected name=number, such as group=4"
-            ) from error
-        found.append((name.strip(), int(number) if number == int(number) else number))
+        except ValueError:
+            number = math.nan
+        if not (name and math.isfinite(number)):
+            raise ScheduleError(f"option {part!r}: expected name=number, such as group=4")
+        if name in _SLIDERS:
+            raise ScheduleError(f"option {part!r}: there is a slider for {_SLIDERS[name]}")
+        found.append((name, int(number) if number.is_integer() else number))
     return tuple(found)
 
 

@@ -7,9 +7,10 @@ P = 3, M = 4 (tF = tB = tW = 1):
     rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
 
 Forwards run 2(P - 1 - r) ahead of backwards on rank r, where 1F1B's run P - 1 - r ahead: in the
-steady state every message has the time of a whole forward and backward to come in. With messages
-that take tC each the bubble is (P - 1)(tF + tB + tW) and 2(P - 1) tC, once; in 1F1B each
-microbatch pays for its messages. Rank r holds min(M, 2(P - r) - 1) activations at its peak.
+steady state two messages, there and back, have the time of a whole forward and backward to come
+in. As long as messages that take tC each do, so that 2tC ≤ T = tF + tB + tW, the bubble is
+(P - 1) T and 2(P - 1) tC, once; in 1F1B each microbatch pays for its messages. Rank r holds
+min(M, 2(P - r) - 1) activations at its peak.
 
 Any P ≥ 1, M ≥ 1.
 

@@ -7,9 +7,9 @@ One wave (V = 2), P = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second
 
 W waves put 2W stages on each rank, down and up again W times. P microbatches go together, each
 rank running whatever is ready, backwards and later stages before earlier ones; the next P start
-as soon as memory allows. Where tF = tB = tW = 1 the bubble of M = P microbatches is 4(P - 1)
-chunks: the same for any number of waves, so that its share of the step falls as 1 / W. Every
-further P microbatches add 2P - 3 to it (P ≥ 2). This is what the simulation measures; the paper's
+as soon as memory allows. Where tF = tB = tW = 1 and P ≥ 2 the bubble of M = P microbatches is
+4(P - 1) chunks: the same for any number of waves, so that its share of the step falls as 1 / W.
+Every further P microbatches add 2P - 3 to it. This is what the simulation measures; the paper's
 formula gives other values. Each rank holds at most 2W·min(P, M) activations.
 
 Any P ≥ 1, M ≥ 1 and W ≥ 1; microbatches that don't fill P leave ranks waiting.

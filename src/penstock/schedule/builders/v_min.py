@@ -6,8 +6,8 @@ P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, on the way
     rank 1  .. F0 f0 F1 f1 i0 I0 w0 W0 i1 F2 I1 f2 w1 W1 i2 F3 I2 f3 w2 W2 i3 I3 w3 W3
 
 Every pass of a block comes 1 after the one before, so that every rank's activations live about 4P
-units together: the least that a V allows. Where tF = tB = tW and M ≥ P the bubble is about two
-thirds of 1F1B's 6(P - 1) chunks: 4P - 5 where 3 divides P - 1, else at most 4P - 7 (P ≥ 2). Each
+units together: the least that a V allows. Where tF = tB = tW and M ≥ P ≥ 2 the bubble is about two
+thirds of 1F1B's 6(P - 1) chunks: 4P - 5 at most where 3 divides P - 1, else at most 4P - 7. Each
 rank holds at most 2⌊(P + 4) / 3⌋ activations, each of half the size of a 1F1B stage's. Uneven
 costs cost V-Min more than others: its ranks have no results in store.
 
