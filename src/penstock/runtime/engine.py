@@ -71,6 +71,10 @@ class Engine:
         ties: the parameters that stages share (see ``penstock.partition.tied``), beside those of
             a model that is there in several copies.
 
+    Attributes:
+        asked: the program as it was given.
+        program: the program that runs, sends and receives included.
+
     Raises:
         ScheduleError: the program has problems, or the stages are not those of these ranks.
         PartitionError: a tie names something that does not exist.
@@ -98,7 +102,7 @@ class Engine:
         make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
         self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
         self._wrappers = Wrappers(self.stages)
-        self._asked = program
+        self.asked = program
         self._sharding = self._wrappers.sharding
         self.program = _lowered(program, sharding=self._sharding)
         self.eval_program = check(lower(forward_only(program)))
@@ -209,7 +213,7 @@ class Engine:
         self._wrappers.look()
         if self._wrappers.sharding is not self._sharding:
             self._sharding = self._wrappers.sharding
-            self.program = _lowered(self._asked, sharding=self._sharding)
+            self.program = _lowered(self.asked, sharding=self._sharding)
             self._train.rebind(self.program)
 
     @contextmanager
