@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.cause import message_of
 from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
@@ -248,7 +249,7 @@ class Engine:
         if isinstance(raised, PenstockError):
             self.failure = raised
         else:
-            self.failure = PeerError(f"{type(raised).__name__}: {raised}")
+            self.failure = PeerError(f"{type(raised).__name__}: {message_of(raised)}")
         for player in act.players.values():
             player.reset()
         # Ctrl-C and the like are told to the others, but stay what they are here.
@@ -326,6 +327,6 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         return error
     if action.op in _AMONG_REPLICAS and isinstance(error, RuntimeError):
         return error  # a wait that broke, most likely
-    placed = StageError(f"{type(error).__name__}: {error}", where=where)
+    placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)
     placed.__cause__ = error
     return placed

@@ -100,9 +100,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
         self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
 
-    def _load_csv(
-        self, filename: str | os.PathLike[str], format: Format = "compute_only"
-    ) -> None:
+    def _load_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
         """Run the program of a CSV file from now on; every rank calls it, with the same file.
 
         Args:
@@ -129,9 +127,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             self._engine.close()
         self._play(program)
 
-    def _dump_csv(
-        self, filename: str | os.PathLike[str], format: Format = "compute_only"
-    ) -> None:
+    def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
         """Write the program to a CSV file.
 
         Args:
@@ -162,13 +158,13 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         """By rank the steps that run, sends and receives among them."""
         return dict(enumerate(map(list, self.program.ranks)))
 
-    def _dump_csv(
-        self, filename: str | os.PathLike[str], format: Format = "compute_comms"
-    ) -> None:
+    def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_comms") -> None:
         """Write the program to a CSV file, by default as it runs."""
         super()._dump_csv(filename, format)
 
-    def register_custom_function(self, computation_type: object, custom_function: object) -> NoReturn:
+    def register_custom_function(
+        self, computation_type: object, custom_function: object
+    ) -> NoReturn:
         """Not here: a custom function stands in for an action inside of torch's runtime.
 
         Raises:
