@@ -106,7 +106,7 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
     return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
 
 
-def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[TensorChunkSpec | None]:
+def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     if spec is None:
         return [_BATCH_DIM] * num_leaves
     if isinstance(spec, (TensorChunkSpec, Reducer)):
@@ -194,7 +194,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     return optree.tree_unflatten(treedef, merged)
 
 
-def _merge_leaf(column: tuple[Any, ...], spec: TensorChunkSpec | None) -> Any:
+def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
     first = column[0]
     if isinstance(spec, Reducer):
         return reduce(spec.reduce_fn, column, spec.init_value)

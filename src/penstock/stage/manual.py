@@ -297,10 +297,10 @@ class PipelineStage(ExchangingStage):
                 case "full":
                     grads = stage_backward(*map(take, _GRAPH))
                 case "input":
-                    output, *rest = map(take, _GRAPH)
+                    output, output_grads, values = map(take, _GRAPH)
                     outputs = (output,) if isinstance(output, Tensor) else output
                     weights = self.submod.parameters()
-                    grads, groups = stage_backward_input(outputs, *rest, weights)
+                    grads, groups = stage_backward_input(outputs, output_grads, values, weights)
                 case "weight":
                     grads = stage_backward_weight(self.submod.parameters(), take("param_groups"))
                 case _:
