@@ -250,7 +250,11 @@ class Pipeline:
         return self._state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters."""
+        """This process's parameters.
+
+        There may be none, which torch's optimizers refuse; they take
+        ``[{"params": list(pipe.parameters())}]`` on every rank.
+        """
         return (param for _, param in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
