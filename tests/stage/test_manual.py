@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import BoundaryError, PipelineStage, Schedule1F1B, StageError
+from penstock import BoundaryError, Pipeline, PipelineStage, Schedule1F1B, StageError
 
 DIM = 5
 NUM_MICROBATCHES = 3
@@ -261,6 +261,28 @@ def test_a_module_may_compute_its_own_weight_gradients(full: bool) -> None:
     # Its formula is not autograd's, so it may round otherwise.
     torch.testing.assert_close(grads_of([own]), expected[:1], rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(grads_of([head]), expected[1:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-zb", "zb-h1"])
+def test_schedules_run_a_modules_own_weight_gradients(schedule: str) -> None:
+    torch.manual_seed(0)
+    num = 4 if schedule in ("zbv", "interleaved-zb") else 2
+    modules: list[nn.Module] = [OwnWeights() if i % 2 else nn.Linear(DIM, DIM) for i in range(num)]
+    plain: list[nn.Module] = []
+    for module in modules:
+        twin = nn.Linear(DIM, DIM, bias=not isinstance(module, OwnWeights))
+        twin.load_state_dict(module.state_dict())
+        plain.append(twin)
+    expected = [g / NUM_MICROBATCHES for g in plain_grads(plain)]
+    stages = [
+        PipelineStage(m, i, num, CPU, dw_builder=m.build if isinstance(m, OwnWeights) else None)
+        for i, m in enumerate(modules)
+    ]
+    xs, targets = zip(*microbatches(), strict=True)
+    mse = nn.functional.mse_loss
+    pipe = Pipeline(stages, loss_fn=mse, schedule=schedule, n_microbatches=3, ranks=2)
+    pipe.step(torch.cat(xs), target=torch.cat(targets))
+    torch.testing.assert_close(grads_of(modules), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_a_builder_that_gives_no_runner_is_named() -> None:
