@@ -263,7 +263,12 @@ class PipelineStage(ExchangingStage):
             )
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, without a reduction of gradients by a data-parallel wrapper."""
+        """Call the module, without a reduction of gradients by a data-parallel wrapper.
+
+        Its weight gradients are not put off: ``backward_maybe_with_nosync`` goes with it.
+        """
+        if self.has_backward and torch.is_grad_enabled():
+            self._replica_step.begin(self.submod)
         with self._no_sync():
             return self.submod(*args, **kwargs)
 
@@ -276,7 +281,8 @@ class PipelineStage(ExchangingStage):
 
         Args:
             backward_type: ``"full"``, ``"input"`` or ``"weight"``, as ``stage_backward``,
-                ``stage_backward_input`` and ``stage_backward_weight`` do.
+                ``stage_backward_input`` and ``stage_backward_weight`` do. Where parameters are
+                sharded, ``"input"`` computes all and leaves nothing to ``"weight"``.
             bwd_kwargs: what these take: ``stage_output`` (the outputs, or the loss),
                 ``output_grads`` and ``input_values``; for the weights ``param_groups``.
             last_backward: whether the step's gradients are complete with this backward, or with
@@ -296,6 +302,9 @@ class PipelineStage(ExchangingStage):
             match backward_type:
                 case "full":
                     grads = stage_backward(*map(take, _GRAPH))
+                case "input" if self._replica_step.is_sharded:
+                    # The graph's weights can't be told from the module's parameters.
+                    grads, groups = stage_backward(*map(take, _GRAPH)), []
                 case "input":
                     output, output_grads, values = map(take, _GRAPH)
                     outputs = (output,) if isinstance(output, Tensor) else output
