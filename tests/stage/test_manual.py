@@ -357,6 +357,22 @@ def test_a_backward_through_a_graph(full: bool, by: str) -> None:
     torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
 
 
+def test_weights_that_a_forward_put_off_are_handed_over() -> None:
+    """Also where the backward is not the one that goes with the forward."""
+    modules = make_modules(2)
+    expected = plain_grads(modules)[2:]
+    _, last = stages = make_stages(modules)
+    for mb, (x, target) in enumerate(microbatches()):
+        loss = nn.functional.mse_loss(run_forward(stages, mb, x), target)
+        graph = {"stage_output": loss, "output_grads": None, "input_values": []}
+        with pytest.raises(StageError, match=r"put its weight gradients off.*backward_one_chunk\("):
+            last.backward_maybe_with_nosync("input", graph)
+        last.backward_maybe_with_nosync("full", graph)
+        with pytest.raises(StageError, match="'backward done'"):
+            last.backward_one_chunk(mb, loss)
+    torch.testing.assert_close(grads_of(modules[1:]), expected, rtol=0, atol=0)
+
+
 def test_a_stage_without_backward_computes_no_gradients(stage: PipelineStage) -> None:
     stage.has_backward = False
     loss = stage.forward_one_chunk(0, (torch.ones(1, DIM),)).sum()

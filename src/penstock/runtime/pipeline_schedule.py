@@ -18,6 +18,7 @@ from penstock.partition.tied import Tie
 from penstock.runtime.batch import Batch
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.engine import Engine, Options
+from penstock.runtime.given import check_loss, check_stages, check_timeout, group_of
 from penstock.runtime.loopback import loopback
 from penstock.runtime.microbatch import (
     merge_chunks,
@@ -34,7 +35,7 @@ from penstock.stage.announcing import announced, default_group
 from penstock.stage.manual import PipelineStage
 from penstock.trace import Trace
 
-__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSchedule", "group_of"]
+__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSchedule"]
 
 LossFn = Callable[..., Any]
 DEFAULT_TIMEOUT_S = 600.0
@@ -138,10 +139,7 @@ class PipelineSchedule:
         with announced(self._group):
             check_stages(stages)
             check_timeout(timeout_s)
-            if loss_fn is not None and not callable(loss_fn):
-                raise ScheduleError(
-                    f"loss_fn is {loss_fn!r}, expected something callable: loss_fn(output, target)"
-                )
+            check_loss(loss_fn)
             program = program or self._build()
             if program is not None:
                 self._play(program)
@@ -357,55 +355,6 @@ class PipelineSchedule:
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""
         return self.engine.trace()
-
-
-def check_stages(stages: Sequence[PipelineStage]) -> None:
-    """Nothing but stages, each once, in rising order, all of one model.
-
-    Raises:
-        ScheduleError: otherwise.
-    """
-    if isinstance(stages, PipelineStage):
-        raise ScheduleError(
-            "a PipelineStage was given alone, expected a list of this rank's stages"
-        )
-    if not stages:
-        raise ScheduleError("a rank was given no stage")
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            raise ScheduleError(
-                f"a {type(stage).__name__} was given as a stage, expected a PipelineStage "
-                "(schedules with one stage per rank take it alone, the others in a list)"
-            )
-    indices = [s.stage_index for s in stages]
-    counts = {s.num_stages for s in stages}
-    if len(counts) > 1:
-        raise ScheduleError(f"the stages disagree on num_stages: {sorted(counts)}")
-    doubled = sorted(i for i, count in Counter(indices).items() if count > 1)
-    if doubled:
-        raise ScheduleError(f"stage indices given twice on one rank: {doubled}")
-    if indices != sorted(indices):
-        raise ScheduleError(f"the stages are in the order {indices}; pass them in rising order")
-
-
-def check_timeout(timeout_s: object) -> None:
-    """A time to wait: any number above 0, ``math.inf`` among them.
-
-    Raises:
-        ScheduleError: otherwise.
-    """
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not (is_number and timeout_s > 0):  # type: ignore[operator]
-        raise ScheduleError(
-            f"timeout_s={timeout_s!r}: expected a number of seconds above 0 (math.inf to wait "
-            "without end)"
-        )
-
-
-def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
-    """The pipeline's group, whatever was passed for the stages."""
-    first = next(iter(stages), None) if isinstance(stages, Sequence) else stages
-    return first.group if isinstance(first, PipelineStage) else default_group()
 
 
 def _transports(
