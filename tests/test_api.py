@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining as peer
 from torch import nn
 from torch.distributed.pipelining import _IR as peer_ir
@@ -20,6 +23,8 @@ import penstock
 from penstock.testing.processes import run_ranks
 
 DIM = 6
+CPU = torch.device("cpu")
+VS = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 SCHEDULES = (
     "ScheduleGPipe",
     "Schedule1F1B",
@@ -46,7 +51,7 @@ def assert_takes_all_calls(ours: Callable[..., Any], theirs: Callable[..., Any])
             assert mine[name].default == parameter.default, name
     for name, parameter in mine.items():
         # What is ours alone may be left out.
-        if name not in other:
+        if name not in other and parameter.kind is not parameter.VAR_KEYWORD:
             assert parameter.default is not parameter.empty, name
 
 
@@ -63,6 +68,109 @@ def test_schedules_take_the_same_calls(name: str, method: str) -> None:
 def test_no_schedule_of_the_peer_is_missing() -> None:
     public = [n for n in peer.__all__ if n.startswith("Schedule")]
     assert set(public) <= set(SCHEDULES) <= set(penstock.__all__)
+
+
+KINDS = ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, *KINDS, "_ScheduleForwardOnly"])
+def test_schedules_are_of_the_same_kinds(name: str) -> None:
+    ours, theirs = getattr(penstock, name), getattr(peer_schedules, name)
+    for kind in ("_PipelineSchedule", *KINDS):
+        is_theirs = issubclass(theirs, getattr(peer_schedules, kind))
+        assert issubclass(ours, getattr(penstock, kind)) == is_theirs, kind
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("PipelineScheduleSingle", "__init__"),
+        ("PipelineScheduleMulti", "__init__"),
+        ("PipelineScheduleMulti", "_load_csv"),
+        ("PipelineScheduleMulti", "_dump_csv"),
+        ("_PipelineScheduleRuntime", "__init__"),
+        ("_PipelineScheduleRuntime", "_load_csv"),
+        ("_PipelineScheduleRuntime", "_dump_csv"),
+        ("_PipelineScheduleRuntime", "register_custom_function"),
+    ],
+)
+def test_kinds_of_schedules_take_the_same_calls(name: str, method: str) -> None:
+    ours, theirs = getattr(penstock, name), getattr(peer_schedules, name)
+    assert_takes_all_calls(getattr(ours, method), getattr(theirs, method))
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (peer_schedules, ("_PipelineSchedule", "_PipelineScheduleRuntime", "_ScheduleForwardOnly")),
+        (peer_stage, ("_PipelineStageBase", "_PipelineStage")),
+        (peer_microbatch, ("_Replicate", "_CustomReducer", "sum_reducer")),
+    ],
+)
+def test_names_that_users_import_with_an_underscore(module: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        assert hasattr(module, name), "torch has it no longer"
+        assert hasattr(penstock, name)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone, without which the peer makes no stage."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+@pytest.mark.usefixtures("alone")
+def test_attributes_are_there_or_the_guide_says_what_to_use() -> None:
+    """Those that an instance has, which its class does not show."""
+    guide = (Path(__file__).parents[1] / "docs" / "from-torch.md").read_text()
+    told = set(re.findall(r"`(\w+)`", guide.partition("## What is not here")[2]))
+
+    def stages(library: Any, num: int) -> list[Any]:
+        return [library.PipelineStage(nn.Identity(), i, num, CPU) for i in range(num)]
+
+    absent: set[str] = set()
+    for name in SCHEDULES:
+        both = []
+        for library in (penstock, peer):
+            # A V of one rank has two stages.
+            mine = stages(library, 2 if name in VS else 1)
+            single = name in ("ScheduleGPipe", "Schedule1F1B")
+            made = getattr(library, name)(mine[0] if single else mine, 4, nn.MSELoss())
+            both.append([made, mine[0]])
+        for ours, theirs in zip(*both, strict=True):
+            shown = [*filter(is_public, vars(theirs)), *filter(is_public, dir(type(theirs)))]
+            absent |= {each for each in shown if not hasattr(ours, each)}
+    assert absent <= told
+    # Those that are of use are there.
+    assert not absent & {"pipeline_order", "pipeline_order_with_comms", "rank", "output_chunks"}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", VS)
+def test_what_schedules_tell_is_the_same(name: str) -> None:
+    told = []
+    for library in (penstock, peer):
+        stages = [library.PipelineStage(nn.Identity(), i, 2, CPU) for i in range(2)]
+        schedule = getattr(library, name)(stages, 2, nn.MSELoss())
+        assert schedule._stages == stages
+        order = [[str(a) for a in row if a] for row in schedule.pipeline_order.values()]
+        told.append(
+            (
+                (schedule.rank, schedule.pp_group_size, schedule.num_stages),
+                schedule.n_local_stages,
+                schedule.stage_index_to_group_rank,
+                [stage.stage_index_to_group_rank for stage in stages],
+                [stage.log_prefix for stage in stages],
+                [len(row) for row in order],
+            )
+        )
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +244,7 @@ def test_a_stage_has_the_attributes_that_users_read() -> None:
     assert stage.submod is wrapped
 
 
-@pytest.mark.parametrize("name", [n.removeprefix("Schedule") for n in SCHEDULES])
+@pytest.mark.parametrize("name", [*(n.removeprefix("Schedule") for n in SCHEDULES), *KINDS[:2]])
 def test_schedule_classes_are_found_by_the_same_names(name: str) -> None:
     for spelled in (name, name.lower(), name.upper()):
         theirs = peer_schedules.get_schedule_class(spelled)
@@ -147,6 +255,73 @@ def test_an_unknown_schedule_is_the_same_error() -> None:
     for library in (penstock, peer_schedules):
         with pytest.raises(ValueError, match=r"1f1b|1F1B"):
             library.get_schedule_class("2F2B")  # type: ignore[attr-defined]
+
+
+# --- batches and programs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", [penstock, peer_microbatch], ids=["penstock", "torch"])
+def test_specs_mean_the_same(library: Any) -> None:
+    rows, mask = torch.arange(4.0), torch.ones(3)
+    spec = (library.TensorChunkSpec(0), library._Replicate())
+    args, _ = library.split_args_kwargs_into_chunks((rows, mask), {}, 2, spec)
+    assert [[len(t) for t in each] for each in args] == [[2, 3], [2, 3]]
+    outputs = [(t, t.sum()) for t, _ in args]
+    merged = library.merge_chunks(outputs, (library.TensorChunkSpec(0), library.sum_reducer))
+    assert [t.tolist() for t in merged] == [[0, 1, 2, 3], 6]
+    largest = library._CustomReducer(torch.tensor(0.0), torch.maximum)
+    merged = library.merge_chunks(outputs, (library.TensorChunkSpec(0), largest))
+    assert merged[1] == 5
+
+
+def test_specs_of_another_library_are_refused() -> None:
+    outputs = [torch.tensor(1.0), torch.tensor(2.0)]
+    with pytest.raises(ValueError, match=r"output_merge_spec holds .*_LossReducer.* penstock's"):
+        penstock.merge_chunks(outputs, peer_microbatch.sum_reducer)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("module_name", ["penstock", "torch.distributed.pipelining.schedules"])
+def test_a_program_is_loaded_from_what_was_dumped(
+    module_name: str, format: str, tmp_path: Path
+) -> None:
+    library = importlib.import_module(module_name)
+    stage_class = penstock.PipelineStage if library is penstock else peer.PipelineStage
+    torch.manual_seed(0)
+    layers = [nn.Linear(DIM, DIM) for _ in range(2)]
+    batch = torch.randn(4, DIM)
+    nn.functional.mse_loss(layers[1](layers[0](batch)), torch.zeros(4, DIM)).backward()
+    expected = [p.grad.clone() for m in layers for p in m.parameters() if p.grad is not None]
+    for layer in layers:
+        layer.zero_grad()
+    stages = [stage_class(m, i, 2, CPU) for i, m in enumerate(layers)]
+    path = str(tmp_path / "mine.csv")
+    library.ScheduleInterleaved1F1B(stages, 2, nn.MSELoss())._dump_csv(path, format=format)
+    schedule = library._PipelineScheduleRuntime(stages, 2, nn.MSELoss(), defer_pp_recv=True)
+    schedule._load_csv(path, format)
+    schedule.step(batch, target=torch.zeros(4, DIM))
+    torch.testing.assert_close(
+        [p.grad for m in layers for p in m.parameters()], expected, rtol=1e-6, atol=1e-7
+    )
+
+
+def test_a_program_is_loaded_as_what_it_is(tmp_path: Path) -> None:
+    stages = [penstock.PipelineStage(nn.Linear(DIM, DIM), i, 2, CPU) for i in range(2)]
+    empty = penstock._PipelineScheduleRuntime(stages, 2, nn.MSELoss())
+    with pytest.raises(penstock.ScheduleError, match=r"has no program.*_load_csv\(path\)"):
+        empty.step(torch.ones(4, DIM), target=torch.ones(4, DIM))
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1\n")
+    with pytest.raises(penstock.ScheduleError, match=r"2 microbatches, but .* n_microbatches=3"):
+        penstock._PipelineScheduleRuntime(stages, 3, nn.MSELoss())._load_csv(path)
+    with pytest.raises(penstock.ScheduleError, match="format='compute': expected 'compute_only'"):
+        empty._load_csv(path, "compute")
+    penstock.save_csv(penstock.Pipeline(stages, n_microbatches=2, ranks=2).program, path)
+    with pytest.raises(penstock.ScheduleError, match="sends and receives; pass format='compute_co"):
+        empty._load_csv(path)
+    with pytest.raises(penstock.ScheduleError, match=r"overlap=True plays .* side by side"):
+        empty.register_custom_function("OVERLAP_F_B", print)
 
 
 # --- cutting by capture ----------------------------------------------------------------------

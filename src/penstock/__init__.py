@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         TensorChunkSpec,
         merge_chunks,
         split_args_kwargs_into_chunks,
+        sum_reducer,
     )
     from penstock.runtime.pipeline_schedule import PipelineSchedule
+    from penstock.runtime.schedule_kinds import PipelineScheduleMulti, PipelineScheduleSingle
     from penstock.runtime.schedules import (
         Schedule1F1B,
         ScheduleChimera,
@@ -70,6 +72,8 @@ __all__ = [
     "Pipeline",
     "PipelineStage",
     "PipelineSchedule",
+    "PipelineScheduleSingle",
+    "PipelineScheduleMulti",
     "ScheduleForwardOnly",
     "ScheduleGPipe",
     "Schedule1F1B",
@@ -85,6 +89,7 @@ __all__ = [
     "TensorChunkSpec",
     "split_args_kwargs_into_chunks",
     "merge_chunks",
+    "sum_reducer",
     "draw_step_seed",
     "microbatch_rng",
     # cutting by capture
@@ -150,11 +155,19 @@ _HOLDS = {
     "penstock.partition.balance.profile": ("profile",),
     "penstock.pipeline": ("Pipeline",),
     "penstock.runtime.microbatch": (
+        "Reducer",
+        "Replicate",
         "TensorChunkSpec",
         "merge_chunks",
         "split_args_kwargs_into_chunks",
+        "sum_reducer",
     ),
     "penstock.runtime.pipeline_schedule": ("PipelineSchedule",),
+    "penstock.runtime.schedule_kinds": (
+        "PipelineScheduleMulti",
+        "PipelineScheduleRuntime",
+        "PipelineScheduleSingle",
+    ),
     "penstock.runtime.schedules": (
         "Schedule1F1B",
         "ScheduleChimera",
@@ -184,13 +197,25 @@ _HOLDS = {
 }
 _HOME = {name: module for module, names in _HOLDS.items() for name in names}
 
+# Names that torch writes as its own and users import all the same → what they are here.
+_OF_TORCH = {
+    "_CustomReducer": "Reducer",
+    "_PipelineSchedule": "PipelineSchedule",
+    "_PipelineScheduleRuntime": "PipelineScheduleRuntime",
+    "_PipelineStage": "TracedStage",
+    "_PipelineStageBase": "PipelineStage",
+    "_Replicate": "Replicate",
+    "_ScheduleForwardOnly": "ScheduleForwardOnly",
+}
+
 
 def __getattr__(name: str) -> object:
     """Import a public name from its module, and keep it."""
-    module = _HOME.get(name)
+    called = _OF_TORCH.get(name, name)
+    module = _HOME.get(called)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(module), name)
+    value: object = getattr(import_module(module), called)
     globals()[name] = value
     return value
 

@@ -35,6 +35,7 @@ from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.group import from_first_rank
 from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
+from penstock.schedule.text import load_csv
 from penstock.stage.manual import PipelineStage
 from penstock.stage.wrappers import plain_name
 
@@ -74,7 +75,7 @@ def assemble(
     model: Model,
     *,
     loss_fn: Callable[..., Any] | None,
-    schedule: str | Program,
+    schedule: str | Program | os.PathLike[str],
     memory_limit: float | None,
     n_microbatches: int | None,
     ranks: int | None,
@@ -92,7 +93,10 @@ def assemble(
         PartitionError: the model can't be cut so.
         ScheduleError: ranks, stages and microbatches do not fit the schedule.
     """
+    _refuse_nothing(model)
     split = read_split(split)
+    if isinstance(schedule, os.PathLike):
+        schedule = load_csv(schedule)
     forecast = None
     if schedule == "auto":
         from penstock.auto import find_program  # with a search, which few need
@@ -125,13 +129,13 @@ def assemble(
         world=None if group is None else group.size(),
     )
     if _is_stages(model):
-        stages: tuple[Any, ...] = tuple(model)  # type: ignore[arg-type]
-        ties, cut = shared or stages[0].ties, None
-        names = None if group is not None else frozenset[str]()  # this process's own are all
+        cut = None
+        stages, found_ties, names = _given_stages(tuple(model), program, group)  # type: ignore
+        ties: Sequence[Tie] = shared or found_ties
     else:
         cut = _cut(model, split, program, example, loss_fn, device, group)
         ties = [*shared, *find_ties(cut.modules)]
-        names = frozenset(plain_name(m, n) for m in cut.modules for n in m.state_dict())
+        names = _state_names(cut.modules)
         try:
             stages = _stages(model, cut.modules, program, init_fn, device, group)
         except PartitionError as error:
@@ -186,8 +190,7 @@ def _stages(
     group: dist.ProcessGroup | None,
 ) -> tuple[PipelineStage, ...]:
     """The stages of this process's ranks."""
-    num, placement = program.num_stages, program.placement
-    local = range(num) if group is None else placement.stages_of(group.rank())
+    num, placement, local = program.num_stages, program.placement, _own(program, group)
     mine = [modules[placement.model_stage(i)] for i in local]
     materialize(mine, device, init_fn, model if isinstance(model, nn.Module) else None)
     return tuple(
@@ -196,12 +199,45 @@ def _stages(
     )
 
 
+def _given_stages(
+    stages: tuple[PipelineStage, ...], program: Program, group: dist.ProcessGroup | None
+) -> tuple[tuple[PipelineStage, ...], Sequence[Tie], frozenset[str] | None]:
+    """Of the stages that a user made this process's own, and what is known of all: what they
+    share, and the names in their state."""
+    if [s.stage_index for s in stages] != list(range(program.num_stages)):
+        return stages, stages[0].ties, None
+    modules = [s.submod for s in stages[: program.placement.num_model_stages]]
+    own = tuple(stages[i] for i in _own(program, group))
+    return own, stages[0].ties or find_ties(modules), _state_names(modules)
+
+
+def _own(program: Program, group: dist.ProcessGroup | None) -> Sequence[int]:
+    """The stages that this process holds."""
+    if group is None:
+        return range(program.num_stages)
+    return program.placement.stages_of(group.rank())
+
+
+def _state_names(modules: Sequence[nn.Module]) -> frozenset[str]:
+    return frozenset(plain_name(m, n) for m in modules for n in m.state_dict())
+
+
 def _is_stages(model: Model) -> bool:
-    if isinstance(model, nn.Module):
-        return False
-    if not model:
-        raise PartitionError("the list of modules or stages is empty")
-    return all(isinstance(m, PipelineStage) for m in model)
+    return not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model)
+
+
+def _refuse_nothing(model: object) -> None:
+    """Refuse what holds no layer, or can't."""
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
+        return
+    if not isinstance(model, (nn.Sequential, Sequence)):
+        raise PartitionError(
+            f"the model is a {type(model).__name__}, expected a module, a list of modules, or a "
+            "list of PipelineStages"
+        )
+    if not len(model):
+        what = "nn.Sequential" if isinstance(model, nn.Sequential) else "list of modules or stages"
+        raise PartitionError(f"the {what} is empty: there is nothing to run")
 
 
 def _num_stages(model: Model, split: SplitWish | None, copies: int) -> int | None:

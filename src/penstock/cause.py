@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from penstock import errors
 from penstock.errors import NOWHERE, PeerError, PenstockError, Where
 
-__all__ = ["Cause", "as_error", "cause_of"]
+__all__ = ["Cause", "as_error", "cause_of", "message_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,21 @@ class Cause:
         return Cause(**{**fields, "processes": tuple(fields["processes"])})
 
 
+def message_of(error: BaseException) -> str:
+    """What an exception says, also where its own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"(its message can't be shown: __str__ raised {type(failed).__name__})"
+
+
 def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause:
     """The cause that ``error``, raised on ``rank`` of these processes, is to the other ranks."""
     where = error.where if isinstance(error, PenstockError) else NOWHERE
     original = error.__cause__ or error
     return Cause(
         kind=type(error).__name__,
-        message=str(error),
+        message=message_of(error),
         rank=rank,
         processes=tuple(processes),
         stage=where.stage,

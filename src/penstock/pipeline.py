@@ -40,14 +40,16 @@ class Pipeline:
 
     Args:
         model: any module, cut by ``split``; a list of layers, likewise; a list of modules without
-            a split, each of which is a stage; or a list of ``PipelineStage``.
+            a split, each of which is a stage; or a list of ``PipelineStage``: those of all ranks,
+            of which each process keeps its own, or its own alone.
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of a microbatch: a scalar
             tensor, or ``(scalar, metrics)``; ``loss_fn(output)``, of one argument, needs no
             target. If None, the model's own, where the output for
             ``example`` has a ``loss``.
-        schedule: a schedule's name (see ``penstock.schedules()``), or a ``Program``; or
-            ``"auto"``, the best that ``penstock.search`` finds for the stages as measured with
-            ``example``. What it predicts is logged beside what the first steps take.
+        schedule: a schedule's name (see ``penstock.schedules()``); a ``Program``, or the path of
+            one in a CSV file; or ``"auto"``, the best that ``penstock.search`` finds for the
+            stages as measured with ``example``. What it predicts is logged beside what the first
+            steps take.
         memory_limit: for ``"auto"``, the most bytes of activations that a rank may hold.
         n_microbatches: microbatches per step.
         ranks: how many ranks to play in this process; under torchrun, its world size.
@@ -90,7 +92,7 @@ class Pipeline:
         model: Model,
         *,
         loss_fn: Callable[..., Any] | None = None,
-        schedule: str | Program = "1f1b",
+        schedule: str | Program | os.PathLike[str] = "1f1b",
         memory_limit: float | None = None,
         n_microbatches: int | None = None,
         ranks: int | None = None,
@@ -264,7 +266,11 @@ class Pipeline:
         return self._state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters."""
+        """This process's parameters.
+
+        There may be none, which torch's optimizers refuse; they take
+        ``[{"params": list(pipe.parameters())}]`` on every rank.
+        """
         return (param for _, param in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock import (
     Pipeline,
+    PipelineScheduleMulti,
     PipelineStage,
     Schedule1F1B,
     ScheduleError,
@@ -230,6 +233,62 @@ def uncallable_loss(rank: int, group: dist.ProcessGroup) -> object:
     return step(rank, make_schedule(rank, group, loss_fn="mse" if rank else nn.MSELoss()))
 
 
+def csv_of(rank: int, text: str) -> Path:
+    path = Path(tempfile.mkdtemp()) / f"rank{rank}.csv"
+    path.write_text(text)
+    return path
+
+
+PROGRAM = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def csv_by_path(rank: int, group: dist.ProcessGroup) -> object:
+    path = csv_of(rank, PROGRAM.replace("1B1", "1X1") if rank else PROGRAM)
+    stages = [make_stage(rank, group)]
+    return step(rank, ScheduleProgram(stages, path, nn.functional.mse_loss, timeout_s=20))
+
+
+def csv_loaded(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = PipelineScheduleMulti(
+        [make_stage(rank, group)], 2, nn.functional.mse_loss, timeout_s=20
+    )
+    schedule._load_csv(csv_of(rank, PROGRAM.replace("0B1", "0B0") if rank == 0 else PROGRAM))
+    return step(rank, schedule)
+
+
+def csv_for_a_pipeline(rank: int, group: dist.ProcessGroup) -> object:
+    path = csv_of(rank, PROGRAM if rank else PROGRAM + "2F0,2B0")
+    model = [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]
+    pipe = Pipeline(model, loss_fn=nn.functional.mse_loss, schedule=path, group=group, timeout_s=20)
+    return pipe.step(BATCH, target=BATCH)
+
+
+def no_program(rank: int, group: dist.ProcessGroup) -> object:
+    program: Any = "1f1b" if rank else build("1f1b", ranks=2, microbatches=4)
+    stages = [make_stage(rank, group)]
+    return step(rank, ScheduleProgram(stages, program, nn.functional.mse_loss, timeout_s=20))
+
+
+def timeout_as_text(rank: int, group: dist.ProcessGroup) -> object:
+    timeout_s: Any = "5" if rank else 5
+    stage = make_stage(rank, group)
+    return step(rank, ScheduleGPipe(stage, 4, nn.functional.mse_loss, timeout_s=timeout_s))
+
+
+class Mute(Exception):
+    """An error that can't say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def mute_error(rank: int, group: dist.ProcessGroup) -> object:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        raise Mute
+
+    return step(rank, make_schedule(rank, group, loss_fn=loss_fn))
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A mistake, and what is heard of it.
@@ -343,6 +402,20 @@ MISTAKES = {
         number_loss, (P, S), r"returned 1\.0, expected a scalar tensor", (1,)
     ),
     "detached loss": Mistake(detached_loss, (P, S), "does not depend on any parameter", (1,)),
+    "mistake in a CSV file": Mistake(
+        csv_by_path, (SCH, SCH), r"rank1.csv: row 2, column 4: .*1X1", (1,)
+    ),
+    "mistake in a CSV file that is loaded": Mistake(csv_loaded, (SCH, SCH), "0B", (0,)),
+    "CSV file for more ranks": Mistake(csv_for_a_pipeline, (SCH, SCH), "for 3 ranks", (0,)),
+    "no program": Mistake(
+        no_program, (SCH, SCH), r"takes a program, not '1f1b'; penstock.build\('1f1b', ranks=", (1,)
+    ),
+    "timeout as text": Mistake(
+        timeout_as_text, (SCH, SCH), "timeout_s='5': expected a number of seconds above 0", (1,)
+    ),
+    "error without words": Mistake(
+        mute_error, (P, S), r"Mute: \(its message can't be shown: __str__ raised RuntimeErr", (1,)
+    ),
     "uncallable loss": Mistake(uncallable_loss, (SCH, SCH), "loss_fn is 'mse'.*callable", (1,)),
 }
 NO_GROUP = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import (
+    PartitionError,
     PenstockError,
     Pipeline,
     PipelineStage,
@@ -117,6 +119,10 @@ def test_stages_that_do_not_fit(make: Callable[[], object], said: str) -> None:
             "n_microbatches=4, but the program given as schedule has 3",
         ),
         ({"loss_fn": 3}, "loss_fn is 3, expected something callable"),
+        *(
+            ({"timeout_s": each}, f"timeout_s={each!r}: expected a number of seconds above 0")
+            for each in (None, "5", 0, -1.0, True, math.nan)
+        ),
     ],
 )
 def test_numbers_out_of_a_familys_rules(options: dict[str, Any], said: str) -> None:
@@ -125,6 +131,57 @@ def test_numbers_out_of_a_familys_rules(options: dict[str, Any], said: str) -> N
 
 
 # --- steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Pipeline(nn.Sequential(), ranks=2), "the nn.Sequential is empty: there is nothin"),
+        (lambda: Pipeline([], ranks=2), "the list of modules or stages is empty"),
+        (
+            lambda: Pipeline(make_stages([0], 1)[0]),  # type: ignore[arg-type]
+            "the model is a PipelineStage, expected a module, a list of modules, or a list of Pip",
+        ),
+        (
+            lambda: make_pipe(split=[1.0, 1.0]),
+            r"split=\[1.0, 1.0\]: expected .* or the number of its layers",
+        ),
+    ],
+)
+def test_models_and_splits_that_are_none(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(PartitionError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: penstock.simulate("1f1b"),
+            r"simulate\(\) takes a program, not '1f1b'; penstock.b",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: penstock.simulate(penstock.build("1f1b", ranks=1, microbatches=1), {}),  # type: ignore[arg-type]
+            r"simulate\(\) takes costs, not {}; penstock.Costs\(",
+        ),
+        (
+            lambda: ScheduleProgram(make_stages([0], 1), "1f1b", mse),  # type: ignore[arg-type]
+            r"ScheduleProgram takes a program, not '1f1b'; penstock.build\('1f1b', ranks=",
+        ),
+        (
+            lambda: penstock.get_schedule_class("eager-1f1b"),
+            r"no class of its own; .*ScheduleProgram\(stages, penstock.build\('eager-1f1b', .*"
+            r"Pipeline\(model, schedule='eager-1f1b'",
+        ),
+    ],
+)
+def test_what_is_no_program(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        make()
+
+
+def test_no_end_to_waiting() -> None:
+    assert make_pipe(timeout_s=math.inf).step(BATCH, target=BATCH) is not None
 
 
 def vector(output: Tensor, target: Tensor) -> Tensor:
@@ -205,6 +262,24 @@ def test_a_step_without_gradients(context: Callable[[], Any]) -> None:
     pipe = make_pipe()
     with context(), pytest.raises(StageError, match=r"runs under no_grad; use eval\(\)"):
         pipe.step(BATCH, target=BATCH)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("cls", [penstock.ScheduleGPipe, penstock.ScheduleForwardOnly])
+def test_a_step_that_trains_nothing_needs_no_gradients(
+    cls: Callable[..., Any], context: Callable[[], Any]
+) -> None:
+    (stage,) = make_stages([0], 1)
+    with context():
+        torch.testing.assert_close(cls(stage, 4).step(BATCH), stage.submod(BATCH))
+
+
+def test_a_step_may_be_told_to_compute_gradients_under_no_grad() -> None:
+    (stage,) = make_stages([0], 1)
+    schedule = ScheduleInterleaved1F1B([stage], 4, mse, backward_requires_autograd=False)
+    with torch.no_grad():
+        schedule.step(BATCH, target=BATCH)
+    assert stage.submod.weight.grad is not None
 
 
 @pytest.mark.parametrize("mistake", ["no grad", "too few rows", "no target", "no inputs"])

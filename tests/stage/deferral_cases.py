@@ -340,6 +340,17 @@ def function_cases() -> dict[str, Case]:
         "gradient replaced at the node": of(hooked_node, x(3, 4), l=nn.Linear(4, 4)),
         "custom function": of(custom_function, x(3, 4), w=weight(4), l=nn.Linear(4, 4)),
         "inner gradient, kept": of(inner_gradient, x(3, 4), l=nn.Linear(4, 4)),
+        "torch.func.grad": of(func_grad, x(3, 4), exact=False, l=nn.Linear(4, 4)),
+        "torch.func.vjp": of(func_vjp, x(3, 4), exact=False, l=nn.Linear(4, 4)),
+        "torch.func.jacrev": of(
+            lambda m, t: m.l(torch.vmap(torch.func.jacrev(lambda row: m.l(row).tanh()))(t).sum(1)),
+            x(3, 4),
+            exact=False,
+            l=nn.Linear(4, 4),
+        ),
+        "gradient of parameters by torch.func": of(
+            func_grad_of_weights, x(3, 4), exact=False, l=nn.Linear(4, 4)
+        ),
         "forward-mode": of(forward_mode, x(3, 4), l=nn.Linear(4, 4)),
         "vmap": of(
             lambda m, t: torch.func.vmap(lambda row: row * m.s @ m.w)(t),
@@ -447,6 +458,23 @@ def inner_gradient(m: Calls, t: Tensor) -> Tensor:
     probe = t.detach().requires_grad_()
     (slope,) = torch.autograd.grad(m.l(probe).square().sum(), probe)
     return m.l(t) * slope
+
+
+def func_grad(m: Calls, t: Tensor) -> Tensor:
+    h = m.l(t)
+    return m.l(torch.func.grad(lambda probe: m.l(probe).tanh().sum())(h))
+
+
+def func_vjp(m: Calls, t: Tensor) -> Tensor:
+    out, pull = torch.func.vjp(lambda probe: m.l(probe).tanh(), m.l(t))
+    return m.l(out + pull(torch.ones_like(out))[0])
+
+
+def func_grad_of_weights(m: Calls, t: Tensor) -> Tensor:
+    def energy(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(m.l, weights, t).square().sum()
+
+    return m.l(t) * torch.func.grad(energy)(dict(m.l.named_parameters()))["bias"]
 
 
 def forward_mode(m: Calls, t: Tensor) -> Tensor:

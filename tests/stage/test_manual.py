@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import BoundaryError, PipelineStage, Schedule1F1B, StageError
+from penstock import BoundaryError, Pipeline, PipelineStage, Schedule1F1B, StageError
 
 DIM = 5
 NUM_MICROBATCHES = 3
@@ -263,6 +263,28 @@ def test_a_module_may_compute_its_own_weight_gradients(full: bool) -> None:
     torch.testing.assert_close(grads_of([head]), expected[1:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-zb", "zb-h1"])
+def test_schedules_run_a_modules_own_weight_gradients(schedule: str) -> None:
+    torch.manual_seed(0)
+    num = 4 if schedule in ("zbv", "interleaved-zb") else 2
+    modules: list[nn.Module] = [OwnWeights() if i % 2 else nn.Linear(DIM, DIM) for i in range(num)]
+    plain: list[nn.Module] = []
+    for module in modules:
+        twin = nn.Linear(DIM, DIM, bias=not isinstance(module, OwnWeights))
+        twin.load_state_dict(module.state_dict())
+        plain.append(twin)
+    expected = [g / NUM_MICROBATCHES for g in plain_grads(plain)]
+    stages = [
+        PipelineStage(m, i, num, CPU, dw_builder=m.build if isinstance(m, OwnWeights) else None)
+        for i, m in enumerate(modules)
+    ]
+    xs, targets = zip(*microbatches(), strict=True)
+    mse = nn.functional.mse_loss
+    pipe = Pipeline(stages, loss_fn=mse, schedule=schedule, n_microbatches=3, ranks=2)
+    pipe.step(torch.cat(xs), target=torch.cat(targets))
+    torch.testing.assert_close(grads_of(modules), expected, rtol=1e-6, atol=1e-7)
+
+
 def test_a_builder_that_gives_no_runner_is_named() -> None:
     linear = nn.Linear(DIM, DIM)
     builder: Any = lambda: None  # noqa: E731
@@ -271,6 +293,107 @@ def test_a_builder_that_gives_no_runner_is_named() -> None:
         loss = stage.forward_one_chunk(0, (torch.ones(1, DIM),)).sum()
         with pytest.raises(StageError, match="dw_builder returned None, expected a callable"):
             stage.backward_one_chunk(0, loss, full_backward=full)
+
+
+class OwnSlope(nn.Module):
+    """Differentiates with respect to its own parameter in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.inner(x).square().sum()
+        (slope,) = torch.autograd.grad(energy, self.inner.weight, create_graph=True)
+        return x @ slope
+
+
+@pytest.mark.parametrize("said", ["to the constructor", "of the stage"])
+def test_a_stage_that_needs_its_graph_defers_nothing(said: str) -> None:
+    torch.manual_seed(0)
+    modules = [nn.Linear(DIM, DIM), OwnSlope()]
+    expected = plain_grads(modules)
+    stages = make_stages(modules, defers_weights=said != "to the constructor")
+    if said == "of the stage":
+        with pytest.raises(StageError, match="pass defers_weights=False to this PipelineStage"):
+            run_forward(stages, 0, microbatches()[0][0])
+        stages = make_stages(modules)
+        stages[1].defers_weights = False
+    for mb, (x, target) in enumerate(microbatches()):
+        loss = nn.functional.mse_loss(run_forward(stages, mb, x), target)
+        run_backward(stages, mb, loss, full=False)
+        for stage in stages:
+            stage.backward_weight_one_chunk(mb)
+    torch.testing.assert_close(grads_of(modules), expected, rtol=1e-6, atol=1e-7)
+
+
+# --- backwards through a graph of one's own ---------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["forward_maybe_with_nosync", "forward_one_chunk"])
+@pytest.mark.parametrize("full", [True, False], ids=["full", "split"])
+def test_a_backward_through_a_graph(full: bool, by: str) -> None:
+    modules = make_modules(1)
+    expected = plain_grads(modules)
+    (stage,) = make_stages(modules)
+    for mb, (x, target) in enumerate(microbatches()):
+        x.requires_grad_()
+        hand = by == "forward_maybe_with_nosync"
+        out = stage.forward_maybe_with_nosync(x) if hand else stage.forward_one_chunk(mb, (x,))
+        (wanted,) = torch.autograd.grad(nn.functional.mse_loss(modules[0](x), target), x)
+        graph = {
+            "stage_output": nn.functional.mse_loss(out, target),
+            "output_grads": None,
+            "input_values": [x],
+        }
+        grads, groups = stage.backward_maybe_with_nosync("full" if full else "input", graph)
+        torch.testing.assert_close(grads, (wanted,), rtol=0, atol=0)
+        assert (groups is None) == full
+        if not full:
+            assert mb or all(p.grad is None for p in modules[0].parameters())
+            left = {"param_groups": groups}
+            _, none = stage.backward_maybe_with_nosync("weight", left, last_backward=True)
+            assert none is None
+    torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
+
+
+def test_weights_that_a_forward_put_off_are_handed_over() -> None:
+    """Also where the backward is not the one that goes with the forward."""
+    modules = make_modules(2)
+    expected = plain_grads(modules)[2:]
+    _, last = stages = make_stages(modules)
+    for mb, (x, target) in enumerate(microbatches()):
+        loss = nn.functional.mse_loss(run_forward(stages, mb, x), target)
+        graph = {"stage_output": loss, "output_grads": None, "input_values": []}
+        with pytest.raises(StageError, match=r"put its weight gradients off.*backward_one_chunk\("):
+            last.backward_maybe_with_nosync("input", graph)
+        last.backward_maybe_with_nosync("full", graph)
+        with pytest.raises(StageError, match="'backward done'"):
+            last.backward_one_chunk(mb, loss)
+    torch.testing.assert_close(grads_of(modules[1:]), expected, rtol=0, atol=0)
+
+
+def test_a_stage_without_backward_computes_no_gradients(stage: PipelineStage) -> None:
+    stage.has_backward = False
+    loss = stage.forward_one_chunk(0, (torch.ones(1, DIM),)).sum()
+    for full in (True, False):
+        stage.backward_one_chunk(0, loss, full_backward=full)
+    stage.backward_weight_one_chunk(0)
+    assert all(p.grad is None for p in stage.submod.parameters())
+
+
+def test_the_last_stages_outputs_are_kept_where_asked_for() -> None:
+    stages = make_stages(make_modules(2))
+    made = [run_forward(stages, mb, x) for mb, (x, _) in enumerate(microbatches())]
+    assert stages[0].output_chunks == []
+    assert all(a is b for a, b in zip(stages[1].output_chunks, made, strict=True))
+    run_backward(stages, 1, made[1].sum(), full=True)
+    assert [out.requires_grad for out in stages[1].output_chunks] == [True, False, True]
+    stages[1].clear_runtime_states()
+    assert stages[1].output_chunks == []
+    stages[1].set_local_fwd_input(torch.ones(2, DIM, requires_grad=True), 0)
+    stages[1].forward_one_chunk(0, (), save_forward_output=False)
+    assert stages[1].output_chunks == []
 
 
 # --- mistakes ---------------------------------------------------------------------------------
@@ -366,6 +489,26 @@ def test_an_unknown_kind_of_backward(stage: PipelineStage) -> None:
         stage.backward_maybe_with_nosync("half", {})
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((nn.Identity(), "0", 2), "stage_index is '0', expected a whole number"),
+        ((nn.Identity(), 0.0, 2), "stage_index is 0.0, expected a whole number"),
+        ((nn.Identity(), 0, None), "num_stages is None, expected a whole number"),
+        ((nn.Identity(), 0, 0), "num_stages is 0, expected 1 or more"),
+        ((None, 0, 2), "stage 0: its module is None, expected an nn.Module"),
+    ],
+)
+def test_arguments_of_another_kind(args: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(StageError, match=said):
+        PipelineStage(*args, CPU)
+
+
+def test_a_backward_that_lacks_something(stage: PipelineStage) -> None:
+    with pytest.raises(StageError, match=r"'full' takes 'stage_output', but was given \['slot'\]"):
+        stage.backward_maybe_with_nosync("full", {"slot": None})
+
+
 @pytest.mark.parametrize("index", [-1, 2, 7])
 def test_stage_index_out_of_range(index: int) -> None:
     with pytest.raises(StageError, match=f"stage_index is {index}, expected 0 to 1"):
@@ -396,6 +539,19 @@ def test_static_gradients_say_which_values_take_none() -> None:
     )
     assert stage.static_outputs is not None
     assert stage.static_outputs.grad_slots == (0,)
+
+
+def test_static_values_may_come_in_lists() -> None:
+    values = [torch.ones(2, DIM), torch.ones(2, DIM)]
+    stage = PipelineStage(
+        nn.Identity(), 1, 3, CPU, input_args=values, output_args=values, output_grads=[None, None]
+    )
+    assert stage.static_inputs is not None and stage.static_outputs is not None
+    assert len(stage.static_inputs.metas) == len(stage.static_outputs.metas) == 2
+    assert stage.static_outputs.grad_slots == ()
+    shapes: Any = [(2, DIM)]
+    with pytest.raises(BoundaryError, match="stage 1: input_args holds a tuple, expected tensors"):
+        PipelineStage(nn.Identity(), 1, 3, CPU, input_args=shapes)
 
 
 def test_output_shapes_are_known_after_the_first_run() -> None:

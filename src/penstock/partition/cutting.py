@@ -76,12 +76,21 @@ def read_split(split: SplitWish | os.PathLike[str] | None) -> SplitWish | None:
         return Plan.load(os.fspath(split))
     if isinstance(split, str) and split.endswith((".toml", ".json")):
         return Plan.load(split)
-    a_list = isinstance(split, Sequence) and not isinstance(split, (str, bytes))
-    if split is None or split == AUTO or isinstance(split, Plan) or (a_list and len(split)):
+    if split is None or isinstance(split, Plan) or _is_listed(split) or split == AUTO:
         return split
     raise PartitionError(
         f"split={split!r}: expected 'auto', a plan or its file (.toml, .json), or a list that has "
         "for each stage the names of its modules, or the number of its layers"
+    )
+
+
+def _is_listed(split: object) -> bool:
+    """Whether it has something for each stage: a count, a name, or several names."""
+    return (
+        isinstance(split, Sequence)
+        and not isinstance(split, (str, bytes))
+        and bool(len(split))
+        and all(isinstance(part, (int, str, Sequence)) for part in split)
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.cause import message_of
 from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
@@ -74,6 +75,10 @@ class Engine:
         ties: the parameters that stages share (see ``penstock.partition.tied``), beside those of
             a model that is there in several copies.
 
+    Attributes:
+        asked: the program as it was given.
+        program: the program that runs, sends and receives included.
+
     Raises:
         ScheduleError: the program has problems, or the stages are not those of these ranks.
         PartitionError: a tie names something that does not exist.
@@ -101,7 +106,7 @@ class Engine:
         make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
         self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
         self._wrappers = Wrappers(self.stages)
-        self._asked = program
+        self.asked = program
         self._sharding = self._wrappers.sharding
         self._channels = channels_of(device)
         self.program = _lowered(program, self._sharding, self._channels)
@@ -217,7 +222,7 @@ class Engine:
         self._wrappers.look()
         if self._wrappers.sharding is not self._sharding:
             self._sharding = self._wrappers.sharding
-            self.program = _lowered(self._asked, self._sharding, self._channels)
+            self.program = _lowered(self.asked, self._sharding, self._channels)
             self._train.rebind(self.program)
 
     @contextmanager
@@ -252,7 +257,7 @@ class Engine:
         if isinstance(raised, PenstockError):
             self.failure = raised
         else:
-            self.failure = PeerError(f"{type(raised).__name__}: {raised}")
+            self.failure = PeerError(f"{type(raised).__name__}: {message_of(raised)}")
         for player in act.players.values():
             player.reset()
         # Ctrl-C and the like are told to the others, but stay what they are here.
@@ -335,6 +340,6 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         return error
     if action.op in _AMONG_REPLICAS and isinstance(error, RuntimeError):
         return error  # a wait that broke, most likely
-    placed = StageError(f"{type(error).__name__}: {error}", where=where)
+    placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)
     placed.__cause__ = error
     return placed

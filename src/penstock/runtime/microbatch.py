@@ -7,7 +7,9 @@ microbatch as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import optree
@@ -17,10 +19,13 @@ from torch import Tensor
 from penstock.stage.trees import NAMESPACE, flatten
 
 __all__ = [
+    "Reducer",
+    "Replicate",
     "TensorChunkSpec",
     "merge_chunks",
     "split_args_kwargs_into_chunks",
     "split_tree",
+    "sum_reducer",
 ]
 
 
@@ -52,6 +57,26 @@ class TensorChunkSpec:
         return {name: TensorChunkSpec(dim) for name, dim in chunk_dims.items()}
 
 
+class Replicate:
+    """In a chunk spec: the value is given to every chunk, as where the spec has None."""
+
+
+class Reducer:
+    """In ``output_merge_spec``: the microbatches' values are put together by a function.
+
+    Args:
+        init_value: what to begin with.
+        reduce_fn: makes of what there is so far, and the next microbatch's value, what is next.
+    """
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
+        self.init_value = init_value
+        self.reduce_fn = reduce_fn
+
+
+# A number, not a tensor, so that it goes with any device.
+sum_reducer = Reducer(0, operator.add)
+
 _BATCH_DIM = TensorChunkSpec(0)
 
 
@@ -81,13 +106,14 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
     return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
 
 
-def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[TensorChunkSpec | None]:
+def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     if spec is None:
         return [_BATCH_DIM] * num_leaves
-    if isinstance(spec, TensorChunkSpec):
+    if isinstance(spec, (TensorChunkSpec, Reducer)):
         return [spec] * num_leaves
     try:
-        return optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=NAMESPACE)
+        specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=NAMESPACE)
+        return [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
     except ValueError as error:
         raise ValueError(f"the chunk spec {spec!r} does not fit the arguments: {error}") from error
 
@@ -151,8 +177,9 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     Args:
         chunks: one tree per microbatch, all of the same structure.
         chunk_spec: as for splitting: along which dimension tensors are joined (default 0). A
-            tensor without dimensions is stacked with its like; where the spec has None, and for
-            what is no tensor, the chunks must agree and their value is kept.
+            tensor without dimensions is stacked with its like; where the spec has a ``Reducer``,
+            values are put together by it; where it has None, and for what is no tensor, the
+            chunks must agree and their value is kept.
 
     Raises:
         ValueError: chunks differ in structure, or in a value that can't be joined.
@@ -167,8 +194,15 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     return optree.tree_unflatten(treedef, merged)
 
 
-def _merge_leaf(column: tuple[Any, ...], spec: TensorChunkSpec | None) -> Any:
+def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
     first = column[0]
+    if isinstance(spec, Reducer):
+        return reduce(spec.reduce_fn, column, spec.init_value)
+    if spec is not None and not isinstance(spec, TensorChunkSpec):
+        raise ValueError(
+            f"output_merge_spec holds {spec!r}; use penstock's TensorChunkSpec(dim) or "
+            "sum_reducer, or None"
+        )
     if isinstance(first, Tensor) and spec is not None:
         return torch.cat(column, dim=spec.split_dim) if first.dim() else torch.stack(column)
     same = torch.equal if isinstance(first, Tensor) else lambda a, b: bool(a == b)

@@ -18,6 +18,7 @@ from penstock.partition.tied import Tie
 from penstock.runtime.batch import Batch
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.engine import Engine, Options
+from penstock.runtime.given import check_loss, check_stages, check_timeout, group_of
 from penstock.runtime.loopback import loopback
 from penstock.runtime.microbatch import (
     merge_chunks,
@@ -27,6 +28,7 @@ from penstock.runtime.microbatch import (
 )
 from penstock.runtime.pieces import Pieces
 from penstock.runtime.transport import Transport
+from penstock.schedule.action import Step
 from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
 from penstock.stage.announcing import announced, default_group
@@ -67,7 +69,9 @@ class PipelineSchedule:
         sequence_dim: along which dimension of inputs, targets and outputs sequences run, where
             the program splits them (``Program.num_splits``); tensors with fewer dimensions go to
             every piece as they are.
-        timeout_s: how long a rank waits for another before it gives up.
+        backward_requires_autograd: False lets steps be called under ``no_grad``; gradients are
+            computed all the same.
+        timeout_s: how long a rank waits for another before it gives up; any number above 0.
         shared: the parameters that several stages have in common, which ranks in processes of
             their own can't see: for each a mapping from stage to name there, such as
             ``{0: "embed.weight", 3: "head.weight"}``; the name of a module stands for all of its
@@ -103,10 +107,12 @@ class PipelineSchedule:
         microbatch_rng: bool = False,
         overlap: bool = False,
         sequence_dim: int = 1,
+        backward_requires_autograd: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
         transports: Sequence[Transport] | None = None,
     ) -> None:
+        self._stages = stages
         self.n_microbatches = n_microbatches
         self.scale_grads = scale_grads
         self._args_chunk_spec = args_chunk_spec
@@ -115,38 +121,53 @@ class PipelineSchedule:
         self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
-        options = Options(
+        self._options = Options(
             loss_fn=loss_fn,
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             microbatch_rng=microbatch_rng,
             overlap=overlap,
         )
-        group = _group_of(stages)
+        self._sequence_dim = sequence_dim
+        self._backward_requires_autograd = backward_requires_autograd
+        self._timeout_s = timeout_s
+        self._shared = shared
+        self._transports = transports
+        self._group = group_of(stages)
+        self._engine: Engine | None = None
         # The other ranks may be waiting for this one in their first step.
+        with announced(self._group):
+            check_stages(stages)
+            check_timeout(timeout_s)
+            check_loss(loss_fn)
+            program = program or self._build()
+            if program is not None:
+                self._play(program)
+
+    def _play(self, program: Program) -> None:
+        """From now on, run ``program``; every rank calls."""
+        stages, group = self._stages, self._group
         with announced(group):
-            transports = transports or _transports(stages, group, timeout_s)
-            check_indices(stages)
-            if loss_fn is not None and not callable(loss_fn):
-                raise ScheduleError(
-                    f"loss_fn is {loss_fn!r}, expected something callable: loss_fn(output, target)"
-                )
-            program = program or self._build(stages, transports[0].num_ranks)
-            self._pieces = Pieces(program.num_splits, sequence_dim)
+            transports = self._transports or _transports(stages[0], group, self._timeout_s)
+            self._pieces = Pieces(program.num_splits, self._sequence_dim)
             self._pieces.prepare(stages, program)
             by_index = {s.stage_index: s for s in stages}
-            ties = shared or stages[0].ties
-            self.engine = Engine(program, by_index, transports, options, ties)
+            ties = self._shared or stages[0].ties
+            self._engine = Engine(program, by_index, transports, self._options, ties)
         if group is not None:
             _num_made[group.group_name] += 1
-        self._trains = self.has_loss and self.engine.has_backward
+        self._trains = self.has_loss and self._engine.has_backward
         for stage in stages:
-            stage.chunks = n_microbatches
+            stage.chunks = self.n_microbatches
             stage.has_backward = self._trains
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
-    def _build(self, stages: Sequence[PipelineStage], num_ranks: int) -> Program:
-        assert self.schedule_name is not None
-        num_stages, copies = stages[0].num_stages, family(self.schedule_name).copies
+    def _build(self) -> Program | None:
+        """The program of the schedule that this class is named for, if it is."""
+        if self.schedule_name is None:
+            return None
+        num_ranks = 1 if self._group is None else self._group.size()
+        num_stages, copies = self._stages[0].num_stages, family(self.schedule_name).copies
         if num_stages % (copies * num_ranks):
             times = f"{copies} times " if copies > 1 else ""
             raise ScheduleError(
@@ -201,9 +222,33 @@ class PipelineSchedule:
         return program.placement.stages_of(rank)
 
     @property
+    def engine(self) -> Engine:
+        """What runs the steps.
+
+        Raises:
+            ScheduleError: no program has been loaded yet.
+        """
+        if self._engine is None:
+            raise ScheduleError(
+                f"this {type(self).__name__} has no program: the class is a kind of schedule; take "
+                "one of that kind, or let PipelineScheduleMulti._load_csv(path) read a program"
+            )
+        return self._engine
+
+    @property
     def program(self) -> Program:
         """The program that runs, sends and receives included."""
         return self.engine.program
+
+    @property
+    def pipeline_order(self) -> dict[int, list[Step]]:
+        """By rank its computations in order, as torch has it; idle time is left out."""
+        return dict(enumerate(map(list, self.engine.asked.ranks)))
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """By stage the rank that holds it, as torch has it."""
+        return dict(enumerate(self.engine.asked.placement.stage_ranks))
 
     def step(
         self,
@@ -237,7 +282,8 @@ class PipelineSchedule:
             PenstockError: this rank failed, or another one did; see its type.
         """
         with self.engine.guard():
-            if not torch.is_grad_enabled():
+            needs_autograd = self._trains and self._backward_requires_autograd
+            if needs_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             batch = self._batch(
                 args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
@@ -311,47 +357,9 @@ class PipelineSchedule:
         return self.engine.trace()
 
 
-def check_indices(stages: Sequence[PipelineStage]) -> None:
-    """Every stage once, in rising order, all of one model.
-
-    Raises:
-        ScheduleError: otherwise.
-    """
-    indices = [s.stage_index for s in stages]
-    if not indices:
-        raise ScheduleError("a rank was given no stage")
-    counts = {s.num_stages for s in stages}
-    if len(counts) > 1:
-        raise ScheduleError(f"the stages disagree on num_stages: {sorted(counts)}")
-    doubled = sorted(i for i, count in Counter(indices).items() if count > 1)
-    if doubled:
-        raise ScheduleError(f"stage indices given twice on one rank: {doubled}")
-    if indices != sorted(indices):
-        raise ScheduleError(f"the stages are in the order {indices}; pass them in rising order")
-
-
-def _group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
-    """The pipeline's group, whatever was passed for the stages."""
-    first = next(iter(stages), None) if isinstance(stages, Sequence) else stages
-    return first.group if isinstance(first, PipelineStage) else default_group()
-
-
 def _transports(
-    stages: Sequence[PipelineStage], group: dist.ProcessGroup | None, timeout_s: float
+    stage: PipelineStage, group: dist.ProcessGroup | None, timeout_s: float
 ) -> list[Transport]:
-    if isinstance(stages, PipelineStage):
-        raise ScheduleError(
-            "a PipelineStage was given alone, expected a list of this rank's stages"
-        )
-    if not stages:
-        raise ScheduleError("a rank was given no stage")
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            raise ScheduleError(
-                f"a {type(stage).__name__} was given as a stage, expected a PipelineStage "
-                "(schedules with one stage per rank take it alone, the others in a list)"
-            )
     if group is None or group.size() == 1:
         return list(loopback(1))
-    number = _num_made[group.group_name]
-    return [C10dTransport(group, stages[0].device, number, timeout_s)]
+    return [C10dTransport(group, stage.device, _num_made[group.group_name], timeout_s)]

@@ -6,14 +6,23 @@ All of them are one class with another program: a schedule is data.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.partition.tied import Tie
+from penstock.runtime.given import group_of
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, LossFn, PipelineSchedule
+from penstock.runtime.schedule_kinds import (
+    PipelineScheduleMulti,
+    PipelineScheduleRuntime,
+    PipelineScheduleSingle,
+)
 from penstock.schedule.catalog import family
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
+from penstock.schedule.text import load_csv
+from penstock.stage.announcing import announced
 from penstock.stage.manual import PipelineStage
 
 __all__ = [
@@ -33,59 +42,28 @@ __all__ = [
 ]
 
 
-class _Single(PipelineSchedule):
-    """A schedule with one stage per rank."""
-
-    def __init__(
-        self,
-        stage: PipelineStage,
-        n_microbatches: int,
-        loss_fn: LossFn | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        *,
-        dynamic_shapes: bool = False,
-        microbatch_rng: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        shared: Sequence[Tie] = (),
-    ) -> None:
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            dynamic_shapes=dynamic_shapes,
-            microbatch_rng=microbatch_rng,
-            timeout_s=timeout_s,
-            shared=shared,
-        )
-
-
-class ScheduleForwardOnly(_Single):
+class ScheduleForwardOnly(PipelineScheduleSingle):
     """Forwards alone, in order. See ``penstock.schedule.builders``."""
 
     schedule_name = "forward-only"
 
 
-class ScheduleGPipe(_Single):
+class ScheduleGPipe(PipelineScheduleSingle):
     """All forwards, then all backwards."""
 
     schedule_name = "gpipe"
 
 
-class Schedule1F1B(_Single):
+class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward in the steady state."""
 
     schedule_name = "1f1b"
 
 
-class _Multi(PipelineSchedule):
-    """A schedule with several stages per rank."""
+class ScheduleLoopedBFS(PipelineScheduleRuntime):
+    """Breadth first: all microbatches through a stage, then the next stage."""
+
+    schedule_name = "looped-bfs"
 
     def __init__(
         self,
@@ -104,7 +82,6 @@ class _Multi(PipelineSchedule):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         shared: Sequence[Tie] = (),
     ) -> None:
-        # backward_requires_autograd and defer_pp_recv are torch's; neither changes a result.
         super().__init__(
             stages,
             n_microbatches,
@@ -113,6 +90,8 @@ class _Multi(PipelineSchedule):
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
             dynamic_shapes=dynamic_shapes,
             microbatch_rng=microbatch_rng,
             timeout_s=timeout_s,
@@ -120,13 +99,7 @@ class _Multi(PipelineSchedule):
         )
 
 
-class ScheduleLoopedBFS(_Multi):
-    """Breadth first: all microbatches through a stage, then the next stage."""
-
-    schedule_name = "looped-bfs"
-
-
-class ScheduleInterleaved1F1B(PipelineSchedule):
+class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
     """1F1B over several stages per rank, placed in a loop."""
 
     schedule_name = "interleaved-1f1b"
@@ -157,6 +130,8 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
             dynamic_shapes=dynamic_shapes,
             microbatch_rng=microbatch_rng,
             overlap=overlap,
@@ -207,21 +182,27 @@ class ScheduleChimera(ScheduleInterleaved1F1B):
     schedule_name = "chimera"
 
 
-class ScheduleProgram(PipelineSchedule):
-    """Any program, such as one that was loaded from a CSV file.
+class ScheduleProgram(PipelineScheduleMulti):
+    """Any program; one from a CSV file best by its path.
+
+    A mistake in the file is then told on every rank, also where only one rank's file has it.
 
     Example:
-        >>> from penstock import load_csv                                    # doctest: +SKIP
-        >>> ScheduleProgram([stage], load_csv("mine.csv"), loss_fn)          # doctest: +SKIP
+        >>> from pathlib import Path                                         # doctest: +SKIP
+        >>> ScheduleProgram([stage], Path("mine.csv"), loss_fn)              # doctest: +SKIP
     """
 
     def __init__(
         self,
         stages: list[PipelineStage],
-        program: Program,
+        program: Program | os.PathLike[str],
         loss_fn: LossFn | None = None,
         **options: Any,
     ) -> None:
+        with announced(group_of(stages)):
+            if isinstance(program, os.PathLike):
+                program = load_csv(program)
+            refuse_no_program(program, "ScheduleProgram")
         super().__init__(
             stages, program.num_whole_microbatches, loss_fn, program=program, **options
         )
@@ -241,6 +222,10 @@ _CLASSES: tuple[type[PipelineSchedule], ...] = (
 )
 
 
+# Classes by names that are no schedule's: torch gives them out as well.
+_KINDS = {cls.__name__.lower(): cls for cls in (PipelineScheduleSingle, PipelineScheduleMulti)}
+
+
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     """The schedule class of this name; case and separators do not count.
 
@@ -251,8 +236,14 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
         >>> get_schedule_class("1f1b").__name__
         'Schedule1F1B'
     """
+    if isinstance(schedule_name, str) and schedule_name.lower() in _KINDS:
+        return _KINDS[schedule_name.lower()]
     name = family(schedule_name).name
     for cls in _CLASSES:
         if cls.schedule_name == name:
             return cls
-    raise ScheduleError(f"no schedule class for {schedule_name!r}")
+    raise ScheduleError(
+        f"{schedule_name!r} has no class of its own; any schedule runs as "
+        f"ScheduleProgram(stages, penstock.build({name!r}, ranks=..., microbatches=...), loss_fn), "
+        f"or as Pipeline(model, schedule={name!r}, ...)"
+    )

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.placement import Placement
 
-__all__ = ["Program", "CheckedProgram"]
+__all__ = ["Program", "CheckedProgram", "refuse_no_program"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +84,21 @@ class Program:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedProgram(Program):
     """A program that ``check`` found free of problems; the only kind that the runtime runs."""
+
+
+def refuse_no_program(value: object, caller: str) -> None:
+    """Refuse what was given in place of a program.
+
+    Args:
+        value: what was given.
+        caller: what takes it, for the message.
+
+    Raises:
+        ScheduleError: it is no ``Program``.
+    """
+    if not isinstance(value, Program):
+        name = value if isinstance(value, str) else "1f1b"
+        raise ScheduleError(
+            f"{caller} takes a program, not {value!r}; penstock.build({name!r}, ranks=..., "
+            "microbatches=...) makes that of a schedule"
+        )

@@ -21,7 +21,7 @@ from operator import sub
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError, Where
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.channels import add_copies, add_jitter, add_messages
 from penstock.simulate.costs import Costs
@@ -58,7 +58,7 @@ def simulate(
     Raises:
         ScheduleError: the program can't go on (the message says who waits for what), or does
             something twice; or there are costs for another number of stages; or a jitter that is
-            no number ≥ 0.
+            no number ≥ 0; or what is given is no program, or no costs.
 
     Example:
         >>> from penstock.schedule.catalog import build
@@ -66,6 +66,12 @@ def simulate(
         >>> result.makespan, result.peak_in_flight
         (33.0, (8, 8, 8, 8))
     """
+    refuse_no_program(program, "simulate()")
+    if not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"simulate() takes costs, not {costs!r}; penstock.Costs(forward=..., "
+            "input_grad=..., weight_grad=...) makes them"
+        )
     if not (math.isfinite(jitter) and jitter >= 0):
         raise ScheduleError(f"simulate: jitter={jitter!r} must be a finite number ≥ 0")
     plain = tabulate(program, costs)

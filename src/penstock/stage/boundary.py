@@ -243,16 +243,21 @@ def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> Boundar
         stage_index: likewise.
 
     Raises:
-        BoundaryError: there is not one gradient for each value.
+        BoundaryError: there is not one gradient for each value, or a value is no tensor.
     """
     if values is None:
         return None
-    given = values if isinstance(values, tuple) else (values,)
+    given = _listed(values)
+    for value in given:
+        if not isinstance(value, Tensor):
+            raise BoundaryError(
+                f"stage {stage_index}: {what}_args holds a {type(value).__name__}, expected tensors"
+            )
     takes: list[bool]
     if grads is None:
         takes = [v.is_floating_point() or v.is_complex() for v in given]
     else:
-        listed = grads if isinstance(grads, tuple) else (grads,)
+        listed = _listed(grads)
         if len(listed) != len(given):
             raise BoundaryError(
                 f"stage {stage_index}: {len(listed)} {what}_grads for {len(given)} {what}_args"
@@ -262,3 +267,7 @@ def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> Boundar
         v.detach().to("meta").requires_grad_(take) for v, take in zip(given, takes, strict=True)
     )
     return describe(described)
+
+
+def _listed(values: Any) -> Sequence[Any]:
+    return values if isinstance(values, (tuple, list)) else (values,)

@@ -34,6 +34,7 @@ class ExchangingStage(Stage):
 
     group: dist.ProcessGroup | None
     group_size: int
+    stage_index_to_group_rank: dict[int, int]
     has_backward: bool
     chunks: int | None
     _slots: dict[int, Slot]
@@ -47,10 +48,10 @@ class ExchangingStage(Stage):
     # --- messages by hand --------------------------------------------------------------------
 
     def _p2p(self, op: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[Any]:
-        """Operations with the rank of ``stage``; ranks hold stages round robin, as in torch."""
+        """Operations with the rank of ``stage``."""
         if self.group is None:
             raise StageError("messages need a process group: call init_process_group first")
-        peer = dist.get_global_rank(self.group, stage % self.group_size)
+        peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
     def _buffers(self, metas: Sequence[TensorMeta]) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """PipelineStage: a stage that the user cut by hand, with the API of torch's class of that name.
 
 A schedule drives a stage through ``Stage``'s methods. Those here are for people who drive one by
-hand, microbatch by microbatch; what it exchanges with its neighbours stands in ``exchange.py``.
+hand, microbatch by microbatch; what it exchanges with its neighbours stands in ``exchange.py``,
+and what runs without microbatches in ``graph_driven.py``.
 
     for op in stage.get_fwd_recv_ops(mb): ...          # post, wait
     out = stage.forward_one_chunk(mb, args)
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,16 +26,17 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import StageError
 from penstock.stage.announcing import announced, default_group
 from penstock.stage.boundary import describe, static_spec
-from penstock.stage.exchange import ExchangingStage
+from penstock.stage.graph_driven import GraphDrivenStage
 from penstock.stage.replica_step import ReplicaStep
 from penstock.stage.slots import Phase, Slot
+from penstock.stage.trees import flatten
 
 __all__ = ["PipelineStage"]
 
 GetMesh = Callable[..., Any]
 
 
-class PipelineStage(ExchangingStage):
+class PipelineStage(GraphDrivenStage):
     """A stage of a model that was cut by hand.
 
     Args:
@@ -53,9 +56,17 @@ class PipelineStage(ExchangingStage):
         get_mesh: called with the names of a mesh's dimensions, and None, where a DTensor comes
             from the stage before; returns this rank's mesh of these names. If None, it is the
             mesh with such dimensions over which a parameter of the module is spread.
+        defers_weights: whether the input gradient I leaves weight gradients to W, in schedules
+            that split the backward. False, for a module that differentiates with respect to its
+            parameters in its own forward: I computes all. It may be set on the stage, too.
+
+    Attributes:
+        stage_index_to_group_rank: which rank of the group holds which stage, for messages by
+            hand. Ranks hold stages in turn unless a schedule, or you, says otherwise.
 
     Raises:
-        StageError: the index is out of range, or static gradients do not match static values.
+        StageError: the index is out of range, or the module is none.
+        BoundaryError: static gradients do not match static values.
 
     Example:
         >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
@@ -69,18 +80,27 @@ class PipelineStage(ExchangingStage):
         stage_index: int,
         num_stages: int,
         device: torch.device,
-        input_args: Tensor | tuple[Tensor, ...] | None = None,
-        output_args: Tensor | tuple[Tensor, ...] | None = None,
-        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
-        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        input_args: Tensor | Sequence[Tensor] | None = None,
+        output_args: Tensor | Sequence[Tensor] | None = None,
+        output_grads: Tensor | Sequence[Tensor | None] | None = None,
+        input_grads: Tensor | Sequence[Tensor | None] | None = None,
         group: dist.ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: GetMesh | None = None,
+        *,
+        defers_weights: bool = True,
     ) -> None:
         if group is None:
             group = default_group()
         with announced(group):
-            super().__init__(submodule, stage_index, num_stages, device, dw_builder=dw_builder)
+            super().__init__(
+                submodule,
+                stage_index,
+                num_stages,
+                device,
+                dw_builder=dw_builder,
+                defers_weights=defers_weights,
+            )
             self.static_inputs = static_spec(input_args, input_grads, "input", stage_index)
             self.static_outputs = static_spec(output_args, output_grads, "output", stage_index)
         self.get_mesh = get_mesh
@@ -89,6 +109,7 @@ class PipelineStage(ExchangingStage):
         self.group = group
         self.group_rank: int = group.rank() if group is not None else 0
         self.group_size: int = group.size() if group is not None else 1
+        self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
         self.has_backward = True
         self.chunks: int | None = None
         self._slots: dict[int, Slot] = {}
@@ -110,7 +131,8 @@ class PipelineStage(ExchangingStage):
             args: positional arguments of the first stage; ignored on later ones, which take
                 what was received (``get_fwd_recv_ops``) or set (``set_local_fwd_input``).
             kwargs: keyword arguments.
-            save_forward_output: accepted for compatibility: a sent output is never kept.
+            save_forward_output: whether ``output_chunks`` keeps the last stage's output. What is
+                sent on is never kept.
 
         Returns:
             What the module returned.
@@ -124,10 +146,21 @@ class PipelineStage(ExchangingStage):
         output = self.forward(slot, args, kwargs or {}, defer=defer)
         slot.phase = Phase.FORWARD
         if self.is_last:
-            slot.output = output
+            slot.output = output if save_forward_output else None
         else:
             self.leave(slot, output, self.static_outputs or describe(output))
         return output
+
+    @property
+    def output_chunks(self) -> list[Any]:
+        """The last stage's outputs by microbatch, of forwards that were run by hand."""
+        slots = sorted(self._slots.items())
+        return [slot.output for _, slot in slots if slot.output is not None]
+
+    @property
+    def log_prefix(self) -> str:
+        """How torch names a stage in its log."""
+        return f"[Stage {self.stage_index}]"
 
     def _received_args(self, slot: Slot) -> tuple[Any, ...]:
         if slot.arrival is None:
@@ -148,7 +181,7 @@ class PipelineStage(ExchangingStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run one microbatch backward.
+        """Run one microbatch backward; without ``has_backward`` nothing is done.
 
         Args:
             bwd_chunk_id: the microbatch.
@@ -161,19 +194,24 @@ class PipelineStage(ExchangingStage):
         Raises:
             StageError: the forward has not run, or the backward has run already.
         """
+        if not self.has_backward:
+            return
         slot = self._slot(bwd_chunk_id)
         self._expect_phase(slot, Phase.FORWARD, "a backward")
         grads = self._output_grads(slot, loss)
-        if full_backward:
-            self.backward_maybe_with_nosync("full", {"slot": slot, "grads": grads})
-            if slot.work is not None:
-                slot.work.accumulate()
-                slot.work = None
-            self._finish(slot, last_backward)
-        else:
-            self.backward_maybe_with_nosync("input", {"slot": slot, "grads": grads})
+        deferred = slot.work is not None
+        with self._no_sync():
+            if full_backward and not deferred:
+                self.backward(slot, grads)
+            else:
+                self.input_grad(slot, grads)
+        if not full_backward:
             slot.phase = Phase.INPUT_GRAD
             self._replica_step.due |= last_backward
+            return
+        if deferred:  # nothing is lost: W follows at once
+            self.weight_grad(slot)
+        self._finish(slot, last_backward)
 
     def _output_grads(self, slot: Slot, loss: Tensor | None) -> Sequence[Tensor | None]:
         if not self.is_last:
@@ -188,11 +226,12 @@ class PipelineStage(ExchangingStage):
         if loss is None:
             raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
         slot.roots = (get_gradient_edge(loss),)
-        slot.output = None
+        slot.output = _without_graph(slot.output)
         return (torch.ones_like(loss),)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute the weight gradients that ``backward_one_chunk(full_backward=False)`` left.
+        """Compute the weight gradients that ``backward_one_chunk(full_backward=False)`` left;
+        without ``has_backward`` nothing is done.
 
         Args:
             bwd_chunk_id: the microbatch.
@@ -201,6 +240,8 @@ class PipelineStage(ExchangingStage):
         Raises:
             StageError: that has not run for this microbatch, or its weights are done already.
         """
+        if not self.has_backward:
+            return
         slot = self._slot(bwd_chunk_id)
         self._expect_phase(slot, Phase.INPUT_GRAD, "a weight gradient")
         self.weight_grad(slot)
@@ -221,41 +262,6 @@ class PipelineStage(ExchangingStage):
                 f"which comes after '{expected.value}', but this microbatch is at "
                 f"'{slot.phase.value}'"
             )
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, without a reduction of gradients by a data-parallel wrapper."""
-        with self._no_sync():
-            return self.submod(*args, **kwargs)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> None:
-        """Run a backward without a reduction of gradients by a data-parallel wrapper.
-
-        Args:
-            backward_type: ``"full"``, ``"input"`` or ``"weight"``.
-            bwd_kwargs: ``slot``, and but for the weights ``grads``, of ``Stage``'s methods.
-            last_backward: accepted for compatibility (see ``backward_one_chunk``).
-        """
-        with self._no_sync():
-            match backward_type:
-                case "full":
-                    if bwd_kwargs["slot"].work is None:
-                        self.backward(**bwd_kwargs)
-                    else:  # the forward deferred: nothing is lost, W follows at once
-                        self.input_grad(**bwd_kwargs)
-                case "input":
-                    self.input_grad(**bwd_kwargs)
-                case "weight":
-                    self.weight_grad(**bwd_kwargs)
-                case _:
-                    raise StageError(
-                        f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'"
-                    )
-
-    def _no_sync(self) -> Any:
-        no_sync = getattr(self.submod, "no_sync", None)
-        return no_sync() if no_sync is not None else _NOTHING
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide every gradient of the module by ``grad_scale_factor``."""
@@ -281,12 +287,7 @@ class PipelineStage(ExchangingStage):
         self._replica_step.end(reduce=False)
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+def _without_graph(output: Any) -> Any:
+    leaves, tree = flatten(output)
+    bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return optree.tree_unflatten(tree, bare)

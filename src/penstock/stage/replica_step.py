@@ -26,6 +26,11 @@ class ReplicaStep:
         self._begun = False
         self._replicas: Replicas | None = None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded: those of the graph are then others than the module's."""
+        return self._replicas is not None and self._replicas.sharded
+
     def begin(self, module: nn.Module) -> None:
         """Hold reductions back from now on, unless the step is under way."""
         if self._begun:

@@ -36,6 +36,11 @@ class Phase(Enum):
 class WeightWork(Protocol):
     """Weight gradients put off to W."""
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether a gradient has come by since the forward, without I."""
+        ...
+
     def accumulate(self) -> None:
         """Add them to the parameters' ``.grad``."""
         ...

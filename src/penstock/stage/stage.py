@@ -6,6 +6,7 @@ on, and the autograd edges to start its backward from. It knows neither schedule
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -40,9 +41,11 @@ class Stage:
         device: where the module lives.
         dw_builder: makes, after each backward, a callable that computes the weight gradients,
             for modules that split their backward by themselves.
+        defers_weights: whether I leaves weight gradients to W. False: I computes all, W has
+            nothing to do; for modules that differentiate within their own forward.
 
     Raises:
-        StageError: ``stage_index`` is out of range.
+        StageError: ``stage_index`` is out of range, or ``submod`` is no module.
     """
 
     def __init__(
@@ -53,7 +56,16 @@ class Stage:
         device: torch.device,
         *,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
+        defers_weights: bool = True,
     ) -> None:
+        stage_index = _whole("stage_index", stage_index)
+        num_stages = _whole("num_stages", num_stages)
+        if not isinstance(submod, nn.Module):
+            raise StageError(
+                f"stage {stage_index}: its module is {submod!r}, expected an nn.Module"
+            )
+        if num_stages < 1:
+            raise StageError(f"num_stages is {num_stages}, expected 1 or more")
         if not 0 <= stage_index < num_stages:
             raise StageError(
                 f"stage_index is {stage_index}, expected 0 to {num_stages - 1} "
@@ -79,9 +91,7 @@ class Stage:
         # What crossed them last.
         self.inputs_spec: BoundarySpec | None = None
         self.outputs_spec: BoundarySpec | None = None
-        # Whether I leaves weight gradients to W. False: I computes all, W has nothing to do; for
-        # modules that differentiate within their own forward.
-        self.defers_weights = dw_builder is None
+        self.defers_weights = defers_weights and dw_builder is None
         self._leaks: tuple[nn.Module, list[nn.Parameter]] | None = None
         self._writer = InputWriter()
 
@@ -266,12 +276,21 @@ class Stage:
         slot.outgoing_grads = [leaf.grad for leaf in leaves]
 
 
+def _whole(what: str, number: object) -> int:
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise StageError(f"{what} is {number!r}, expected a whole number") from None
+
+
 def _nothing() -> None:
     """What is left to W where I has computed all."""
 
 
 class _Runner:
     """A weight-gradient callable, as work left to W."""
+
+    is_reached = False
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run

@@ -22,6 +22,7 @@ __all__ = [
     "WRAPPERS_KEEP_UNDER",
     "autocast_enabled",
     "deferrable_now",
+    "in_transform",
     "observe_grad",
     "pop_mode",
     "push_mode",
@@ -152,6 +153,16 @@ def deferrable_now() -> bool:
         False
     """
     return grad_enabled() and interpreters() is None and forward_ad._current_level < 0
+
+
+def in_transform(value: object) -> bool:
+    """Whether ``value`` was computed inside of ``torch.func.grad``, ``vjp`` or the like.
+
+    Example:
+        >>> in_transform(torch.ones(()))
+        False
+    """
+    return isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value)
 
 
 class ObserverLast(dict[Any, Callable[..., Any]]):

@@ -88,7 +88,7 @@ class TracedStage(PipelineStage):
         return self._stage_names[submod_name]
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
-        """The rank that holds the stage of a node of the pipe's graph (ranks hold stages in turn).
+        """The rank that holds the stage of a node of the pipe's graph.
 
         Args:
             user: a node of ``Pipe.info().graph``.
@@ -98,7 +98,7 @@ class TracedStage(PipelineStage):
         """
         if user.op != "call_module":
             return None
-        return self.get_stage_index_of_submod(str(user.target)) % self.group_size
+        return self.stage_index_to_group_rank[self.get_stage_index_of_submod(str(user.target))]
 
 
 def build_stage(

@@ -115,6 +115,11 @@ class DeferredWeights(TorchFunctionMode):
             self.ledger.expressions.clear()
         pop_mode()
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether a gradient has come by since the forward: somebody ran a backward of his own."""
+        return any(record and record[5] for record in self.ledger.records)
+
     def note_leaks(self, leaks: Iterable[Parameter]) -> None:
         """Tell what `find_leaks` found in this forward; uses of the same put off are looked for."""
         put_off: set[int] = set()

@@ -39,8 +39,9 @@ def refuse(what: str) -> NoReturn:
     """Raise what is raised where a stage needs the graph from its results to its parameters."""
     raise CannotDeferError(
         f"the module or its loss calls {what}, which needs the graph that leads to the "
-        "parameters, and weight gradients put off by operation have none; set "
-        "defers_weights = False on this stage, or use a schedule with full backwards"
+        "parameters, and weight gradients put off by operation have none; pass "
+        "defers_weights=False to this PipelineStage, or set it (pipe.stages[i].defers_weights = "
+        "False), or use a schedule with full backwards"
     )
 
 

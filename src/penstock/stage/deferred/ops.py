@@ -10,7 +10,7 @@ test what is cheap first. `norms` and `convs` hold the ones with more arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from penstock.stage.deferred.rules import (
 from penstock.stage.torch_private import (
     autocast_enabled,
     deferrable_now,
+    in_transform,
     observe_at_node,
     observed,
 )
@@ -205,16 +206,26 @@ def broadcast_free(terms: list[str], args: Args) -> bool:
 
 
 def differentiate(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.grad`` inside a forward: right where nothing is kept of it."""
+    """``torch.autograd.grad`` inside a forward: right where nothing is kept of it.
+
+    ``torch.func.grad`` and its kin come by here too: of what they differentiate nothing was put
+    off, and the rest is autograd's.
+    """
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs = given["inputs"]
-    wanted = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    if all(map(in_transform, listed(given["outputs"]))):
+        return run(func, args, kwargs)
+    wanted = listed(given["inputs"])
     if given.get("create_graph"):
         refuse("autograd.grad(create_graph=True) inside the forward")
     if any(mode.ledger.weight(value) is not None for value in wanted):
         refuse("autograd.grad with respect to a parameter inside the forward")
     return mode.ledger.unobserved(lambda: inside(mode, func, args, kwargs))
+
+
+def listed(value: Any) -> Sequence[Any]:
+    """What may be one or several, as several."""
+    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def backward(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
