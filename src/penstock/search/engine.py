@@ -97,6 +97,8 @@ def search(
 
     Source: arXiv:2401.10241, sec. 3.1 (search under a memory limit); arXiv:2405.15362 (blocks).
     """
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"search: costs={costs!r} are no penstock.Costs; leave them out for 1")
     if not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
         raise ScheduleError(f"search: time_limit_s={time_limit_s!r} must be a number above 0")
     if exact and find_spec("ortools") is None:
