@@ -154,15 +154,17 @@ def _relieve(known: Known, allowed: Sequence[Relief], *, pareto: bool) -> None:
     """Relieve what was found until it is within the limit; and for a front, within lower ones."""
     given = known.problems
     starts = tuple(found for found in known.found if not found.is_relieved)
-    limits = [known.limit]
+    known.tell(known.done_share, "relief")
+    relieve(known, starts, allowed)
     if pareto:
         least = min(least_relieved(given, relief) for relief in allowed)
-        limits += _lower_limits(given, least, max(found.peak for found in known.front()))
-    for limit in limits:
-        known.tell(known.done_share, "relief")
-        known.problems = [problem.limited(limit) for problem in given]
-        relieve(known, starts, allowed)
-    known.problems = given
+        # None is within the limit yet where it takes no relief, but a search under it.
+        most = max((found.peak for found in known.front()), default=0.0)
+        for limit in _lower_limits(given, least, most):
+            known.tell(known.done_share, "relief")
+            known.problems = [problem.limited(limit) for problem in given]
+            relieve(known, starts, allowed)
+        known.problems = given
 
 
 def _go(known: Known, effort: Effort) -> None:
@@ -187,7 +189,9 @@ def _trade(known: Known, effort: Effort) -> None:
     """Search again under lower limits, from the least that can be met on."""
     given = known.problems
     least = min(max(problem.least_memory) for problem in given)
-    limits = _lower_limits(given, least, known.plain()[0].peak)
+    # The clock may leave none but those that were relieved.
+    most = next((found.peak for found in known.plain()), 0.0)
+    limits = _lower_limits(given, least, most)
     for limit in limits:
         lower = [problem.limited(limit) for problem in given]
         known.problems = [problem for problem in lower if problem.can_be_met]
