@@ -46,7 +46,10 @@ def test_list_scheduling_with_any_priorities(problem: Problem, random: object) -
         assert again is not None
         result = simulate(program_of(problem, placed.order, name="x"), problem.costs)
         assert again.value == pytest.approx(getattr(result, problem.objective))
-        assert played(problem, program_of(problem, placed.order, name="x")).ends == again.ends
+        # Where backwards are not split, W stands for nothing.
+        runs = (3 if problem.splits else 2) * problem.placement.num_stages
+        ends = played(problem, program_of(problem, placed.order, name="x")).ends
+        assert ends[:runs] == again.ends[:runs]
 
 
 @settings(deadline=None, max_examples=60)
@@ -183,7 +186,8 @@ def test_exact_search_of_a_whole_step(problem: Problem) -> None:
         assert_right(small, found)
         assert found.value <= start.value + 1e-9
         assert found.value >= answer.bound - 1e-6 * found.value
-        if answer.proven and small.objective == "makespan":
+        held_alike = small.limit == math.inf or not any(small.growths)
+        if answer.proven and small.objective == "makespan" and small.splits and held_alike:
             # CP-SAT rounds costs down to a unit; these are multiples of one.
             assert found.value == pytest.approx(answer.bound)
 

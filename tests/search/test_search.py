@@ -183,6 +183,49 @@ def test_memory_in_bytes() -> None:
     assert found.simulation.peak_bytes[0] <= 6e9 < 3e9 * 8
 
 
+GROWING = Costs(activation_bytes=2, weight_grad_bytes=3)
+
+
+@pytest.mark.usefixtures("no_clock")
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("limit", [4, 5, 8, 11, None])
+@pytest.mark.parametrize("exact", [False, True])
+def test_weight_gradients_that_hold_more_than_forwards_left(
+    virtual: int, limit: int | None, exact: bool
+) -> None:
+    """Full backwards never hold more: a schedule of these may fit where split ones don't."""
+    sizes = {"ranks": 3, "microbatches": 6, "virtual": virtual}
+    found = search(GROWING, **sizes, memory_limit=limit, time_limit_s=0.2, exact=exact)
+    assert_sound(found, GROWING)
+    assert found.peak == max(found.simulation.peak_bytes)
+    assert limit is None or found.peak <= limit
+    for name in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "v-half", "v-min", "zbv"):
+        try:
+            program = build(name, **sizes)
+        except ScheduleError:
+            continue
+        result = simulate(program, GROWING)
+        if limit is None or max(result.peak_bytes) <= limit:
+            assert found.bound <= found.value <= result.makespan
+
+
+@pytest.mark.usefixtures("no_clock")
+def test_where_split_backwards_do_not_fit_none_is_split() -> None:
+    # On a rank: 2 from F to B; or else 3 while W runs.
+    found = search(GROWING, ranks=2, microbatches=4, memory_limit=2, time_limit_s=0.5)
+    assert found.peak == 2 and found.bound <= found.value == 24
+    assert {act.op for act in found.program.actions()} == {Op.FORWARD, Op.FULL_BACKWARD}
+    with pytest.raises(ScheduleError, match=r"memory_limit=1\.9: .* alone holds 2;"):
+        search(GROWING, ranks=2, microbatches=4, memory_limit=1.9)
+
+
+def test_the_least_limit_where_weight_gradients_hold_more() -> None:
+    costs = Costs(activation_bytes=1, weight_grad_bytes=2)
+    sizes = {"ranks": 2, "microbatches": 1, "virtual": 2}
+    found = search(costs, **sizes, memory_limit=3, recompute=True, time_limit_s=0.5)
+    assert found.peak == max(found.simulation.peak_bytes) <= 3
+
+
 @pytest.mark.usefixtures("no_clock")
 def test_many_microbatches_stretch_the_steady_state() -> None:
     found = search(

@@ -142,14 +142,14 @@ def _problem(
     costs: Costs, placement: Placement, microbatches: int, limit: float, objective: Objective
 ) -> Problem:
     before, behind = costs.held(num_stages=placement.num_stages)
-    # Room for what W needs is kept from the start, should that be more than what I leaves.
-    held = tuple(map(max, before, behind))
-    return Problem(
+    problem = Problem(
         placement=placement,
         num_microbatches=microbatches,
         costs=costs,
-        held=held,
+        held=before,
         held_for_weights=behind,
         limit=limit,
         objective=objective,
     )
+    # Where W holds more than F left, full backwards may be all that fits.
+    return replace(problem, splits=problem.can_be_met or not any(problem.growths))

@@ -25,7 +25,7 @@ from penstock.search.blocks import Knobs, legs
 from penstock.search.budget import Budget
 from penstock.search.exact import Exact, improve
 from penstock.search.greedy import Placed, place, played
-from penstock.search.known import Known, meets
+from penstock.search.known import Found, Known, meets
 from penstock.search.problem import Problem, order_of
 from penstock.search.rounds import exchange_in_rounds
 from penstock.search.tune import Tuner, run_block
@@ -187,12 +187,20 @@ def _rivals(known: Known) -> list[tuple[Problem, Placed]]:
     assert best is not None
     found = []
     for problem in known.problems:
-        start = next(iter(known.plain(problem.placement)), None)
+        start = _start(known, problem)
         if start is None or problem.size > _WINDOWED or start.value > _NEAR_BEST * best.value:
             continue
         if not meets(best.value, known.bound(problem)):
             found.append((problem, played(problem, start.program)))
     return found
+
+
+def _start(known: Known, problem: Problem) -> Found | None:
+    """The best program on a placement whose order is within the limit, too."""
+    for each in known.plain(problem.placement):
+        if problem.keeps_limit(order_of(problem, each.program)):
+            return each
+    return None
 
 
 def exchange(known: Known, effort: Effort) -> None:
@@ -230,8 +238,8 @@ def _polish_whole(
     """
     if problem.objective == "span":
         used = _find_whole(known, problem, start, effort_s / 2, seed)
-        best = known.plain(problem.placement)[0]
-        if known.is_over() or meets(best.value, known.bound(problem)):
+        best = _start(known, problem)
+        if best is None or known.is_over() or meets(best.value, known.bound(problem)):
             return
         start, effort_s = played(problem, best.program), effort_s - used
     _find_whole(known, problem, start, effort_s, seed, late_starts=problem.objective == "span")
