@@ -96,6 +96,18 @@ def test_a_span_is_not_proven_best_where_ranks_that_start_late_beat_it(exact: bo
     assert found.is_proven == (found.value == found.bound)
 
 
+@pytest.mark.usefixtures("no_clock")
+@pytest.mark.parametrize(("ranks", "microbatches", "best"), [(1, 3, 5), (2, 4, 11)])
+def test_blocks_that_overlap_are_found_and_beat_no_bound(
+    ranks: int, microbatches: int, best: int
+) -> None:
+    costs = Costs(overlap=1)
+    found = search(costs, ranks=ranks, microbatches=microbatches, time_limit_s=0.5)
+    assert_sound(found, costs)
+    assert found.program.blocks and found.value == best
+    assert found.bound <= best
+
+
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("limit", [6, 9, None])
 @pytest.mark.parametrize("costs", [Costs(), Costs(forward=1, input_grad=1.5, weight_grad=0.5)])

@@ -7,6 +7,7 @@
     exchanges        neighbours on the critical path of several orders, where the step is not large
     exact            CP-SAT, warm-started from the best: the whole step where it is small, else
                      windows of it, the cool-down first
+    overlap          where costs tell of it: forwards and backwards side by side as blocks
     relief           where asked for: what holds too much, with stages recomputed or offloaded
 
 Each method starts from what those before it found, and nothing worse ever takes its place. This
@@ -26,6 +27,7 @@ from penstock.search.asked import can_offload, problems_of
 from penstock.search.budget import Budget
 from penstock.search.known import Known
 from penstock.search.methods import Effort, closed_forms, exchange, first, polish, retime, tune
+from penstock.search.overlaps import overlap
 from penstock.search.problem import Objective, Problem
 from penstock.search.relief import Relief, least_relieved, reliefs, relieve
 from penstock.search.result import Progress, SearchResult
@@ -182,6 +184,8 @@ def _go(known: Known, effort: Effort) -> None:
         exchange(known, effort)
     if effort.exact and not known.is_over():
         polish(known, effort)
+    if not known.is_over():
+        overlap(known)
     known.done_share += effort.share
 
 
