@@ -59,7 +59,7 @@ def search(
     pareto: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best program for these costs, within this memory, that can be found in this time.
+    """The best program of one copy of the model that can be found for these costs in this time.
 
     Args:
         costs: what each kind of action costs, and what activations take.
@@ -84,7 +84,8 @@ def search(
         progress: called now and then with how far the search is.
 
     Returns:
-        The best program, its figures, and a bound that no program can beat.
+        The best program, its figures, and a bound that no program of one copy of the model can
+        beat; schedules with two, such as DualPipe, may be faster.
 
     Raises:
         ScheduleError: a memory limit that no program can meet (the message says the least that
