@@ -94,7 +94,9 @@ def lower_bounds(
     memory_limit: float | None = None,
     backward: bool = True,
 ) -> LowerBounds:
-    """The least makespan and the least span of any program.
+    """The least makespan and the least span of any program of these stages.
+
+    Where costs tell of blocks that overlap: of any whose blocks hold a forward and a backward each.
 
     Args:
         costs: what each kind of action costs.
