@@ -1,5 +1,6 @@
 """Bounds: no program beats one, whatever its family; and how near the best programs come."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeAlias
@@ -164,6 +165,13 @@ def test_more_memory_never_makes_a_bound_greater(ranks: int, microbatches: int, 
     for tight, loose in pairwise(found):
         assert tight.makespan >= loose.makespan
         assert tight.span >= loose.span
+
+
+@pytest.mark.parametrize("limit", [10**12, 1e300, math.inf])
+def test_a_limit_far_above_what_is_held_takes_no_time(limit: float) -> None:
+    plenty = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=8)
+    found = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=limit)
+    assert (found.makespan, found.span) == (plenty.makespan, plenty.span) == (27, 24)
 
 
 def test_each_bound_names_its_argument() -> None:
