@@ -38,6 +38,8 @@ _WHOLE, _WINDOWED, _WINDOW = 400, 4_000, 150
 _STALE_WHOLE, _STALE = 300, 2_000
 # Up to how many actions neighbours are exchanged; and the whole catalog is tried, late or not.
 _EXCHANGED, _SMALL = 12_000, 10_000
+# Up to how many stages per rank closed forms are built: some take minutes for hundreds.
+_CLOSED = 128
 # How much worse than the best one a placement may be to be searched on.
 _NEAR_BEST = 1.05
 # How many blocks are run with all microbatches, where that takes next to nothing and where not.
@@ -104,7 +106,7 @@ def first(known: Known) -> None:
 def closed_forms(known: Known) -> None:
     """Every schedule of the catalog that is a program of one of the problems."""
     some = known.problems[0]
-    virtuals = sorted({problem.virtual for problem in known.problems})
+    virtuals = sorted({each.virtual for each in known.problems if each.virtual <= _CLOSED})
     # Those that are made for given costs are searched for themselves: they come last.
     families = sorted(schedules(), key=lambda family: "forward" in family.options)
     for family, virtual in product(families, virtuals):
