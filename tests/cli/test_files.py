@@ -220,6 +220,7 @@ def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> No
     assert f"makespan {result.makespan:.0f}" in said.out
     assert max(result.peak_in_flight) <= 2
     assert f"wrote {path}" in said.out
+    assert "no program of one copy of the model is " in said.out
     impossible = penstock("search", "--memory", "0", "--time-limit", "1")
     assert impossible.code == 2
     assert impossible.err.startswith("error: ")

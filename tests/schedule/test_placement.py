@@ -1,5 +1,7 @@
 """Where stages lie, which are neighbours, and which microbatches pass them."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 
@@ -20,6 +22,26 @@ def test_shapes() -> None:
     assert v_shape(2).stage_ranks == (0, 1, 1, 0)
     assert wave(2, 2).stage_ranks == (0, 1, 1, 0, 0, 1, 1, 0)
     assert bidirectional(2) == Placement(num_ranks=2, stage_ranks=(0, 1, 1, 0), copies=2)
+
+
+def test_any_sequence_of_ranks_is_kept_as_a_tuple() -> None:
+    placement = Placement(num_ranks=2, stage_ranks=[0, 1, 1, 0])  # type: ignore[arg-type]
+    assert placement == v_shape(2) and hash(placement) == hash(v_shape(2))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stage_ranks", "message"),
+    [
+        (0, (), "num_ranks=0; give at least 1 rank"),
+        (-1, (), "num_ranks=-1; give at least 1 rank"),
+        (2, 0, "ranks 0, num_ranks=2: expected a rank for each stage"),
+        (2, (0, 1.0), r"ranks \(0, 1.0\), num_ranks=2: expected a rank for each stage"),
+        ("2", (0, 1), "num_ranks='2': expected a rank for each stage"),
+    ],
+)
+def test_what_is_no_placement_is_refused(num_ranks: Any, stage_ranks: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Placement(num_ranks=num_ranks, stage_ranks=stage_ranks)
 
 
 def test_a_model_in_two_directions() -> None:

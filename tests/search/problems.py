@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from hypothesis import strategies as st
@@ -59,7 +60,7 @@ def problems(draw: st.DrawFn) -> Problem:
             st.sampled_from([0.0, 0.5, 3.0]) | per_edge(placement, st.sampled_from([0.5, 2.0]))
         ),
         activation_bytes=before,
-        weight_grad_bytes=list(map(min, before, behind)),
+        weight_grad_bytes=draw(st.sampled_from([list(map(min, before, behind)), behind])),
     )
     problem = problem_of(
         placement,
@@ -67,5 +68,6 @@ def problems(draw: st.DrawFn) -> Problem:
         costs=costs,
         objective=draw(st.sampled_from(["makespan", "span"])),
     )
+    problem = replace(problem, splits=draw(st.booleans()))
     least = max(problem.least_memory)
     return problem.limited(draw(st.sampled_from([least, least + 2, 1.5 * least, 3 * least, inf])))

@@ -91,6 +91,16 @@ def test_a_front_of_programs_that_recompute() -> None:
     assert [p.value for p in front] == sorted({p.value for p in front}, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("relief", "least"), [({"recompute": True}, 1), ({"offload": True, "costs": COPIES}, 2)]
+)
+def test_a_front_where_nothing_fits_as_it_is(relief: dict[str, Any], least: int) -> None:
+    found = find(ranks=2, microbatches=4, virtual=3, memory_limit=2, pareto=True, **relief)
+    assert found.pareto and found.pareto[0].peak == least
+    assert all(point.peak <= 2 for point in found.pareto)
+    assert found.pareto[-1].value == found.value
+
+
 @settings(deadline=None, max_examples=20)
 @given(problems(), st.booleans(), st.sampled_from([0.0, 1.0]))
 def test_any_costs_and_limits(problem: Problem, within: bool, kept: float) -> None:

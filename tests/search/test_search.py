@@ -96,6 +96,18 @@ def test_a_span_is_not_proven_best_where_ranks_that_start_late_beat_it(exact: bo
     assert found.is_proven == (found.value == found.bound)
 
 
+@pytest.mark.usefixtures("no_clock")
+@pytest.mark.parametrize(("ranks", "microbatches", "best"), [(1, 3, 5), (2, 4, 11)])
+def test_blocks_that_overlap_are_found_and_beat_no_bound(
+    ranks: int, microbatches: int, best: int
+) -> None:
+    costs = Costs(overlap=1)
+    found = search(costs, ranks=ranks, microbatches=microbatches, time_limit_s=0.5)
+    assert_sound(found, costs)
+    assert found.program.blocks and found.value == best
+    assert found.bound <= best
+
+
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("limit", [6, 9, None])
 @pytest.mark.parametrize("costs", [Costs(), Costs(forward=1, input_grad=1.5, weight_grad=0.5)])
@@ -181,6 +193,49 @@ def test_memory_in_bytes() -> None:
     assert_sound(found, costs)
     assert found.peak <= 6e9
     assert found.simulation.peak_bytes[0] <= 6e9 < 3e9 * 8
+
+
+GROWING = Costs(activation_bytes=2, weight_grad_bytes=3)
+
+
+@pytest.mark.usefixtures("no_clock")
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("limit", [4, 5, 8, 11, None])
+@pytest.mark.parametrize("exact", [False, True])
+def test_weight_gradients_that_hold_more_than_forwards_left(
+    virtual: int, limit: int | None, exact: bool
+) -> None:
+    """Full backwards never hold more: a schedule of these may fit where split ones don't."""
+    sizes = {"ranks": 3, "microbatches": 6, "virtual": virtual}
+    found = search(GROWING, **sizes, memory_limit=limit, time_limit_s=0.2, exact=exact)
+    assert_sound(found, GROWING)
+    assert found.peak == max(found.simulation.peak_bytes)
+    assert limit is None or found.peak <= limit
+    for name in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "v-half", "v-min", "zbv"):
+        try:
+            program = build(name, **sizes)
+        except ScheduleError:
+            continue
+        result = simulate(program, GROWING)
+        if limit is None or max(result.peak_bytes) <= limit:
+            assert found.bound <= found.value <= result.makespan
+
+
+@pytest.mark.usefixtures("no_clock")
+def test_where_split_backwards_do_not_fit_none_is_split() -> None:
+    # On a rank: 2 from F to B; or else 3 while W runs.
+    found = search(GROWING, ranks=2, microbatches=4, memory_limit=2, time_limit_s=0.5)
+    assert found.peak == 2 and found.bound <= found.value == 24
+    assert {act.op for act in found.program.actions()} == {Op.FORWARD, Op.FULL_BACKWARD}
+    with pytest.raises(ScheduleError, match=r"memory_limit=1\.9: .* alone holds 2;"):
+        search(GROWING, ranks=2, microbatches=4, memory_limit=1.9)
+
+
+def test_the_least_limit_where_weight_gradients_hold_more() -> None:
+    costs = Costs(activation_bytes=1, weight_grad_bytes=2)
+    sizes = {"ranks": 2, "microbatches": 1, "virtual": 2}
+    found = search(costs, **sizes, memory_limit=3, recompute=True, time_limit_s=0.5)
+    assert found.peak == max(found.simulation.peak_bytes) <= 3
 
 
 @pytest.mark.usefixtures("no_clock")
@@ -339,6 +394,8 @@ def test_no_front_unless_asked_for() -> None:
         ({"memory_limit": 1, "virtual": 2}, "no program meets memory_limit=1: .* alone holds 2"),
         ({"memory_limit": float("nan")}, "memory_limit=nan is not a number"),
         ({"memory_limit": -1}, "memory_limit=-1 is not a number"),
+        ({"memory_limit": True}, "memory_limit=True is not a number"),
+        ({"memory_limit": "2"}, "memory_limit='2' is not a number"),
         ({"ranks": 0}, "ranks=0 must be a whole number"),
         ({"microbatches": 2.5}, "microbatches=2.5 must be a whole number"),
         ({"virtual": True}, "virtual=True must be a whole number"),
@@ -349,6 +406,10 @@ def test_no_front_unless_asked_for() -> None:
         ({"placements": [linear(3)]}, "a placement on 3 ranks, but ranks=4"),
         ({"placements": [linear(4)], "virtual": 2}, "a placement of 4 stages"),
         ({"placements": [bidirectional(4)]}, "two copies"),
+        ({"placements": linear(4)}, "expected a sequence of placements, such as"),
+        ({"placements": ["linear"]}, r"placements=\['linear'\]: expected a sequence of placements"),
+        ({"placements": 4}, "placements=4: expected a sequence of placements"),
+        ({"costs": None}, "costs=None are no penstock.Costs"),
         ({"costs": Costs(forward=[1, 2, 3])}, "costs for 3 stages, which 4 ranks can't share"),
         ({"costs": Costs(forward=[1.0] * 8), "virtual": 1}, "has 8 numbers"),
     ],

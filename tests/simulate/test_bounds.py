@@ -1,5 +1,6 @@
 """Bounds: no program beats one, whatever its family; and how near the best programs come."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from penstock.schedule.catalog import build, family, schedules
 from penstock.schedule.passes import lower, offload, recompute
 from penstock.schedule.placement import Placement, bidirectional, linear, looped
 from penstock.schedule.program import Program
+from penstock.schedule.text import parse_csv
 from penstock.simulate.bounds import Argument, least_memory, lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
@@ -165,6 +167,13 @@ def test_more_memory_never_makes_a_bound_greater(ranks: int, microbatches: int, 
         assert tight.span >= loose.span
 
 
+@pytest.mark.parametrize("limit", [10**12, 1e300, math.inf])
+def test_a_limit_far_above_what_is_held_takes_no_time(limit: float) -> None:
+    plenty = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=8)
+    found = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=limit)
+    assert (found.makespan, found.span) == (plenty.makespan, plenty.span) == (27, 24)
+
+
 def test_each_bound_names_its_argument() -> None:
     bounds = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=2)
     assert {bound.argument: bound.value for bound in bounds.makespans} == {
@@ -201,6 +210,19 @@ def test_what_does_not_fit_together_is_refused() -> None:
         lower_bounds(Costs(), ranks=3, microbatches=0)
     with pytest.raises(ScheduleError, match=r"Costs\(forward=.* 2 numbers, .* 3 stages"):
         lower_bounds(Costs(forward=[1, 2]), ranks=3, microbatches=8)
+
+
+def test_blocks_of_more_than_a_pair_have_no_bound_where_they_take_a_time_of_their_own() -> None:
+    program = parse_csv("0F0,0F1,0F2,(0B0;0B1;0B2)OVERLAP_F_B\n")
+    alone = simulate(program)
+    assert alone.bounds is not None and alone.bounds.makespan == alone.makespan == 9
+    short = Costs(overlap=2)
+    # Which is below what no program of pairs can beat.
+    assert simulate(program, short).makespan == 5
+    assert lower_bounds(short, ranks=1, microbatches=3).makespan == 6
+    assert simulate(program, short).bounds is None
+    pairs = simulate(parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"), short)
+    assert pairs.bounds is not None and pairs.bounds.makespan <= pairs.makespan == 5
 
 
 def test_transfers_change_no_bound() -> None:

@@ -182,7 +182,7 @@ def test_jitter_only_lengthens_and_is_the_same_for_a_seed() -> None:
             b - a + 1e-9 >= 1 and b - a <= 1.5 + 1e-9 for a, b in zip(starts, ends, strict=True)
         )
     assert plain.makespan < one.makespan <= 1.5 * plain.makespan
-    assert one.bounds.makespan <= plain.makespan
+    assert one.bounds is not None and one.bounds.makespan <= plain.makespan
 
 
 @pytest.mark.parametrize("jitter", [-1, math.nan, math.inf])

@@ -1,9 +1,13 @@
 """Costs: numbers or one per stage, by value, checked when made."""
 
 import math
+from array import array
+from collections import deque
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
+import torch
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
@@ -18,6 +22,20 @@ def test_numbers_and_sequences_are_kept_in_one_form() -> None:
     assert Costs(forward=[1, 2], latency=(0, 3)) == Costs(forward=(1.0, 2.0), latency=[0.0, 3.0])
     assert hash(Costs(forward=[1, 2])) == hash(Costs(forward=(1, 2)))
     assert Costs(overlap=2) != Costs()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [np.array([1, 2]), torch.tensor([1.0, 2.0]), array("d", [1, 2]), deque([1, 2]), range(1, 3)],
+    ids=lambda numbers: type(numbers).__name__,
+)
+def test_whatever_holds_numbers_in_order_is_a_sequence(numbers: object) -> None:
+    assert Costs(forward=numbers) == Costs(forward=(1.0, 2.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [np.float32(2), np.array(2), torch.tensor(2)])
+def test_whatever_is_one_number_is_a_number(number: object) -> None:
+    assert Costs(forward=number) == Costs(forward=2.0)  # type: ignore[arg-type]
 
 
 def test_a_full_backward_costs_both_of_its_halves() -> None:
@@ -38,11 +56,30 @@ NUMBERS = [field.name for field in fields(Costs) if field.name not in SWITCHES]
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize(
-    "wrong", [-1, math.nan, math.inf, -math.inf, "fast", [1, -0.5], [1, None], [math.nan]]
+    "wrong",
+    [
+        *(-1, math.nan, math.inf, -math.inf, 10**400, True, "fast", "2", b"2"),
+        *([1, -0.5], [1, None], [math.nan], [True], [[1, 2]], {1, 2}),
+    ],
 )
 def test_what_is_no_cost_is_refused(name: str, wrong: object) -> None:
     with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): .* is not a finite number"):
         Costs(**{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("far", [1e308, 1e101, 1e-101, 5e-324])
+def test_numbers_whose_sums_or_quotients_may_not_be_are_refused(far: float) -> None:
+    with pytest.raises(ScheduleError, match=r"Costs\(forward=\.\.\.\): .* is out of range; give 0"):
+        Costs(forward=[1, far])
+    with pytest.raises(ScheduleError, match=r"Costs\(latency=\.\.\.\): .* is out of range"):
+        Costs(latency={(0, 1): far})
+
+
+def test_the_greatest_and_the_least_costs_can_be_simulated() -> None:
+    program = build("1f1b", ranks=2, microbatches=4)
+    assert 1e100 < simulate(program, Costs(forward=1e100, message_bytes=1e100)).makespan < math.inf
+    slow = Costs(message_bytes=1e100, bandwidth=1e-100)
+    assert simulate(program, slow).makespan < math.inf
 
 
 def test_no_cost_at_all_is_refused() -> None:
@@ -91,9 +128,14 @@ def test_what_is_no_cost_of_an_edge_is_refused(name: str, edges: object, message
         Costs(**{name: edges})  # type: ignore[arg-type]
 
 
-def test_other_costs_take_no_edges_and_no_edge_takes_a_bandwidth_of_0() -> None:
-    with pytest.raises(ScheduleError, match=r"Costs\(forward=.* is not a finite number"):
-        Costs(forward={(0, 1): 1})  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", [n for n in NUMBERS if n not in ("latency", "bandwidth")])
+def test_other_costs_take_no_edges(name: str) -> None:
+    message = rf"Costs\({name}=\.\.\.\): only latency and bandwidth take edges; give one number"
+    with pytest.raises(ScheduleError, match=message):
+        Costs(**{name: {(0, 1): 1}})  # type: ignore[arg-type]
+
+
+def test_no_edge_takes_a_bandwidth_of_0() -> None:
     with pytest.raises(ScheduleError, match=r"Costs\(bandwidth=.* 0 moves nothing"):
         Costs(bandwidth={(0, 1): 0})
     with pytest.raises(ScheduleError, match="given per edge; ask latency_between"):

@@ -12,9 +12,10 @@ from penstock.schedule.action import Op, Overlap, action
 from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
 from penstock.schedule.rules import COMPUTE
+from penstock.schedule.text import parse_csv
 from penstock.simulate.result import Simulation
 from penstock.trace import Span, Trace
-from penstock.view.boxes import arrange
+from penstock.view.boxes import arrange, bound_figures
 from penstock.view.causes import critical_path, waited_for
 from penstock.view.lanes import memory_lines
 
@@ -127,3 +128,9 @@ def test_copies_lie_above_what_is_computed() -> None:
     reloads = [foot % 1 for foot, kind in zip(feet, kinds, strict=True) if "reload" in kind]
     offloads = [foot % 1 for foot, kind in zip(feet, kinds, strict=True) if "offload" in kind]
     assert max(offloads) < min(reloads) < highest
+
+
+def test_figures_tell_of_a_bound_where_there_is_one() -> None:
+    program = parse_csv("0F0,0F1,(0B0;0B1)OVERLAP_F_B\n")
+    assert bound_figures(simulate(program)) == [("no program of these stages is below", "6")]
+    assert bound_figures(simulate(program, Costs(overlap=1))) == []

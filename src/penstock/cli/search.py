@@ -62,7 +62,8 @@ def search(
     ] = None,
     setting: Setting,
 ) -> None:
-    """Search for the best program within --memory, and prove how far from the best it may be."""
+    """Search for the best program of one copy of the model within --memory, and prove how far from
+    the best it may be."""
     from penstock.search.engine import search as find
 
     _refuse_unknown(output)
@@ -117,9 +118,9 @@ def _tell(found: SearchResult, *, among_all: bool) -> None:
     console = stdout()
     among = "" if among_all else "without recomputation or offload, "
     proof = (
-        f"[bold green]{among}no program is better[/]"
+        f"[bold green]{among}no program of one copy of the model is better[/]"
         if found.is_proven
-        else f"{among}no program is below {number(found.bound)}: "
+        else f"{among}no program of one copy of the model is below {number(found.bound)}: "
         f"a gap of {percent(found.gap)} at most"
     )
     console.print(

@@ -150,12 +150,11 @@ class Coding:
             return {}
         found: dict[int, int] = {}
         for op, (wanted, offset) in IN_SEQUENCE.items():
+            others = (next_piece(m, offset, self.num_splits) for m in range(self.num_microbatches))
+            pairs = [(m, other) for m, other in enumerate(others) if other is not None]
             for stage in range(self.placement.num_stages):
-                for microbatch in range(self.num_microbatches):
-                    other = next_piece(microbatch, offset, self.num_splits)
-                    if other is not None:
-                        code = self.code(op, stage, microbatch)
-                        found[code] = self.code(wanted, stage, other)
+                first, needed = self.code(op, stage), self.code(wanted, stage)
+                found.update((first + m, needed + other) for m, other in pairs)
         return found
 
     def gives(self) -> Tables:

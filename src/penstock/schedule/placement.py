@@ -23,6 +23,7 @@ no actions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 
 from penstock.errors import ScheduleError
 from penstock.schedule.words import number_of
@@ -35,8 +36,8 @@ class Placement:
     """The rank of every stage, and which stages a microbatch passes.
 
     Args:
-        num_ranks: number of ranks; each must hold at least one stage.
-        stage_ranks: for each stage, from 0, the rank that holds it.
+        num_ranks: number of ranks, at least 1; each must hold at least one stage.
+        stage_ranks: for each stage, from 0, the rank that holds it; any sequence, kept as a tuple.
         copies: how often the model's stages are there. The stages of the second copy follow those
             of the first, and microbatch m goes through copy m mod ``copies`` alone.
 
@@ -50,6 +51,17 @@ class Placement:
     copies: int = 1
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "num_ranks", index(self.num_ranks))
+            object.__setattr__(self, "stage_ranks", tuple(map(index, self.stage_ranks)))
+        except TypeError as error:
+            raise ScheduleError(
+                f"placement of stages on ranks {self.stage_ranks!r}, num_ranks="
+                f"{self.num_ranks!r}: expected a rank for each stage, as (0, 1, 1, 0), and their "
+                "number"
+            ) from error
+        if self.num_ranks < 1:
+            raise ScheduleError(f"placement on num_ranks={self.num_ranks}; give at least 1 rank")
         held = set(self.stage_ranks)
         wanted = set(range(self.num_ranks))
         if held != wanted:

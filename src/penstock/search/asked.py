@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import get_args
 
 from penstock.errors import ScheduleError
@@ -12,9 +12,12 @@ from penstock.schedule.placement import Placement, looped, wave
 from penstock.schedule.words import number_of
 from penstock.search.problem import Objective, Problem, slack
 from penstock.search.relief import Relief, least_relieved, reliefs
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, as_number
 
 __all__ = ["can_offload", "problems_of"]
+
+# More than anything holds, costs being at most what they may be.
+_NO_LIMIT = 1e120
 
 
 def problems_of(
@@ -46,7 +49,7 @@ def problems_of(
             f"search: objective={objective!r}; choose 'makespan' (a barrier before the optimizer) "
             "or 'span' (none)"
         )
-    placements = _usual(costs, ranks, virtual) if placements is None else tuple(placements)
+    placements = _usual(costs, ranks, virtual) if placements is None else _several(placements)
     _refuse_misfits(placements, ranks, virtual)
     limit = math.inf if memory_limit is None else _limit(memory_limit)
     problems = [_problem(costs, each, microbatches, limit, objective) for each in placements]
@@ -81,13 +84,20 @@ def can_offload(costs: Costs) -> bool:
 
 
 def _limit(memory_limit: float) -> float:
-    try:
-        limit = float(memory_limit)
-    except (TypeError, ValueError):
-        limit = math.nan
+    limit = as_number(memory_limit)
     if not limit >= 0:
         raise ScheduleError(f"search: memory_limit={memory_limit!r} is not a number ≥ 0")
-    return limit
+    return limit if limit <= _NO_LIMIT else math.inf
+
+
+def _several(placements: object) -> tuple[Placement, ...]:
+    several = tuple(placements) if isinstance(placements, Iterable) else (placements,)
+    if isinstance(placements, Placement) or not all(isinstance(p, Placement) for p in several):
+        raise ScheduleError(
+            f"search: placements={placements!r}: expected a sequence of placements, such as "
+            "[linear(4), v_shape(4)] of penstock.schedule.placement"
+        )
+    return several
 
 
 def _usual(costs: Costs, ranks: int, virtual: int | None) -> tuple[Placement, ...]:
@@ -132,14 +142,14 @@ def _problem(
     costs: Costs, placement: Placement, microbatches: int, limit: float, objective: Objective
 ) -> Problem:
     before, behind = costs.held(num_stages=placement.num_stages)
-    # Room for what W needs is kept from the start, should that be more than what I leaves.
-    held = tuple(map(max, before, behind))
-    return Problem(
+    problem = Problem(
         placement=placement,
         num_microbatches=microbatches,
         costs=costs,
-        held=held,
+        held=before,
         held_for_weights=behind,
         limit=limit,
         objective=objective,
     )
+    # Where W holds more than F left, full backwards may be all that fits.
+    return replace(problem, splits=problem.can_be_met or not any(problem.growths))

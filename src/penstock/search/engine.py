@@ -7,6 +7,7 @@
     exchanges        neighbours on the critical path of several orders, where the step is not large
     exact            CP-SAT, warm-started from the best: the whole step where it is small, else
                      windows of it, the cool-down first
+    overlap          where costs tell of it: forwards and backwards side by side as blocks
     relief           where asked for: what holds too much, with stages recomputed or offloaded
 
 Each method starts from what those before it found, and nothing worse ever takes its place. This
@@ -26,6 +27,7 @@ from penstock.search.asked import can_offload, problems_of
 from penstock.search.budget import Budget
 from penstock.search.known import Known
 from penstock.search.methods import Effort, closed_forms, exchange, first, polish, retime, tune
+from penstock.search.overlaps import overlap
 from penstock.search.problem import Objective, Problem
 from penstock.search.relief import Relief, least_relieved, reliefs, relieve
 from penstock.search.result import Progress, SearchResult
@@ -57,7 +59,7 @@ def search(
     pareto: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best program for these costs, within this memory, that can be found in this time.
+    """The best program of one copy of the model that can be found for these costs in this time.
 
     Args:
         costs: what each kind of action costs, and what activations take.
@@ -82,7 +84,8 @@ def search(
         progress: called now and then with how far the search is.
 
     Returns:
-        The best program, its figures, and a bound that no program can beat.
+        The best program, its figures, and a bound that no program of one copy of the model can
+        beat; schedules with two, such as DualPipe, may be faster.
 
     Raises:
         ScheduleError: a memory limit that no program can meet (the message says the least that
@@ -97,6 +100,8 @@ def search(
 
     Source: arXiv:2401.10241, sec. 3.1 (search under a memory limit); arXiv:2405.15362 (blocks).
     """
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"search: costs={costs!r} are no penstock.Costs; leave them out for 1")
     if not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
         raise ScheduleError(f"search: time_limit_s={time_limit_s!r} must be a number above 0")
     if exact and find_spec("ortools") is None:
@@ -152,15 +157,17 @@ def _relieve(known: Known, allowed: Sequence[Relief], *, pareto: bool) -> None:
     """Relieve what was found until it is within the limit; and for a front, within lower ones."""
     given = known.problems
     starts = tuple(found for found in known.found if not found.is_relieved)
-    limits = [known.limit]
+    known.tell(known.done_share, "relief")
+    relieve(known, starts, allowed)
     if pareto:
         least = min(least_relieved(given, relief) for relief in allowed)
-        limits += _lower_limits(given, least, max(found.peak for found in known.front()))
-    for limit in limits:
-        known.tell(known.done_share, "relief")
-        known.problems = [problem.limited(limit) for problem in given]
-        relieve(known, starts, allowed)
-    known.problems = given
+        # None is within the limit yet where it takes no relief, but a search under it.
+        most = max((found.peak for found in known.front()), default=0.0)
+        for limit in _lower_limits(given, least, most):
+            known.tell(known.done_share, "relief")
+            known.problems = [problem.limited(limit) for problem in given]
+            relieve(known, starts, allowed)
+        known.problems = given
 
 
 def _go(known: Known, effort: Effort) -> None:
@@ -178,6 +185,8 @@ def _go(known: Known, effort: Effort) -> None:
         exchange(known, effort)
     if effort.exact and not known.is_over():
         polish(known, effort)
+    if not known.is_over():
+        overlap(known)
     known.done_share += effort.share
 
 
@@ -185,7 +194,9 @@ def _trade(known: Known, effort: Effort) -> None:
     """Search again under lower limits, from the least that can be met on."""
     given = known.problems
     least = min(max(problem.least_memory) for problem in given)
-    limits = _lower_limits(given, least, known.plain()[0].peak)
+    # The clock may leave none but those that were relieved.
+    most = next((found.peak for found in known.plain()), 0.0)
+    limits = _lower_limits(given, least, most)
     for limit in limits:
         lower = [problem.limited(limit) for problem in given]
         known.problems = [problem for problem in lower if problem.can_be_met]

@@ -110,7 +110,14 @@ class _Model:
         self.start = start
         self.low, self.high = (-math.inf, math.inf) if window is None else window
         self.late_starts = late_starts
-        self.bounds_all = window is None and (late_starts or problem.objective == "makespan")
+        self.bounds_all = (
+            window is None
+            and (late_starts or problem.objective == "makespan")
+            # Blocks may take less time than their parts, and full backwards hold less than split.
+            and problem.costs.overlap is None
+            and problem.splits
+            and (math.isinf(problem.limit) or not any(problem.growths))
+        )
         self.model = self.cp.CpModel()
         needs = [delay for needs in problem.needs for _, delay in needs]
         numbers = [*problem.durations, *needs, *problem.origins]
@@ -228,10 +235,10 @@ class _Model:
         limit = problem.limit
         for rank in range(problem.placement.num_ranks):
             stages = problem.placement.stages_of(rank)
-            if limit >= problem.least_memory[rank] * problem.num_microbatches:
+            if limit >= problem.most_memory[rank]:
                 continue
             first = stages[0]
-            if len(stages) == 1 and problem.held[first] == problem.held_for_weights[first]:
+            if len(stages) == 1 and problem.held[first] == problem.left_for_weights[first]:
                 self.keep_one(stages[0], limit)
             else:
                 self.keep_many(stages, limit)
@@ -249,12 +256,12 @@ class _Model:
         """With several: all that is held at a time, together."""
         problem = self.problem
         unit = _unit(
-            [h[s] for h in (problem.held, problem.held_for_weights) for s in stages], limit
+            [h[s] for h in (problem.held, problem.left_for_weights) for s in stages], limit
         )
         held: list[Any] = []
         demands: list[int] = []
         for stage in stages:
-            before, behind = problem.held[stage], problem.held_for_weights[stage]
+            before, behind = problem.held[stage], problem.left_for_weights[stage]
             by_input, by_weight = (
                 problem.kind(op, stage) for op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD)
             )

@@ -7,6 +7,8 @@
 What ready means comes from ``penstock.schedule.rules``; what a rank may hold, from the problem's
 limit. A forward may start only if the microbatches under way could still be finished one after
 the other, in their order, within the limit on every rank: so no choice leads into a dead end.
+Where W holds more than F left, forwards leave room for the most that one I may add, and a rank
+without that room takes one microbatch at a time.
 Ties go to the lower time, rank and kind, so that the same priorities give the same order always.
 """
 
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.search.problem import Order, Problem, order_of, program_of, slack
 from penstock.simulate.engine import simulate
@@ -82,8 +85,11 @@ def played(problem: Problem, program: Program) -> Placed:
     order = order_of(problem, program)
     result = simulate(program_of(problem, order, name=program.name), problem.costs)
     ends: list[list[float]] = [[] for _ in range(problem.num_kinds)]
+    runs = problem.num_kinds if problem.splits else 2 * problem.placement.num_stages
     for kinds, times in zip(order, result.ends, strict=True):
-        for kind, end in zip(kinds, times, strict=True):
+        coming, end = iter(times), 0.0
+        for kind in kinds:
+            end = next(coming) if kind < runs else end
             ends[kind].append(end)
     return Placed(
         order=order,
@@ -225,9 +231,9 @@ class _State:
         return self.priorities[kind][len(self.ends[kind])]
 
     def has_room(self, kind: int, rank: int) -> bool:
-        """Whether what one more of a kind leaves behind fits; only forwards leave anything."""
+        """Whether what one more of a kind leaves behind fits; W leaves nothing."""
         if kind >= self.forwards:
-            return True
+            return self.changes[kind] <= 0 or self.rooms[rank].grows(self.changes[kind])
         stage, ends = kind, self.ends
         held = len(ends[stage]) - len(ends[stage + 2 * self.forwards])
         return held < self.windows[stage] and self.rooms[rank].takes(stage, ends)
@@ -281,7 +287,7 @@ class _State:
 class _Room:
     """What a rank holds, and whether one more forward leaves a way to finish all."""
 
-    __slots__ = ("held", "limit", "rest", "sizes", "stages")
+    __slots__ = ("alone", "growing", "held", "limit", "rest", "safe", "sizes", "stages")
 
     def __init__(self, problem: Problem, rank: int) -> None:
         self.limit = problem.limit + slack(problem.limit)
@@ -289,7 +295,20 @@ class _Room:
         self.sizes = [problem.held[stage] for stage in self.stages]
         # What a microbatch needs from each stage on.
         self.rest = [sum(self.sizes[place:]) for place in range(len(self.stages))]
+        # What forwards may take, so that an I has its room once no W is left to run.
+        growths = [problem.growths[stage] for stage in self.stages]
+        self.safe = self.limit - max(growths)
+        self.alone = self.rest[0] > self.safe
+        self.growing = [
+            (more, problem.kind(Op.INPUT_GRAD, stage), problem.kind(Op.WEIGHT_GRAD, stage))
+            for more, stage in zip(growths, self.stages, strict=True)
+            if any(growths)
+        ]
         self.held = 0.0
+
+    def grows(self, more: float) -> bool:
+        """Whether an I that leaves so much more may start."""
+        return self.held + more <= self.limit
 
     def takes(self, stage: int, ends: list[list[float]]) -> bool:
         """Whether the forward of ``stage`` may start: kinds of forwards are the stages."""
@@ -299,6 +318,14 @@ class _Room:
         chosen = stages.index(stage)
         if self.held + sizes[chosen] > self.limit:
             return False
+        if self.alone:
+            return all(len(ends[by_weight]) == len(ends[stage]) for *_, by_weight in self.growing)
+        grown = sum(
+            more * (len(ends[by_input]) - len(ends[by_weight]))
+            for more, by_input, by_weight in self.growing
+        )
+        if self.held - grown + sizes[chosen] > self.safe:
+            return False
         first = len(ends[stages[0]]) + (chosen == 0)
         held = passed = 0.0
         for place, each in enumerate(stages):
@@ -307,7 +334,7 @@ class _Room:
             # The first microbatch that still needs this stage and those after it: all before it
             # can be finished, and what they hold comes free; those from it on hold the stages
             # that they have passed.
-            if done < first and self.rest[place] + held - done * passed > self.limit:
+            if done < first and self.rest[place] + held - done * passed > self.safe:
                 return False
             held += done * sizes[place]
             passed += sizes[place]

@@ -25,7 +25,7 @@ from penstock.search.blocks import Knobs, legs
 from penstock.search.budget import Budget
 from penstock.search.exact import Exact, improve
 from penstock.search.greedy import Placed, place, played
-from penstock.search.known import Known, meets
+from penstock.search.known import Found, Known, meets
 from penstock.search.problem import Problem, order_of
 from penstock.search.rounds import exchange_in_rounds
 from penstock.search.tune import Tuner, run_block
@@ -38,6 +38,8 @@ _WHOLE, _WINDOWED, _WINDOW = 400, 4_000, 150
 _STALE_WHOLE, _STALE = 300, 2_000
 # Up to how many actions neighbours are exchanged; and the whole catalog is tried, late or not.
 _EXCHANGED, _SMALL = 12_000, 10_000
+# Up to how many stages per rank closed forms are built: some take minutes for hundreds.
+_CLOSED = 128
 # How much worse than the best one a placement may be to be searched on.
 _NEAR_BEST = 1.05
 # How many blocks are run with all microbatches, where that takes next to nothing and where not.
@@ -104,7 +106,7 @@ def first(known: Known) -> None:
 def closed_forms(known: Known) -> None:
     """Every schedule of the catalog that is a program of one of the problems."""
     some = known.problems[0]
-    virtuals = sorted({problem.virtual for problem in known.problems})
+    virtuals = sorted({each.virtual for each in known.problems if each.virtual <= _CLOSED})
     # Those that are made for given costs are searched for themselves: they come last.
     families = sorted(schedules(), key=lambda family: "forward" in family.options)
     for family, virtual in product(families, virtuals):
@@ -187,12 +189,20 @@ def _rivals(known: Known) -> list[tuple[Problem, Placed]]:
     assert best is not None
     found = []
     for problem in known.problems:
-        start = next(iter(known.plain(problem.placement)), None)
+        start = _start(known, problem)
         if start is None or problem.size > _WINDOWED or start.value > _NEAR_BEST * best.value:
             continue
         if not meets(best.value, known.bound(problem)):
             found.append((problem, played(problem, start.program)))
     return found
+
+
+def _start(known: Known, problem: Problem) -> Found | None:
+    """The best program on a placement whose order is within the limit, too."""
+    for each in known.plain(problem.placement):
+        if problem.keeps_limit(order_of(problem, each.program)):
+            return each
+    return None
 
 
 def exchange(known: Known, effort: Effort) -> None:
@@ -230,8 +240,8 @@ def _polish_whole(
     """
     if problem.objective == "span":
         used = _find_whole(known, problem, start, effort_s / 2, seed)
-        best = known.plain(problem.placement)[0]
-        if known.is_over() or meets(best.value, known.bound(problem)):
+        best = _start(known, problem)
+        if best is None or known.is_over() or meets(best.value, known.bound(problem)):
             return
         start, effort_s = played(problem, best.program), effort_s - used
     _find_whole(known, problem, start, effort_s, seed, late_starts=problem.objective == "span")

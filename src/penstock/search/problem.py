@@ -6,7 +6,13 @@
 Microbatches are alike, so that each kind takes them in turn: an order needs no microbatch, and no
 program is lost that way but for a renaming. Backwards are split throughout, since a full backward
 is an input gradient with its weight gradient right after it, only that the next stage hears of it
-later. This module knows no method of searching.
+later. But W may hold more than F left, which a full backward never does:
+
+    held   F 2 .. I 2|3 .. W 3|0      split        limit 2: only full backwards fit
+           F 2 .. B 2|0               full
+
+Where split backwards don't fit at all none is split: I takes the time of both, W none. This module
+knows no method of searching.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from penstock.errors import ScheduleError
@@ -32,6 +39,7 @@ Order: TypeAlias = tuple[tuple[int, ...], ...]
 """For each rank, kinds in the order in which it runs them."""
 
 _OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+_WHOLE = (Op.FORWARD, Op.FULL_BACKWARD)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
 
 
@@ -45,9 +53,10 @@ class Problem:
         num_microbatches: microbatches per step.
         costs: what each kind of action costs.
         held: for each stage, what one of its activations counts against the limit, from F to I.
-        held_for_weights: likewise from I to W; not more.
+        held_for_weights: likewise from I to W.
         limit: the most that a rank may hold; infinite where there is none.
         objective: what to make small.
+        splits: whether backwards are split; if not, I stands for the full one, and W for nothing.
     """
 
     placement: Placement
@@ -57,6 +66,7 @@ class Problem:
     held_for_weights: tuple[float, ...]
     limit: float
     objective: Objective = "makespan"
+    splits: bool = True
 
     @property
     def num_kinds(self) -> int:
@@ -86,6 +96,9 @@ class Problem:
     def durations(self) -> tuple[float, ...]:
         """The compute time of each kind."""
         stages = self.placement.num_stages
+        if not self.splits:
+            forward, full = (self.costs.of(op, num_stages=stages) for op in _WHOLE)
+            return (*forward, *full, *(0.0,) * stages)
         return tuple(cost for op in _OPS for cost in self.costs.of(op, num_stages=stages))
 
     @cached_property
@@ -133,11 +146,22 @@ class Problem:
         return tuple(map(tuple, users))
 
     @cached_property
+    def left_for_weights(self) -> tuple[float, ...]:
+        """For each stage, what is held from I to W: nothing where backwards are not split."""
+        return self.held_for_weights if self.splits else (0.0,) * self.placement.num_stages
+
+    @cached_property
     def changes(self) -> tuple[float, ...]:
         """For each kind, by how much its rank holds more when it is done (F: when it starts)."""
-        pairs = zip(self.held_for_weights, self.held, strict=True)
-        less = tuple(behind - before for behind, before in pairs)
-        return (*self.held, *less, *(-behind for behind in self.held_for_weights))
+        pairs = zip(self.left_for_weights, self.held, strict=True)
+        more = tuple(behind - before for behind, before in pairs)
+        return (*self.held, *more, *(-behind for behind in self.left_for_weights))
+
+    @cached_property
+    def growths(self) -> tuple[float, ...]:
+        """For each stage, how much more is held from I to W than before."""
+        pairs = zip(self.left_for_weights, self.held, strict=True)
+        return tuple(max(0.0, behind - before) for behind, before in pairs)
 
     @cached_property
     def first_starts(self) -> tuple[float, ...]:
@@ -167,8 +191,22 @@ class Problem:
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
         """For each rank, what it holds where microbatches go one by one: no program holds less."""
+        return tuple(self._one_by_one(rank) for rank in range(self.placement.num_ranks))
+
+    def _one_by_one(self, rank: int) -> float:
+        held = most = 0.0
+        for stage in self.placement.stages_of(rank):
+            held += self.held[stage]
+            # All stages after it are through with their backwards by then.
+            most = max(most, held, held + self.growths[stage])
+        return most
+
+    @cached_property
+    def most_memory(self) -> tuple[float, ...]:
+        """For each rank, what it holds at most, whatever the order."""
+        each = [held + more for held, more in zip(self.held, self.growths, strict=True)]
         return tuple(
-            sum(self.held[stage] for stage in self.placement.stages_of(rank))
+            self.num_microbatches * sum(each[stage] for stage in self.placement.stages_of(rank))
             for rank in range(self.placement.num_ranks)
         )
 
@@ -193,6 +231,17 @@ class Problem:
         """The same with another limit."""
         return replace(self, limit=limit)
 
+    def keeps_limit(self, order: Order) -> bool:
+        """Whether an order is within the limit: a program with full backwards may hold less."""
+        most = self.limit + slack(self.limit)
+        if math.isinf(most) or not any(self.growths):
+            return True
+        return all(
+            held <= most
+            for kinds in order
+            for held in accumulate(map(self.changes.__getitem__, kinds))
+        )
+
     def peaks(self, program: Program) -> tuple[float, ...]:
         """For each rank, the most that a program of this placement holds at once, from F to W."""
         return tuple(self._peak(program, rank) for rank in range(program.num_ranks))
@@ -211,7 +260,7 @@ class Problem:
                     released += self.held[stage] - self.held_for_weights[stage]
                 elif part.op is Op.WEIGHT_GRAD:
                     released += self.held_for_weights[stage]
-            peak = max(peak, now)
+            peak = max(peak, now, now - released)
             now -= released
         return peak
 
@@ -236,7 +285,11 @@ def program_of(problem: Problem, order: Sequence[Sequence[int]], *, name: str) -
         steps = []
         for kind in kinds:
             op, stage = names[kind]
-            steps.append(action(stage, op, done[kind]))
+            if problem.splits:
+                steps.append(action(stage, op, done[kind]))
+            elif op is not Op.WEIGHT_GRAD:
+                whole = Op.FORWARD if op is Op.FORWARD else Op.FULL_BACKWARD
+                steps.append(action(stage, whole, done[kind]))
             done[kind] += 1
         ranks.append(tuple(steps))
     return Program(

@@ -19,7 +19,7 @@ class Progress:
         share: of the work that it is given, from 0 to 1.
         method: what is at work.
         value: the objective of the best program so far; None before the first.
-        bound: what no program can beat.
+        bound: what no program of one copy of the model can beat.
     """
 
     share: float
@@ -47,15 +47,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best program that a search found.
+    """The best program of one copy of the model that a search found.
 
     Args:
         program: the program, proven right, without transfers.
         simulation: its times and figures under the costs that were searched for.
         objective: what was made small.
         value: how small.
-        bound: no program on the placements that were asked for has a smaller objective within
-            the memory limit.
+        bound: no program of one copy of the model, on the placements that were asked for, has a
+            smaller objective within the memory limit.
         peak: the most that a rank holds at once, in the unit of the memory limit.
         method: what found it, such as ``"closed form: zbv"`` or ``"exact"``.
         reproducible: whether the same search finds the same program anywhere: False where the
@@ -80,5 +80,6 @@ class SearchResult:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no program is better, of those that keep what forwards leave on the rank."""
+        """Whether no program of one copy of the model is better, of those that keep what forwards
+        leave on the rank."""
         return self.gap <= 1e-9

@@ -80,7 +80,7 @@ def _entrants(known: Known) -> list[_Entrant]:
             break
         if problem is not None and entered[kind] < _OF_A_KIND:
             order = order_of(problem, found.program)
-            if order not in entrants:
+            if order not in entrants and problem.keeps_limit(order):
                 entered[kind] += 1
                 entrants[order] = _Entrant(problem=problem, order=order, value=found.value)
     return list(entrants.values())

@@ -94,7 +94,9 @@ def lower_bounds(
     memory_limit: float | None = None,
     backward: bool = True,
 ) -> LowerBounds:
-    """The least makespan and the least span of any program.
+    """The least makespan and the least span of any program of these stages.
+
+    Where costs tell of blocks that overlap: of any whose blocks hold a forward and a backward each.
 
     Args:
         costs: what each kind of action costs.
@@ -214,6 +216,8 @@ def _both_ways(
         Argument.WARM_UP: _warm_up(stages, work),
     }
     if memory_limit is not None:
+        # More than everything at once is held by none.
+        memory_limit = min(memory_limit, sum(stage.count * stage.held for stage in stages))
         makespan, span = _warm_up(stages, min(work, _fitting_work(stages, memory_limit)))
         held = max(_memory_time(stages, memory_limit, owed), _rounds(stages, memory_limit))
         found[Argument.MEMORY] = (max(makespan, head + held), max(span, held))
@@ -262,9 +266,9 @@ def _memory_time(stages: Sequence[StageChain], limit: float, owed: float) -> flo
     # Activations come one by one: of n forwards begun, n are held at most; and so they go.
     forward = min(stage.forward for stage in stages)
     weights = min(stage.backward - stage.input_grad for stage in stages)
-    several = math.ceil(limit / largest)
-    unused = sum(limit - n * largest for n in range(1, several))
-    if (several - 1) * (forward + weights) > owed:
+    fewer = math.ceil(limit / largest) - 1
+    unused = fewer * (limit - largest * (fewer + 1) / 2)
+    if fewer * (forward + weights) > owed:
         # The first and the last might be the same.
         unused = 0.0
     return (need + unused * (forward + weights)) / limit

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from random import Random
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from penstock.schedule.rules import COMPUTE, COPIES, RECEIVE_FOR
 from penstock.simulate.costs import Costs
 from penstock.simulate.tables import Entry, Tables
 
-__all__ = ["add_copies", "add_jitter", "add_messages"]
+__all__ = ["add_copies", "add_jitter", "add_messages", "per_action"]
 
 _OPS = tuple(Op)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
@@ -200,9 +201,6 @@ def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
     width, random = tables.width, Random(seed).random
     computing = {_NUMBER[op] for op in COMPUTE}
 
-    def each(values: tuple[_T, ...]) -> tuple[_T, ...]:
-        return tuple(value for value in values for _ in range(width))
-
     # Rows after those of the ops are messages and copies, which keep their time.
     durations = tuple(
         cost * (1 + jitter * random()) if row // tables.num_stages in computing else cost
@@ -214,14 +212,28 @@ def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
         for cost in tables.overlaps
         for _ in range(width)
     )
+    return replace(per_action(tables), durations=durations, overlaps=overlaps)
+
+
+def per_action(tables: Tables) -> Tables:
+    """The same tables with a row for each action.
+
+    Args:
+        tables: with rows for all microbatches.
+    """
+    width = tables.width
+
+    def each(values: tuple[_T, ...]) -> tuple[_T, ...]:
+        return tuple(chain.from_iterable(map(repeat, values, repeat(width))))
+
     return replace(
         tables,
         width=1,
         needs=each(tables.needs),
         fulfils=each(tables.fulfils),
         receives=each(tables.receives),
-        durations=durations,
-        overlaps=overlaps,
+        durations=each(tables.durations),
+        overlaps=each(tables.overlaps),
         shown_as={
             row * width + m: action * width + m
             for row, action in tables.shown_as.items()

@@ -8,7 +8,7 @@ in which anything runs; of placements, which stages send to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from operator import index
 from typing import TypeAlias
@@ -18,7 +18,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.words import number_of
 
-__all__ = ["Cost", "Costs", "MessageCost", "PerEdge"]
+__all__ = ["Cost", "Costs", "MessageCost", "PerEdge", "as_number"]
 
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
@@ -46,6 +46,8 @@ MessageCost: TypeAlias = Cost | Mapping[tuple[int, int], float] | PerEdge
 _PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 _POSITIVE = ("bandwidth", "offload_bandwidth")
+# Sums and quotients of numbers in this range are finite, and above 0.
+_LEAST, _MOST = 1e-100, 1e100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ class Costs:
             the latency. None where messages take the latency alone.
         activation_bytes: what a stage holds of a microbatch from the start of F to the end of I;
             None to count activations instead of bytes, 1 each.
-        weight_grad_bytes: what of it is held from there to the end of W; None for all of it.
+        weight_grad_bytes: what is held from there to the end of W, be it less or more; None for as
+            much. A full backward holds ``activation_bytes`` to its end.
         recompute_bytes: what is held from F to the recomputation where a stage is recomputed.
         offload_bandwidth: bytes per unit of time between a rank and its host, each way.
         transfers_overlap: whether a rank computes while its messages are on their way; if not, it
@@ -85,8 +88,9 @@ class Costs:
     floats, tuples of floats and ``PerEdge``, so that costs are hashable and compare by value.
 
     Raises:
-        ScheduleError: a cost that is negative, infinite, not a number, or an empty sequence; a
-            bandwidth of 0; an edge between stages that are no neighbours, or one told twice.
+        ScheduleError: a cost that is negative, infinite, beyond 1e100, not a number, or an empty
+            sequence; a bandwidth of 0; an edge between stages that are no neighbours, one told
+            twice, or one for a cost that is none of messages.
 
     Example:
         >>> Costs(forward=[1, 2]).of(Op.FORWARD, num_stages=2)
@@ -270,13 +274,30 @@ class Costs:
 def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
     if isinstance(given, PerEdge):
         given = dict(given.costs)
-    if isinstance(given, Mapping) and name in _PER_EDGE:
+    if isinstance(given, Mapping):
+        if name not in _PER_EDGE:
+            raise ScheduleError(
+                f"Costs({name}=...): only {' and '.join(_PER_EDGE)} take edges; give one number "
+                "for all stages, or a sequence of one per stage"
+            )
         return _per_edge(name, given)
-    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        if not given:
-            raise ScheduleError(f"Costs({name}=...) is empty; give at least one number")
-        return tuple(_number(name, each) for each in given)
-    return _number(name, given)
+    numbers = _in_turn(given)
+    if numbers is None:
+        return _number(name, given)
+    if not numbers:
+        raise ScheduleError(f"Costs({name}=...) is empty; give at least one number")
+    return tuple(_number(name, each) for each in numbers)
+
+
+def _in_turn(given: object) -> tuple[object, ...] | None:
+    """What a sequence, an array or a tensor holds, in order; None where it is none of them."""
+    if not isinstance(given, Collection) or isinstance(given, (str, bytes, Set)):
+        return None
+    try:
+        return tuple(given)
+    except TypeError:
+        # An array without dimensions is a number.
+        return None
 
 
 def _per_edge(name: str, given: Mapping[tuple[int, int], float]) -> PerEdge:
@@ -306,10 +327,25 @@ def _numbers(value: float | tuple[float, ...] | PerEdge) -> tuple[float, ...]:
 
 
 def _number(name: str, given: object) -> float:
-    try:
-        number = float(given)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
+    number = as_number(given)
     if not (math.isfinite(number) and number >= 0):
-        raise ScheduleError(f"Costs({name}=...): {given!r} is not a finite number ≥ 0")
+        shown = number if math.isinf(number) else given
+        raise ScheduleError(f"Costs({name}=...): {shown!r} is not a finite number ≥ 0")
+    if number and not _LEAST <= number <= _MOST:
+        raise ScheduleError(
+            f"Costs({name}=...): {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}, "
+            "in another unit if need be"
+        )
     return number
+
+
+def as_number(given: object) -> float:
+    """A number of any type as a float; not a number (nan) for all else, truth and text too."""
+    if isinstance(given, (bool, str, bytes)):
+        return math.nan
+    try:
+        return float(given)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan

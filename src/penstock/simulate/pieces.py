@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from penstock.schedule.coding import Coding
 from penstock.schedule.program import Program
-from penstock.simulate.channels import add_jitter
+from penstock.simulate.channels import per_action
 from penstock.simulate.tables import Tables
 
 __all__ = ["join_pieces"]
@@ -31,14 +31,17 @@ def join_pieces(tables: Tables, program: Program) -> Tables:
     if program.num_splits == 1:
         return tables
     if tables.width > 1:
-        tables = add_jitter(tables, jitter=0.0, seed=0)
+        tables = per_action(tables)
     coding = Coding(
         placement=program.placement,
         num_microbatches=program.num_microbatches,
         num_splits=program.num_splits,
     )
     needs = list(tables.needs)
-    # An action's slot is its code.
+    row, joined = -1, needs[0]
+    # An action's slot is its code; those of one stage that do the same need the same.
     for code, other in coding.needs_in_sequence().items():
-        needs[code] += ((other - code, 0.0),)
+        if code // program.num_microbatches != row:
+            row, joined = code // program.num_microbatches, (*needs[code], (other - code, 0.0))
+        needs[code] = joined
     return replace(tables, needs=tuple(needs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.bounds import LowerBounds, lower_bounds
@@ -102,8 +102,14 @@ class Simulation:
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
 
     @cached_property
-    def bounds(self) -> LowerBounds:
-        """What no program with these stages, costs and microbatches can beat."""
+    def bounds(self) -> LowerBounds | None:
+        """What no program with these stages, costs and microbatches can beat.
+
+        It is one for programs whose blocks hold a forward and a backward: None where there are
+        others, and ``costs.overlap`` says how long they take.
+        """
+        if self.costs.overlap is not None and not all(map(_is_pair, self.program.blocks)):
+            return None
         return lower_bounds(
             self.costs,
             ranks=self.program.num_ranks,
@@ -149,3 +155,9 @@ class Simulation:
             spans=tuple(spans),
             blocks=self.program.blocks,
         )
+
+
+def _is_pair(block: Overlap) -> bool:
+    """Whether a block holds a forward and a backward, and nothing more."""
+    forwards = [part.op is Op.FORWARD for part in block.parts]
+    return sorted(forwards) == [False, True]

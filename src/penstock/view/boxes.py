@@ -18,7 +18,7 @@ from penstock.view.causes import critical_path, makers, waited_for
 from penstock.view.lanes import Clock, Layout, MemoryLine, drawn, layout_of, memory_lines, outline
 from penstock.view.palette import ink, name_of, shades
 
-__all__ = ["Columns", "Drawing", "Step", "amount", "arrange", "trace_of"]
+__all__ = ["Columns", "Drawing", "Step", "amount", "arrange", "bound_figures", "trace_of"]
 
 Step: TypeAlias = Trace | Simulation
 """One step: what ran when, measured or simulated."""
@@ -138,6 +138,14 @@ def amount(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g} {letter}"
     return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
+
+
+def bound_figures(result: Simulation) -> list[tuple[str, str]]:
+    """What the figures of a step say of its bound: nothing where there is none."""
+    bounds = result.bounds
+    return (
+        [] if bounds is None else [("no program of these stages is below", amount(bounds.makespan))]
+    )
 
 
 _FRAMES = ("left", "right", "top", "foot", "top_alone", "foot_alone")

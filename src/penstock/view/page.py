@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.schedule.words import numbers_of
 from penstock.simulate.result import Simulation
 from penstock.trace import Trace
-from penstock.view.boxes import Step, amount, trace_of
+from penstock.view.boxes import Step, amount, bound_figures, trace_of
 from penstock.view.style import (
     PAGE_CSS,
     figures_html,
@@ -164,7 +164,7 @@ def _figures(steps: Sequence[Step], names: tuple[str, str], unit: str) -> list[t
     if isinstance(first, Simulation):
         figures += [
             ("peak held", amount(max(first.peak_bytes))),
-            ("no program is below", amount(first.bounds.makespan)),
+            *bound_figures(first),
             ("messages", str(first.messages)),
         ]
     if len(traces) > 1 and traces[1].makespan:

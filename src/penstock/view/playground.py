@@ -26,7 +26,7 @@ from penstock.errors import PenstockError
 from penstock.schedule.catalog import family, schedules
 from penstock.schedule.words import numbers_of
 from penstock.simulate.result import Simulation
-from penstock.view.boxes import amount
+from penstock.view.boxes import amount, bound_figures
 from penstock.view.comparison import Row, table_html
 from penstock.view.scene import Scene, read_options, shown_message
 from penstock.view.style import PAGE_CSS, error_html, figures_html, heading_html, legend_html
@@ -168,7 +168,7 @@ class Playground:
                 ("span", amount(result.span)),
                 ("span bubble", f"{result.span_bubble_ratio:.2%}"),
                 ("peak held", amount(peak) + over),
-                ("no program is below", amount(result.bounds.makespan)),
+                *bound_figures(result),
                 ("messages", str(result.messages)),
             ]
         )
