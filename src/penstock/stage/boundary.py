@@ -39,6 +39,7 @@ class BoundarySpec:
     __slots__ = (
         "grad_metas",
         "grad_slots",
+        "holds_values",
         "in_order",
         "leaves",
         "metas",
@@ -55,6 +56,9 @@ class BoundarySpec:
         self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self.tensor_leaves)
         self.grad_slots = tuple(i for i, meta in enumerate(self.metas) if meta.requires_grad)
         self.grad_metas = tuple(self.metas[i] for i in self.grad_slots)
+        # Whether a step with inputs of the same shapes may well send something else: what follows
+        # from shapes is told as bytes where stages are cut by module.
+        self.holds_values = any(isinstance(leaf, _VALUES) for leaf in leaves)
         self.in_order = all(meta.order is None for meta in self.metas)
         # The common case, kept fast: one tensor and nothing else.
         self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
@@ -168,6 +172,7 @@ class BoundarySpec:
         return f"BoundarySpec({self.tree}, {', '.join(map(str, self.leaves))})"
 
 
+_VALUES = (bool, int, float, complex, str)
 _HINT = (
     "; pass dynamic_shapes=True where this may change between microbatches, or between steps for "
     "another reason than what is passed to the first stage"

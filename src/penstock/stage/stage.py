@@ -24,6 +24,7 @@ from penstock.stage.random_stream import RandomStream
 from penstock.stage.slots import Slot
 from penstock.stage.torch_private import run_backward
 from penstock.stage.trees import flatten
+from penstock.stage.wrappers import unwrapped
 from penstock.stage.writable import InputWriter
 
 __all__ = ["Stage"]
@@ -98,6 +99,11 @@ class Stage:
         if slot.leaves and self._writer.may_write(self.submod):
             tensors = self._writer.lend(tensors)
         return spec.arguments(tensors)
+
+    @property
+    def reads_kwargs(self) -> bool:
+        """Whether keyword arguments count here, also where the model's inputs do not enter."""
+        return self.is_first or not getattr(unwrapped(self.submod), "kwargs_come_along", False)
 
     @property
     def may_write_inputs(self) -> bool:
