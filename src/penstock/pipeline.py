@@ -155,6 +155,9 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Train on one batch: gradients are added to the parameters' ``.grad``.
 
+        Each microbatch counts alike in the mean, also where rows do not divide: see
+        ``PipelineSchedule.step``.
+
         Args:
             args: the model's inputs; ranks that do not hold the first stage may pass none.
             target: what the loss is computed against; likewise for the last stage. A model that
@@ -201,6 +204,10 @@ class Pipeline:
         Returns:
             The model's output for the whole batch, where the last stage is; None elsewhere. With
             a target, ``losses`` holds the microbatches' losses afterwards, on every rank.
+
+        Raises:
+            ValueError: the outputs can't be merged; ``losses`` are there all the same. Pass
+                ``merge_outputs=False`` or ``return_outputs=False``.
         """
         return self._schedule.eval(*args, target=target, **kwargs)
 
