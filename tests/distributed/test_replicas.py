@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PenstockError, PipelineStage, StageError, get_schedule_class
 from penstock.runtime import watcher
-from penstock.stage.data_parallel import average_grads
+from penstock.stage.replica_grads import average_grads
 from penstock.testing.processes import run_ranks
 from tests.distributed.replicas import (
     CPU,

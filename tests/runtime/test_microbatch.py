@@ -56,6 +56,20 @@ def test_a_registered_class_is_split_by_rows() -> None:
     assert torch.equal(module.weight.grad, plain.weight.grad)
 
 
+def test_outputs_of_a_registered_class_are_merged() -> None:
+    class Scales(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Scale(super().forward(x))
+
+    module = Scales(DIM, DIM)
+    x = torch.randn(4, DIM)
+    output = one_stage(module, loss_fn=lambda out, y: mse(out.value, y)).step(x, target=x)
+    assert type(output) is Scale
+    assert not output.value.requires_grad
+    expected = torch.cat([module(part).value for part in x.split(2)])
+    assert torch.equal(output.value, expected)
+
+
 def test_an_unknown_class_goes_whole_and_is_remarked_on_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

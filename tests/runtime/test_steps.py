@@ -17,6 +17,8 @@ from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 
 SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)
+# One, two and several stages on a rank, and both ways along the ranks.
+FEW = pytest.mark.parametrize("schedule", ["gpipe", "zbv", "interleaved-1f1b", "looped-bfs"])
 
 
 def made(model: Any, loss_fn: Any, schedule: str, mbs: int = 3, **options: Any) -> Twins:
@@ -89,7 +91,7 @@ def test_values_that_cross_change_from_step_to_step(schedule: str) -> None:
         both.eval(inputs)
 
 
-@SCHEDULES
+@FEW
 def test_values_that_cross_do_not_change_within_a_step(schedule: str) -> None:
     class Counts(Annealed):
         def forward(self, x: Tensor) -> Any:
@@ -107,7 +109,7 @@ class Repeats(nn.Linear):
         return super().forward(x[:, :DIM]).repeat(1, times)
 
 
-@SCHEDULES
+@FEW
 def test_arguments_that_set_a_length_change_from_step_to_step(schedule: str) -> None:
     def loss_fn(out: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(out[:, :DIM], target) * out.size(1)
@@ -144,7 +146,7 @@ def test_arguments_that_set_a_length_change_from_step_to_step(schedule: str) -> 
         assert all(map(torch.equal, got, wanted))
 
 
-@SCHEDULES
+@FEW
 def test_autocast_switched_on_and_off(schedule: str) -> None:
     both = made(mlp(4), lambda out, target: F.mse_loss(out.float(), target), schedule)
     for step, is_on in enumerate((False, True, False, True)):
@@ -154,7 +156,7 @@ def test_autocast_switched_on_and_off(schedule: str) -> None:
             both.eval(inputs)
 
 
-@SCHEDULES
+@FEW
 def test_modules_that_return_more_in_training(schedule: str) -> None:
     class More(nn.Linear):
         def forward(self, x: Any) -> Any:

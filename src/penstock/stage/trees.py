@@ -49,7 +49,7 @@ def as_args(output: Any) -> tuple[Any, ...]:
 def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and structure of any tree (see the table above)."""
     leaves, tree = optree.tree_flatten(value, namespace=NAMESPACE)
-    fresh = {type(leaf) for leaf in leaves if _is_container(type(leaf))}
+    fresh = [cls for cls in {type(leaf) for leaf in leaves} if _is_container(cls)]
     if not fresh:
         return leaves, tree
     for cls in fresh:
@@ -132,9 +132,9 @@ def _register(cls: type[Any], open_: Open, make: Make) -> None:
     def flatten_node(value: Any) -> tuple[Sequence[Any], _Context, Any]:
         sketch = _sketched.get(id(value))
         children, context = (sketch.children, sketch.context) if sketch else open_(value)
-        entries = context if dataclasses.is_dataclass(cls) and type(context) is tuple else None
-        if entries is not None and len(entries) != len(children):
-            entries = None
+        # Of a dataclass the context is the names of its children, which paths are made of.
+        are_names = isinstance(context, tuple) and len(context) == len(children)
+        entries = context if dataclasses.is_dataclass(cls) and are_names else None
         return tuple(children), _Context(context), entries
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
@@ -183,10 +183,9 @@ def _encode(node: Any) -> Any:
         case None:
             return None
         case _Sketch(cls, context, children):
+            told = _encode_context(cls, context)
             items = [_encode(child) for child in children]
-            return {"open": _class_name(cls), "context": _encode_context(cls, context)} | {
-                "items": items
-            }
+            return {"open": _class_name(cls), "context": told, "items": items}
         case tuple() if hasattr(node, "_fields") or optree.is_structseq(node):
             return {"class": _class_name(type(node)), "items": [_encode(x) for x in node]}
         case tuple() | list() if type(node) in (tuple, list):
@@ -243,7 +242,8 @@ def _decode(node: Any) -> Any:
             _register(cls, *_how_to_open(cls))
         tree, leaves = node["context"]
         children = [_decode(x) for x in items]
-        context: Any = optree.tree_unflatten(_shape(tree), [decode_leaf(leaf) for leaf in leaves])
+        structure = flatten(_decode(tree))[1]
+        context: Any = optree.tree_unflatten(structure, [decode_leaf(leaf) for leaf in leaves])
         bare = _bare(cls)
         _sketched[id(bare)] = _Sketch(cls, context, children)
         return bare
@@ -262,10 +262,6 @@ def _decode(node: Any) -> Any:
         case "OrderedDict":
             return OrderedDict((key, _decode(value)) for key, value in items)
     raise BoundaryError(f"a boundary's description names an unknown container {node['kind']!r}")
-
-
-def _shape(data: Any) -> optree.PyTreeSpec:
-    return flatten(_decode(data))[1]
 
 
 def _bare(cls: type[Any]) -> Any:
