@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.utils import _pytree
 
 from tests.models import DIM
 
@@ -37,6 +39,33 @@ class Frozen:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "square", self.inner.scale**2)
+
+
+@dataclass
+class Counted:
+    """Sets more than its fields."""
+
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.value)
+        self.double = self.value * 2
+
+
+class Registered:
+    """A class that torch's pytree knows; made of tensors alone."""
+
+    def __init__(self, value: Tensor, settings: dict[str, Any]) -> None:
+        assert isinstance(value, Tensor)
+        self.value = value
+        self.settings = settings
+
+
+_pytree.register_pytree_node(
+    Registered,
+    lambda held: ([held.value], held.settings),
+    lambda values, settings: Registered(*values, settings),
+)
 
 
 class Pair(NamedTuple):
@@ -100,6 +129,30 @@ def take_pair(value: Any) -> Tensor:
     assert type(value) is Pair
     assert type(value.right) is Pair
     return value.left + value.right.left * value.right.right
+
+
+def take_counted(value: Any) -> Tensor:
+    assert type(value) is Counted
+    assert value.rows == len(value.value)
+    return value.value + value.double
+
+
+def take_registered(value: Any) -> Tensor:
+    first, second = value["held"]
+    assert type(first) is Registered
+    assert first.settings == {"scale": 2.0, "names": ("a", None)}
+    return first.value * first.settings["scale"] + second.value
+
+
+def pack(hidden: Tensor) -> PackedSequence:
+    return PackedSequence(hidden, torch.ones(len(hidden), dtype=torch.int64))
+
+
+def take_packed(value: Any) -> Tensor:
+    assert type(value) is PackedSequence
+    padded, lengths = pad_packed_sequence(value)
+    assert lengths.tolist() == [len(padded)]
+    return padded[:, 0]
 
 
 def take_numbers(value: Any) -> Tensor:
@@ -193,6 +246,14 @@ CROSSINGS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = 
         lambda h: Frozen(inner=Hidden(h, h > 0, 2.0, [h * 3]), name="mine"),
         take_frozen,
     ),
+    "more than fields": (Counted, take_counted),
+    "registered": (
+        lambda h: {
+            "held": [Registered(h, {"scale": 2.0, "names": ("a", None)}), Registered(h.sin(), {})]
+        },
+        take_registered,
+    ),
+    "packed": (pack, take_packed),
     "named tuple": (lambda h: Pair(h, Pair(h * 2, 3.0)), take_pair),
     "plain values": (lambda h: (h, list(PLAIN)), take_plain),
     "numbers": (

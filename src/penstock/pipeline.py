@@ -158,6 +158,9 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Train on one batch: gradients are added to the parameters' ``.grad``.
 
+        Each microbatch counts alike in the mean, also where rows do not divide: see
+        ``PipelineSchedule.step``.
+
         Args:
             args: the model's inputs; ranks that do not hold the first stage may pass none. What
                 lies on the CPU is moved to the stages' device.
@@ -206,6 +209,10 @@ class Pipeline:
         Returns:
             The model's output for the whole batch, where the last stage is; None elsewhere. With
             a target, ``losses`` holds the microbatches' losses afterwards, on every rank.
+
+        Raises:
+            ValueError: the outputs can't be merged; ``losses`` are there all the same. Pass
+                ``merge_outputs=False`` or ``return_outputs=False``.
         """
         args, target, kwargs = self._moved(args, target, kwargs)
         return self._schedule.eval(*args, target=target, **kwargs)

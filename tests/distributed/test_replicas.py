@@ -11,16 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PenstockError, PipelineStage, StageError, get_schedule_class
 from penstock.runtime import watcher
-from penstock.stage.data_parallel import average_grads
+from penstock.stage.replica_grads import average_grads
 from penstock.testing.processes import run_ranks
 from tests.distributed.replicas import (
     CPU,
     DIM,
+    NUM_MICROBATCHES,
     WRAPS,
     batch,
     make_layers,
@@ -241,3 +243,91 @@ def shard_one_stage(rank: int, num_ranks: int) -> list[bool]:
 def test_ranks_agree_where_only_some_are_sharded() -> None:
     for outcome in run_ranks(shard_one_stage, 4):
         assert all(outcome.result())
+
+
+class Embeds(nn.Module):
+    """Rows of a table, of which each replica looks up others, and one that one replica uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, DIM, sparse=True)
+        self.other = nn.Embedding(3, DIM, sparse=True)
+        self.unused = nn.Embedding(3, DIM, sparse=True)
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.table(tokens)
+        if tokens[0] == 0:
+            out = out + self.other(tokens % 3)
+        return self.linear(out)
+
+
+def embed_sparsely(rank: int, num_ranks: int, wrap: str) -> list[Tensor | None]:
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    module = Embeds()
+    group = dist.new_group([rank], use_local_synchronization=True)
+    stage = PipelineStage(WRAPS[wrap](module, mesh), 0, 1, CPU, group=group)
+    schedule = get_schedule_class("1f1b")(stage, 2, nn.functional.mse_loss)  # type: ignore[arg-type]
+    schedule.step(torch.arange(4) + rank, target=torch.zeros(4, DIM))
+    assert module.table.weight.grad.is_sparse and module.other.weight.grad.is_sparse
+    return [None if p.grad is None else p.grad.to_dense() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
+def test_sparse_gradients_stay_sparse(wrap: str) -> None:
+    plain = Embeds()
+    for rank in range(2):
+        for tokens in (torch.arange(4) + rank).chunk(2):
+            loss = nn.functional.mse_loss(plain(tokens), torch.zeros(2, DIM))
+            # Each replica decides by the first token of its microbatch what it uses.
+            (loss / 4).backward()
+    expected = [None if p.grad is None else p.grad.to_dense() for p in plain.parameters()]
+    one, other = (o.result() for o in run_ranks(embed_sparsely, 2, wrap))
+    torch.testing.assert_close(one, expected)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def share_buffers(rank: int, num_ranks: int) -> list[str]:
+    """Steps in a pipeline beside those of DDP itself, which accumulates; returns what differs."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Tanh()))
+    mine, theirs = modules
+    native = DistributedDataParallel(theirs, process_group=mesh.get_group())
+    group = dist.new_group([rank], use_local_synchronization=True)
+    stage = PipelineStage(WRAPS["ddp"](mine, mesh), 0, 1, CPU, group=group)
+    schedule = get_schedule_class("gpipe")(stage, NUM_MICROBATCHES, nn.functional.mse_loss)  # type: ignore[arg-type]
+    wrong = []
+
+    def compare(moment: str) -> None:
+        for name, buffer in theirs.named_buffers():
+            if not torch.equal(buffer, mine.get_buffer(name)):
+                wrong.append(f"{moment}: {name}")
+
+    for step in range(3):
+        x, target = batch(step, rank)
+        schedule.step(x, target=target)
+        parts = list(zip(x.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True))
+        for i, (x_mb, target_mb) in enumerate(parts):
+            is_last = i + 1 == len(parts)
+            with contextlib.nullcontext() if is_last else native.no_sync():
+                (nn.functional.mse_loss(native(x_mb), target_mb) / len(parts)).backward()
+        compare(f"step {step}")
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        if step == 1:
+            mine.eval(), theirs.eval()
+            with torch.no_grad():
+                expected = torch.cat([native(x_mb) for x_mb, _ in parts])
+            assert torch.equal(schedule.eval(x), expected)
+            compare("evaluation")
+            mine.train(), theirs.train()
+    return wrong
+
+
+def test_buffers_are_the_first_replica_s() -> None:
+    for outcome in run_ranks(share_buffers, 2):
+        assert outcome.result() == []

@@ -104,6 +104,13 @@ def test_shapes_change_and_parameters_are_frozen_between_steps(schedules: tuple[
             assert not wrong, wrong
 
 
+def test_what_crosses_changes_from_step_to_step() -> None:
+    schedules = ["gpipe", "1f1b"]
+    for rank, told in enumerate(results(workers.restless, 3, schedules)):
+        for schedule, wrong in zip(schedules, told, strict=True):
+            assert not wrong, f"{schedule}, rank {rank}: {wrong}"
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_every_rank_sees_the_same_losses_and_trace(schedule: str) -> None:
     told = results(workers.losses_and_traces, 2, schedule)

@@ -13,21 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import Pipeline
+from penstock import Pipeline, PipelineStage, get_schedule_class
 from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, Twins
 from tests.crossings import SUMMED, crossing_model
-from tests.models import CASES, features, mlp, token_loss, tokens
+from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 
 __all__ = [
     "Plan",
     "cross",
     "losses_and_traces",
     "replicated",
+    "restless",
     "shapes_and_freezing",
     "side_by_side",
     "subgroup",
@@ -143,6 +144,57 @@ def _shapes_and_freezing(schedule: str) -> None:
                 for name, param in model.named_parameters():
                     if name.startswith(("0.", "1.")):
                         param.requires_grad_(False)
+
+
+class Annealed(nn.Linear):
+    """Passes on a number that is set from outside."""
+
+    temperature = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.temperature
+
+
+class Repeats(nn.Linear):
+    """Its output is as long as it is told."""
+
+    def forward(self, x: Tensor, temperature: float, times: int = 1) -> Tensor:
+        return super().forward(x / temperature).repeat(1, times)
+
+
+class Shortens(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :DIM] * x.size(1))
+
+
+def restless(rank: int, num_ranks: int, schedules: list[str]) -> list[str]:
+    """What crosses changes from step to step, and the first stage's inputs do not."""
+    return [told(_restless, rank, schedule) for schedule in schedules]
+
+
+def _restless(rank: int, schedule: str) -> None:
+    torch.manual_seed(0)
+    plain = [Annealed(DIM, DIM), Repeats(DIM, DIM), Shortens(DIM, DIM)]
+    stage = PipelineStage(copy.deepcopy(plain[rank]), rank, 3, torch.device("cpu"))
+    cls: Any = get_schedule_class(schedule)
+    mine = cls(stage, 3, F.mse_loss, timeout_s=TIMEOUT_S)
+    for step, times in enumerate((1, 2, 3, 1)):
+        for module in (plain[0], stage.submod):
+            module.temperature = 1.0 / times
+
+        def whole(x: Tensor, times: int = times) -> Tensor:
+            out: Tensor = plain[2](plain[1](*plain[0](x), times))
+            return out
+
+        inputs, target = features(6, step)
+        mine.step(
+            *((inputs,) if rank == 0 else ()),
+            target=target,
+            **({"times": times} if rank == 1 else {}),
+        )
+        plain_step(whole, F.mse_loss, inputs, target=target, n_microbatches=3)
+        expected = [p.grad for p in plain[rank].parameters()]
+        assert all(map(torch.equal, [p.grad for p in stage.submod.parameters()], expected))
 
 
 def losses_and_traces(rank: int, num_ranks: int, schedule: str) -> dict[str, Any]:

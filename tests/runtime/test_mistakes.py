@@ -200,6 +200,7 @@ def detached(output: Tensor, target: Tensor) -> Tensor:
         (lambda out, _: None, "returned None, expected a scalar tensor"),
         (lambda out, _: (out.sum(), 1, 2), "expected a scalar tensor, or .scalar tensor, metrics"),
         (lambda out, _: (0.5, {}), "returned 0.5, expected a scalar tensor"),
+        (lambda out, _: torch.fft.fft(out).sum(), r"complex number \(torch.complex64\), expected"),
         (detached, "does not depend on any parameter that requires grad, .* detached it"),
         (lambda out: out.sum(), "TypeError: .*positional argument"),
     ],
@@ -237,6 +238,36 @@ def test_a_loss_with_metrics_is_accepted() -> None:
             lambda pipe: pipe.step(arg_mbs=[(BATCH,)] * 4, target_mbs=[BATCH] * 2),
             ValueError,
             "lists of microbatches differ in length: .*'arg_mbs': 4.*'target_mbs': 2",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH, arg_mbs=[(BATCH,)] * 4, target=BATCH),
+            ValueError,
+            "positional arguments and arg_mbs were both given; pass a batch, .* or ready",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH, target=BATCH, target_mbs=[BATCH] * 4),
+            ValueError,
+            "target= and target_mbs were both given",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH, target=BATCH, a=1, kwarg_mbs=[{}] * 4),
+            ValueError,
+            "keyword arguments and kwarg_mbs were both given",
+        ),
+        (
+            lambda pipe: pipe.step(arg_mbs=[BATCH] * 4, target=BATCH),
+            TypeError,
+            r"arg_mbs\[0\] is a Tensor, expected the tuple of .* arguments, such as \(x,\)",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH, kwarg_mbs=[{}, (), {}, {}], target=BATCH),
+            TypeError,
+            r"kwarg_mbs\[1\] is a tuple, expected the dict",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH, target=BATCH, losses=()),
+            TypeError,
+            "losses is a tuple, expected a list, to be filled",
         ),
         (
             lambda pipe: pipe.step(BATCH[:, :2], target=BATCH),
@@ -282,10 +313,12 @@ def test_a_step_may_be_told_to_compute_gradients_under_no_grad() -> None:
     assert stage.submod.weight.grad is not None
 
 
-@pytest.mark.parametrize("mistake", ["no grad", "too few rows", "no target", "no inputs"])
+@pytest.mark.parametrize(
+    "mistake", ["no grad", "too few rows", "no target", "no inputs", "losses in a tuple"]
+)
 def test_a_mistake_found_before_anything_ran_does_no_harm(mistake: str) -> None:
     pipe = make_pipe()
-    with pytest.raises((PenstockError, ValueError)):
+    with pytest.raises((PenstockError, ValueError, TypeError)):
         match mistake:
             case "no grad":
                 with torch.no_grad():
@@ -294,6 +327,8 @@ def test_a_mistake_found_before_anything_ran_does_no_harm(mistake: str) -> None:
                 pipe.step(BATCH[:2], target=BATCH[:2])
             case "no target":
                 pipe.step(BATCH)
+            case "losses in a tuple":
+                pipe.step(BATCH, target=BATCH, losses=())
             case "no inputs":
                 pipe.step(target=BATCH)
     assert pipe.step(BATCH, target=BATCH) is not None

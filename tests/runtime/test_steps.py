@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import BoundaryError, Pipeline
+from penstock import BoundaryError, Pipeline, PipelineStage
 from penstock.schedule.catalog import family
 from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 
 SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)
+# One, two and several stages on a rank, and both ways along the ranks.
+FEW = pytest.mark.parametrize("schedule", ["gpipe", "zbv", "interleaved-1f1b", "looped-bfs"])
 
 
 def made(model: Any, loss_fn: Any, schedule: str, mbs: int = 3, **options: Any) -> Twins:
@@ -58,6 +61,119 @@ def test_dtypes_change_from_step_to_step(schedule: str) -> None:
     for step, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float32)):
         inputs, target = features(6, step)
         both.step(inputs.to(dtype), target=target)
+
+
+class Annealed(nn.Module):
+    """Passes on a number that is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x), self.temperature
+
+
+class Cools(nn.Linear):
+    def forward(self, value: Any) -> Tensor:
+        return super().forward(value[0] / value[1])
+
+
+@SCHEDULES
+def test_values_that_cross_change_from_step_to_step(schedule: str) -> None:
+    both = made(nn.Sequential(Annealed(), Cools(DIM, DIM), *mlp(2)), F.mse_loss, schedule)
+    for step, temperature in enumerate((1.0, 0.5, 0.25, 0.25)):
+        for model in (both.plain, both.pipe.stages[0].submod):
+            next(m for m in model.modules() if isinstance(m, Annealed)).temperature = temperature
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+        both.eval(inputs)
+
+
+@FEW
+def test_values_that_cross_do_not_change_within_a_step(schedule: str) -> None:
+    class Counts(Annealed):
+        def forward(self, x: Tensor) -> Any:
+            self.temperature += 1
+            return super().forward(x)
+
+    both = made(nn.Sequential(Counts(), Cools(DIM, DIM), *mlp(2)), F.mse_loss, schedule)
+    inputs, target = features(6, 0)
+    with pytest.raises(BoundaryError, match=r"is 3\.0, expected 2\.0; pass dynamic_shapes=True"):
+        both.step(inputs, target=target)
+
+
+class Repeats(nn.Linear):
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return super().forward(x[:, :DIM]).repeat(1, times)
+
+
+@FEW
+def test_arguments_that_set_a_length_change_from_step_to_step(schedule: str) -> None:
+    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(out[:, :DIM], target) * out.size(1)
+
+    stages = [PipelineStage(Repeats(DIM, DIM), index, 4, torch.device("cpu")) for index in range(4)]
+    plain = copy.deepcopy([stage.submod for stage in stages])
+    virtual = family(schedule).default_virtual
+    pipe = Pipeline(
+        stages,
+        loss_fn=loss_fn,
+        schedule=schedule,
+        virtual=virtual,
+        n_microbatches=3,
+    )
+
+    def whole(x: Tensor, times: int) -> Tensor:
+        for module in plain:
+            x = module(x, times)
+        return x
+
+    for step, times in enumerate((1, 2, 3, 1)):
+        inputs, target = features(6, step)
+        loss = pipe.step(inputs, target=target, times=times)
+        expected = plain_step(
+            whole,
+            loss_fn,
+            inputs,
+            target=target,
+            n_microbatches=3,
+            times=times,
+        )
+        assert torch.equal(loss, expected.loss)
+        got, wanted = grads_of(s.submod for s in stages), grads_of(plain)
+        assert all(map(torch.equal, got, wanted))
+
+
+@FEW
+def test_autocast_switched_on_and_off(schedule: str) -> None:
+    both = made(mlp(4), lambda out, target: F.mse_loss(out.float(), target), schedule)
+    for step, is_on in enumerate((False, True, False, True)):
+        inputs, target = features(6, step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            both.step(inputs, target=target)
+            both.eval(inputs)
+
+
+@FEW
+def test_modules_that_return_more_in_training(schedule: str) -> None:
+    class More(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            out = super().forward(x)
+            return {"x": out, "aux": out.sum()} if self.training else {"x": out}
+
+    class Less(nn.Linear):
+        def forward(self, value: Any) -> Tensor:
+            return super().forward(value["x"] + value.get("aux", 0))
+
+    both = made(nn.Sequential(More(DIM, DIM), Less(DIM, DIM), *mlp(2)), F.mse_loss, schedule)
+    for step, trains in enumerate((True, False, True)):
+        both.plain.train(trains)
+        both.pipe.train(trains)
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+        both.eval(inputs)
 
 
 # --- frozen, unused and shared parameters ----------------------------------------------------

@@ -6,6 +6,7 @@ Seen to work on torch 2.13 (CPU); written for 2.11 and later.
 from __future__ import annotations
 
 import torch
+import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 
 from penstock.stage import torch_private
@@ -15,6 +16,7 @@ from penstock.stage.torch_private import (
     observe_at_node,
     observe_grad,
     observed,
+    pytree_node,
     run_backward,
     saved_tensor_hooks_active,
     without_override_check,
@@ -108,3 +110,24 @@ def test_the_twin_of_a_function_lets_a_mode_see_inside() -> None:
     wanted, _ = F.multi_head_attention_forward(*arguments, *out)
     assert torch.equal(got, wanted)
     assert without_override_check(torch.add) is None
+
+
+def test_classes_of_torch_s_pytree_are_opened_and_made() -> None:
+    class Held:
+        def __init__(self, value: object) -> None:
+            self.value = value
+
+    class Holds(Held):
+        pass
+
+    torch.utils._pytree.register_pytree_node(
+        Held, lambda held: ([held.value], "as a list"), lambda values, context: Held(values)
+    )
+    node = pytree_node(Held)
+    assert node is not None
+    children, context = node[0](Held(3))
+    assert (children, context) == ([3], "as a list")
+    assert node[1](tuple(children), context).value == [3]
+    assert pytree_node(Holds) is None
+    assert pytree_node(torch.Size) is None
+    assert pytree_node(torch.nn.attention.flex_attention.BlockMask) is None

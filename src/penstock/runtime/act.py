@@ -1,5 +1,10 @@
 """One program at play on this process's stages: players, executor, and how a step begins and ends.
 
+What crosses follows from the inputs' shapes, or is restless: values that are no tensors cross or
+are passed to the model, or other ranks than the first are given arguments. Which it is, all ranks
+learn as they end a step with new shapes; what is restless is told anew with every step's first
+microbatch.
+
 Training and evaluation are two acts over the same stages. An act is told of no failure and
 handles none; see ``engine.py``.
 """
@@ -24,7 +29,7 @@ from penstock.runtime.lanes import Lanes, has_blocks, why_in_turn
 from penstock.runtime.outputs import join_outputs
 from penstock.runtime.player import Player
 from penstock.runtime.role import Role
-from penstock.runtime.shapes import ShapeBook
+from penstock.runtime.shapes import ShapeBook, conditions
 from penstock.runtime.transport import Transport
 from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Op
@@ -81,6 +86,7 @@ class Act:
             len(entry_ranks) > 1 and not self._is_alone and transports[0].rank in entry_ranks
         )
         self._shapes = ShapeBook()
+        self._is_fresh = self._is_restless = False
         self._loss_dtype: torch.dtype | None = None
         self._told_later: str | None = None
         self._streams = streams
@@ -213,11 +219,13 @@ class Act:
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
                 "rank where the model's inputs enter passes the whole batch"
             )
-        fresh = self._shapes.learn(batch.shape_ids)
+        self._is_fresh = self._shapes.learn(batch.shape_ids)
         for transport in self._transports:
-            transport.relax(fresh or self.role.dynamic_shapes)
+            transport.relax(self._is_fresh or self._is_restless or self.role.dynamic_shapes)
         for player in self.players.values():
             player.batch = batch
+            if self._is_restless:
+                player.forget()
 
     def _check_batch(self, batch: Batch) -> list[int]:
         """The shape ids, where the inputs are here; zeros elsewhere."""
@@ -235,7 +243,8 @@ class Act:
                     "no inputs: the rank of the first stage passes them to step() or eval()",
                     where=Where(rank=rank_of(stage), stage=stage),
                 )
-            return self._shapes.ids(batch.args, batch.kwargs)
+            under = conditions(self._stages.values(), self._device)
+            return self._shapes.ids(batch.args, batch.kwargs, under)
         return [0] * self._program.num_microbatches
 
     def close(self, batch: Batch) -> Tensor | None:
@@ -248,12 +257,13 @@ class Act:
         computed = [loss for loss in batch.losses if loss is not None]
         mine = torch.stack(computed) if computed else None
         if self._is_alone:
+            self._is_restless |= self._has_seen_restless(batch)
             return mine
         (transport,) = self._transports
         if len(self._exit_ranks) > 1 and batch.keep_outputs:
             join_outputs(batch, self._program, transport, self._device)
         if self.role.loss_fn is None:
-            transport.meet()
+            self._end_without_losses(batch, transport)
             return None
         # Doubles hold every narrower loss exactly; the dtype is told along, as is "no losses".
         if self._loss_dtype is None or not self.role.train:
@@ -262,9 +272,33 @@ class Act:
             self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
         # Put up from what is on the device: numbers from the host would be waited for there.
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        table = torch.stack([zero if loss is None else loss.to(zero) for loss in batch.losses])
+        rows = [zero if loss is None else loss.to(zero) for loss in batch.losses]
+        if self._is_fresh:
+            rows.append(zero + self._has_seen_restless(batch))
+        table = torch.stack(rows)
         transport.add_up(table)
+        if self._is_fresh:
+            self._is_restless |= bool(table[-1])
+            table = table[:-1]
         return table.to(self._loss_dtype) if self._loss_dtype is not None else None
+
+    def _end_without_losses(self, batch: Batch, transport: Transport) -> None:
+        if not self._is_fresh:
+            transport.meet()
+            return
+        seen = torch.tensor([self._has_seen_restless(batch)], dtype=torch.int64, device="cpu")
+        transport.add_up(seen)
+        self._is_restless |= bool(seen)
+
+    def _has_seen_restless(self, batch: Batch) -> bool:
+        """Whether what crosses here may change while the inputs' shapes do not."""
+        given_beside = (
+            self._transports[0].rank != self._first_rank
+            and any(batch.kwargs)
+            and any(stage.reads_kwargs for stage in self._stages.values())
+        )
+        sent = any(player.sends_values for player in self.players.values())
+        return self._shapes.met_values or given_beside or sent
 
 
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -20,6 +20,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.loss import scalar_loss
 from penstock.runtime.role import Role
 from penstock.stage.slots import Slot
+from penstock.stage.trees import flatten
 
 __all__ = ["Ending"]
 
@@ -79,8 +80,7 @@ class Ending:
 
 
 def _detached(output: Any) -> Any:
-    return optree.tree_map(
-        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
-        output,
-        namespace="penstock",
+    leaves, tree = flatten(output)
+    return optree.tree_unflatten(
+        tree, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     )

@@ -209,6 +209,9 @@ class Engine:
                 each.begin()
             for transport in self.transports:
                 transport.join_replicas([group for each in replicas for group in each.groups])
+            with self.transports[0].among_replicas():
+                for each in replicas:
+                    each.share_buffers()
             with torch.set_grad_enabled(act.role.train):
                 act.play()
             for transport in self.transports:

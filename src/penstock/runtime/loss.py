@@ -38,12 +38,17 @@ def scalar_loss(loss: Any) -> Tensor:
     """The loss as a tensor without dimensions.
 
     Raises:
-        StageError: it is no scalar tensor.
+        StageError: it is no scalar tensor, or a complex one, which has no gradient to descend.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise StageError(
             f"the loss function returned {shown}, expected a scalar tensor, "
             "or (scalar tensor, metrics)"
+        )
+    if loss.is_complex():
+        raise StageError(
+            f"the loss function returned a complex number ({loss.dtype}), expected a real one; "
+            "take its .real or .abs()"
         )
     return loss.reshape(()) if loss.dim() else loss

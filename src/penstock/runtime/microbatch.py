@@ -1,8 +1,18 @@
 """Split a batch into microbatches, and merge outputs again.
 
 Rows are shared out as evenly as they go: 10 rows in 4 microbatches are 3, 3, 2, 2. Nothing is
-dropped or padded. What is no tensor (or a tensor without dimensions) is given to every
-microbatch as it is.
+dropped or padded. Each microbatch then counts alike in the mean of their losses, also where they
+differ in rows: where that mean is to be the batch's, pass batches that divide.
+
+    tensors in any container                split; containers are those of ``stage/trees.py``,
+                                            classes registered with torch's pytree among them
+    a BlockMask of flex attention           split along its batch dimension, where that is not 1
+    a PackedSequence                        refused: its rows do not lie together
+    all else, tensors without dimensions    given to every microbatch as it is
+
+An object of a class that is none of these containers goes to every microbatch whole, whatever
+tensors it holds: nobody can know which of them have rows. Register its class with
+``torch.utils._pytree.register_pytree_node`` where they have.
 """
 
 from __future__ import annotations
@@ -15,14 +25,18 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+from penstock.runtime.block_mask import is_block_mask, split_block_mask
 from penstock.stage.trees import NAMESPACE, flatten
 
 __all__ = [
     "Reducer",
     "Replicate",
     "TensorChunkSpec",
+    "check_ready",
     "merge_chunks",
+    "num_chunks",
     "split_args_kwargs_into_chunks",
     "split_tree",
     "sum_reducer",
@@ -84,18 +98,20 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
     """Split every tensor of a tree.
 
     Args:
-        tree: tensors and plain values in any containers.
+        tree: tensors and plain values in any containers (see the table above).
         chunks: into how many.
         spec: a ``TensorChunkSpec`` for all leaves, a tree of them that begins like ``tree``, or
             None for dimension 0. Where a spec has None, the value is given to every chunk.
 
     Returns:
-        ``chunks`` trees.
+        ``chunks`` trees; the first ones are a row longer where rows do not divide.
 
     Raises:
         ValueError: a tensor has fewer rows than there are chunks, or the spec does not fit.
     """
     leaves, treedef = flatten(tree)
+    if treedef.num_nodes > len(leaves) + 1:
+        _refuse_packed(tree)
     specs = _leaf_specs(tree, len(leaves), spec)
     columns = [_split_leaf(leaf, chunks, s) for leaf, s in zip(leaves, specs, strict=True)]
     # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
@@ -106,6 +122,17 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
     return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
 
 
+def _refuse_packed(tree: Any) -> None:
+    def is_packed(node: Any) -> bool:
+        return isinstance(node, PackedSequence)
+
+    if any(map(is_packed, optree.tree_leaves(tree, is_leaf=is_packed, namespace=NAMESPACE))):
+        raise ValueError(
+            "a PackedSequence can't be split into microbatches: its rows do not lie together; pass "
+            "padded tensors and lengths, or ready microbatches (arg_mbs=, target_mbs=)"
+        )
+
+
 def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     if spec is None:
         return [_BATCH_DIM] * num_leaves
@@ -113,13 +140,22 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
         return [spec] * num_leaves
     try:
         specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=NAMESPACE)
-        return [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
     except ValueError as error:
         raise ValueError(f"the chunk spec {spec!r} does not fit the arguments: {error}") from error
+    specs = [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
+    # None says in a spec what becomes of a leaf; in the tree itself it is none.
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return [each for each, leaf in zip(specs, leaves, strict=True) if leaf is not None]
 
 
 def _split_leaf(leaf: Any, chunks: int, spec: TensorChunkSpec | None) -> Sequence[Any]:
-    if spec is None or not isinstance(leaf, Tensor) or leaf.dim() == 0:
+    if spec is None:
+        return [leaf] * chunks
+    if is_block_mask(leaf):
+        if isinstance(spec, TensorChunkSpec) and spec.split_dim:
+            raise ValueError(f"a BlockMask is split along dimension 0, its batch, not by {spec}")
+        return split_block_mask(leaf, chunks)
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * chunks
     if not isinstance(spec, TensorChunkSpec):
         raise ValueError(f"a chunk spec holds {spec!r}; use TensorChunkSpec(dim) or None")
@@ -148,7 +184,7 @@ def split_args_kwargs_into_chunks(
     """Split a call's arguments into microbatches.
 
     Args:
-        args: positional arguments; any trees of tensors and values.
+        args: positional arguments; any trees of tensors and values (see the module's table).
         kwargs: keyword arguments, likewise.
         chunks: number of microbatches.
         args_chunk_spec: per argument its ``TensorChunkSpec``; None splits dimension 0.
@@ -204,13 +240,65 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
             "sum_reducer, or None"
         )
     if isinstance(first, Tensor) and spec is not None:
-        return torch.cat(column, dim=spec.split_dim) if first.dim() else torch.stack(column)
-    same = torch.equal if isinstance(first, Tensor) else lambda a, b: bool(a == b)
-    if not all(same(first, other) for other in column[1:]):
+        try:
+            return torch.cat(column, dim=spec.split_dim) if first.dim() else torch.stack(column)
+        except (RuntimeError, TypeError, IndexError) as error:
+            shown = [tuple(x.shape) if isinstance(x, Tensor) else x for x in column]
+            raise ValueError(
+                f"the microbatches' outputs hold tensors of shapes {shown}, which can't be joined "
+                f"along dimension {spec.split_dim}"
+            ) from error
+    if not all(_same(first, other) for other in column[1:]):
         raise ValueError(
             f"the microbatches' outputs hold different values that can't be joined: {column}"
         )
     return first
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and torch.equal(left, right)
+    try:
+        return bool(left is right or left == right)
+    except (ValueError, TypeError, RuntimeError):  # such as arrays, of which each item is compared
+        return False
+
+
+# Of each kind of ready microbatches, what a batch that is to be split is passed as.
+_WHOLE = {"arg_mbs": "positional arguments", "kwarg_mbs": "keyword arguments"} | {
+    "target_mbs": "target="
+}
+
+
+def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, bool]) -> None:
+    """Hold lists of ready microbatches against what they are to be.
+
+    Args:
+        ready: ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``.
+        whole: for each of them, whether a batch to split was given as well.
+
+    Raises:
+        ValueError: a batch was given as well.
+        TypeError: an item is no tuple of arguments, or no dict of them.
+    """
+    for name, mbs in ready.items():
+        if mbs is not None and whole[name]:
+            raise ValueError(
+                f"{_WHOLE[name]} and {name} were both given; pass a batch, which is split, or "
+                "ready microbatches"
+            )
+    for i, args in enumerate(ready["arg_mbs"] or ()):
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(
+                f"arg_mbs[{i}] is a {type(args).__name__}, expected the tuple of a microbatch's "
+                "positional arguments, such as (x,)"
+            )
+    for i, kwargs in enumerate(ready["kwarg_mbs"] or ()):
+        if not isinstance(kwargs, Mapping):
+            raise TypeError(
+                f"kwarg_mbs[{i}] is a {type(kwargs).__name__}, expected the dict of a microbatch's "
+                "keyword arguments"
+            )
 
 
 def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:

@@ -6,7 +6,7 @@ The named schedules (``schedules.py``) and ``Pipeline`` are this class with one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +21,14 @@ from penstock.runtime.engine import Engine, Options
 from penstock.runtime.given import check_loss, check_stages, check_timeout, group_of
 from penstock.runtime.loopback import loopback
 from penstock.runtime.microbatch import (
+    check_ready,
     merge_chunks,
     num_chunks,
     split_args_kwargs_into_chunks,
     split_tree,
 )
 from penstock.runtime.pieces import Pieces
+from penstock.runtime.row_remarks import RowRemarks
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Step
 from penstock.schedule.catalog import build, family
@@ -157,6 +159,7 @@ class PipelineSchedule:
         if group is not None:
             _num_made[group.group_name] += 1
         self._trains = self.has_loss and self._engine.has_backward
+        self._remarks = RowRemarks(weighs_rows=self._trains and self.scale_grads)
         for stage in stages:
             stage.chunks = self.n_microbatches
             stage.has_backward = self._trains
@@ -256,6 +259,7 @@ class PipelineSchedule:
         target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        merge_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
         arg_mbs: Sequence[tuple[Any, ...]] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
@@ -264,37 +268,53 @@ class PipelineSchedule:
     ) -> Any:
         """Run one training step: gradients are added to the parameters' ``.grad``.
 
+        A batch is split by rows, as evenly as they go: 5 rows in 4 microbatches are 2, 1, 1, 1.
+        With ``scale_grads`` each microbatch counts alike, so that gradients are those of the mean
+        of the microbatches' means, as in torch and in the plain loop over microbatches. Where rows
+        divide, that is the batch's mean; where they don't, rows of shorter microbatches count
+        more, and the log says so once: pass batches that divide (``drop_last=True``).
+
+        Tensors are found in any container, also of classes registered with torch's pytree; an
+        object of another class goes whole to every microbatch, and the log says so once where it
+        holds a tensor with as many rows as the batch.
+
         Args:
             args: the model's inputs, a whole batch (needed on the rank of the first stage; in a
                 schedule of two directions, on those of both ends).
             target: what the loss is computed against (needed on the rank of the last stage;
                 likewise).
             losses: a list that is filled with the microbatches' losses, on every rank.
-            return_outputs: whether to merge and return the last stage's outputs.
+            return_outputs: whether to return the last stage's outputs.
+            merge_outputs: whether these are merged, or a list with each microbatch's.
             loss_kwargs: keyword arguments of the loss function.
             arg_mbs, kwarg_mbs, target_mbs: ready microbatches, instead of a batch to split.
             kwargs: keyword arguments of every stage on this rank, a whole batch.
 
         Returns:
-            On the rank of the last stage (likewise) the merged outputs, if asked for; else None.
+            On the rank of the last stage (likewise) the outputs, if asked for; else None.
 
         Raises:
             PenstockError: this rank failed, or another one did; see its type.
+            ValueError: the step is done, and the outputs can't be merged; the next one may follow.
         """
         with self.engine.guard():
             needs_autograd = self._trains and self._backward_requires_autograd
             if needs_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
+            _check_list(losses)
             batch = self._batch(
                 args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
             )
-            return self._finish(batch, self.engine.run(batch, train=self._trains), losses)
+            computed = self.engine.run(batch, train=self._trains)
+        return self._finish(batch, computed, losses, merge_outputs)
 
     def eval(
         self,
         *args: Any,
         target: Any = None,
         losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        merge_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
         arg_mbs: Sequence[tuple[Any, ...]] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
@@ -303,13 +323,16 @@ class PipelineSchedule:
     ) -> Any:
         """Run the forwards alone, without a graph. Arguments and result are those of ``step``.
 
-        Losses are computed where a target is given.
+        Losses are computed where a target is given; for these alone, where outputs can't be
+        merged or are not wanted, pass ``return_outputs=False``.
         """
         with self.engine.guard(), torch.no_grad():
+            _check_list(losses)
             batch = self._batch(
-                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, True
+                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
             )
-            return self._finish(batch, self.engine.run(batch, train=False), losses)
+            computed = self.engine.run(batch, train=False)
+        return self._finish(batch, computed, losses, merge_outputs)
 
     def _batch(
         self,
@@ -324,6 +347,8 @@ class PipelineSchedule:
     ) -> Batch:
         n = self.n_microbatches
         ready = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        whole = {"arg_mbs": bool(args), "kwarg_mbs": bool(kwargs), "target_mbs": target is not None}
+        check_ready(ready, whole)
         length = num_chunks(ready)
         if length is not None and length != n:
             raise ValueError(f"{length} ready microbatches, expected n_microbatches={n}")
@@ -339,22 +364,43 @@ class PipelineSchedule:
         batch.targets = target_mbs
         if target_mbs is None and target is not None and self.engine.has_last:
             batch.targets = split_tree(target, n)
+        if n > 1 and batch.args is not None and self.engine.has_first:
+            if torch.is_grad_enabled():
+                mbs: Sequence[Any] = batch.args if args or arg_mbs else batch.kwargs
+                self._remarks.on_rows(mbs, ready=length is not None)
+            self._remarks.on_objects(args, kwargs)
         self._pieces.split(batch, even=self.has_loss and self.scale_grads)
         return batch
 
-    def _finish(self, batch: Batch, losses: Tensor | None, asked: list[Tensor] | None) -> Any:
+    def _finish(
+        self, batch: Batch, losses: Tensor | None, asked: list[Tensor] | None, merges: bool
+    ) -> Any:
         self.losses = self._pieces.join_losses(losses, mean=self.scale_grads)
         self.metrics = batch.metrics if self.engine.has_last else []
         if asked is not None:
             asked[:] = () if self.losses is None else self.losses.unbind()
         if not (batch.keep_outputs and self.engine.has_last):
             return None
-        outputs = self._pieces.join_outputs(batch.outputs)
-        return merge_chunks(outputs, self._output_merge_spec)
+        try:
+            outputs = self._pieces.join_outputs(batch.outputs)
+            return merge_chunks(outputs, self._output_merge_spec) if merges else list(outputs)
+        except ValueError as error:
+            raise ValueError(
+                f"the step is done, but its outputs can't be merged: {error}; pass "
+                "merge_outputs=False to get a list with each microbatch's, or return_outputs=False"
+            ) from error
 
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""
         return self.engine.trace()
+
+
+def _check_list(losses: object) -> None:
+    if losses is not None and not isinstance(losses, MutableSequence):
+        raise TypeError(
+            f"losses is a {type(losses).__name__}, expected a list, to be filled with the "
+            "microbatches' losses"
+        )
 
 
 def _transports(

@@ -48,6 +48,7 @@ class Player:
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
+        sends_values: whether what it passes on has held values that do not follow from shapes.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Player:
         self._arrived = arrived
         self._lanes = lanes
         self.replicas: Replicas | None = None
+        self.sends_values = False
         # Each neighbour is a player on this rank, or a peer with its inbox, or neither.
         self._before: Player | None = None
         self._after: Player | None = None
@@ -98,6 +100,11 @@ class Player:
             self._after_peer = self._inboxes[after]
         else:
             self._after = after
+
+    def forget(self) -> None:
+        """What crosses this stage's boundaries is told anew, shape by shape."""
+        for known in (self._in_specs, self._out_specs, self._grads_out, self._grads_in):
+            known.clear()
 
     def rest(self) -> None:
         """The step is over: let go of its batch."""
@@ -249,6 +256,7 @@ class Player:
         if spec is None or self._role.dynamic_shapes:
             spec = self._out_specs[shape_id] = describe(output)
             spec.check_static(self.stage.static_outputs, "output")
+            self.sends_values |= spec.holds_values
             if self._after is None:
                 slot.note = spec.encode()
         self.stage.leave(slot, output, spec)

@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.errors import BoundaryError
 from penstock.stage.spread import MeshOf, local_part, unknown_mesh, whole
 from penstock.stage.tensor_meta import Plain, TensorMeta, decode_leaf, encode_leaf, plain_tag
-from penstock.stage.trees import Leaf, as_args, decode_tree, encode_tree, flatten
+from penstock.stage.trees import as_args, decode_tree, encode_tree, flatten
 
 __all__ = ["BoundarySpec", "describe", "static_spec"]
 
@@ -40,6 +40,7 @@ class BoundarySpec:
     __slots__ = (
         "grad_metas",
         "grad_slots",
+        "holds_values",
         "in_order",
         "leaves",
         "metas",
@@ -56,6 +57,9 @@ class BoundarySpec:
         self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self.tensor_leaves)
         self.grad_slots = tuple(i for i, meta in enumerate(self.metas) if meta.requires_grad)
         self.grad_metas = tuple(self.metas[i] for i in self.grad_slots)
+        # Whether a step with inputs of the same shapes may well send something else: what follows
+        # from shapes is told as bytes where stages are cut by module.
+        self.holds_values = any(isinstance(leaf, _VALUES) for leaf in leaves)
         self.in_order = all(meta.order is None for meta in self.metas)
         # The common case, kept fast: one tensor and nothing else.
         self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
@@ -150,9 +154,8 @@ class BoundarySpec:
 
     def encode(self) -> bytes:
         """The spec as JSON, to be read by ``decode`` on another rank."""
-        skeleton = optree.tree_unflatten(self.tree, [Leaf(i) for i in range(len(self.leaves))])
         leaves = [encode_leaf(leaf) for leaf in self.leaves]
-        return json.dumps({"tree": encode_tree(skeleton), "leaves": leaves}).encode()
+        return json.dumps({"tree": encode_tree(self.tree), "leaves": leaves}).encode()
 
     @staticmethod
     def decode(data: bytes) -> BoundarySpec:
@@ -162,8 +165,8 @@ class BoundarySpec:
             BoundaryError: it names a class that this process has not imported.
         """
         read = json.loads(data)
-        _, tree = flatten(decode_tree(read["tree"]))
-        return BoundarySpec(tree, tuple(decode_leaf(leaf) for leaf in read["leaves"]))
+        leaves = tuple(decode_leaf(leaf) for leaf in read["leaves"])
+        return BoundarySpec(decode_tree(read["tree"]), leaves)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -178,7 +181,11 @@ class BoundarySpec:
         return f"BoundarySpec({self.tree}, {', '.join(map(str, self.leaves))})"
 
 
-_HINT = "; pass dynamic_shapes=True where this may change between microbatches"
+_VALUES = (bool, int, float, complex, str)
+_HINT = (
+    "; pass dynamic_shapes=True where this may change between microbatches, or between steps for "
+    "another reason than what is passed to the first stage"
+)
 _UNFROZEN = (
     "; it took no gradient when this shape was first met: make the schedule anew after unfreezing "
     "parameters, or pass dynamic_shapes=True"
@@ -209,10 +216,32 @@ def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
         return TensorMeta.of(leaf)
     if plain_tag(leaf) is None:
         raise BoundaryError(
-            f"output {slot} is a {type(leaf).__qualname__}, which can't cross between stages; "
-            "tensors, numbers, strings, None and containers of these can"
+            f"output {slot} is a {_named(type(leaf))}, which can't cross between stages; "
+            f"{_advice(leaf)}"
         )
     return leaf
+
+
+def _named(cls: type[Any]) -> str:
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
+def _advice(leaf: Any) -> str:
+    """What to return in place of a leaf that can't cross."""
+    if type(leaf).__module__ == "numpy" and hasattr(leaf, "item"):
+        return "return its .item(), or a tensor of an array"
+    plain = next((cls for cls in _SUBCLASSED if isinstance(leaf, cls)), None)
+    if plain is not None:
+        return f"return {plain.__name__}(…) of it: subclasses of {plain.__name__} would arrive bare"
+    return (
+        "tensors, numbers, strings, None and containers of these can, classes registered with "
+        "torch's pytree among them"
+    )
+
+
+_SUBCLASSED = (int, float, complex, str, bytes)
 
 
 def _same_plain(left: Plain, right: Plain) -> bool:

@@ -8,7 +8,7 @@ schedule computes input and weight gradients, nor from which of the two a hook f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
 from penstock.stage import replica_private
+from penstock.stage.replica_grads import average_grads
 
 if TYPE_CHECKING:
     from torch.distributed._composable.replicate import DDP as ComposableDdp
@@ -42,6 +43,11 @@ class Replicas(ABC):
     @abstractmethod
     def begin(self) -> None:
         """Start a step: no reduction until ``reduce_grads``."""
+
+    def share_buffers(self) -> None:
+        """Give every replica the first one's buffers, where the wrapper would do so now: once per
+        step, after ``begin`` and before the first forward."""
+        return
 
     @abstractmethod
     def reduce_grads(self) -> None:
@@ -107,6 +113,10 @@ class _Several(Replicas):
             part.begin()
         self.groups = _distinct(group for part in self._parts for group in part.groups)
 
+    def share_buffers(self) -> None:
+        for part in self._parts:
+            part.share_buffers()
+
     def reduce_grads(self) -> None:
         for part in self._parts:
             part.reduce_grads()
@@ -131,6 +141,7 @@ class _Ddp(Replicas):
         # Within the user's own no_sync() a step reduces nothing.
         self._synced = module.require_backward_grad_sync
         self._sink_off = False
+        self._shares_buffers = self._trains = False
 
     def begin(self) -> None:
         _refuse_hook(replica_private.ddp_has_comm_hook(self._module))
@@ -138,13 +149,34 @@ class _Ddp(Replicas):
         self._synced = self._module.require_backward_grad_sync
         self._module.require_backward_grad_sync = False
         self._sink_off = replica_private.switch_ddp_sink(self._module, off=True)
+        # DDP's forward would share buffers wherever it runs first; here it is done before that.
+        will_share: Callable[[], bool] = self._module.will_sync_module_buffers
+        self._shares_buffers = will_share()
+        self._trains = torch.is_grad_enabled()
+        self._module.require_forward_param_sync = False
+
+    def share_buffers(self) -> None:
+        if self._shares_buffers:
+            replica_private.broadcast_ddp_buffers(self._module)
 
     def reduce_grads(self) -> None:
         if self._synced:
-            average_grads(replica_private.ddp_parameters(self._module), self._module.process_group)
+            self.average(_embedded_sparsely(self._module))
+
+    def average(self, sparse: Set[Tensor]) -> None:
+        """Average the gradients, whether or not the user holds reductions back."""
+        params = replica_private.ddp_parameters(self._module)
+        average_grads(params, self._module.process_group, sparse)
 
     def end(self) -> None:
+        self.end_as(synced=self._synced)
+
+    def end_as(self, *, synced: bool) -> None:
+        """End the step as DDP's own forwards and backwards would, with a reduction or without."""
         self._module.require_backward_grad_sync = self._synced
+        # Buffers are shared once more when the gradients have been: not between the steps that
+        # accumulate under no_sync(), nor between evaluations.
+        self._module.require_forward_param_sync = synced and self._trains
         replica_private.switch_ddp_sink(self._module, off=self._sink_off)
 
 
@@ -166,14 +198,16 @@ class _Replicate(Replicas):
         self._ddp.begin()
 
     def reduce_grads(self) -> None:
+        assert self._ddp is not None
         if self._synced:
-            ddp = replica_private.ddp_within(self._module)
-            average_grads(replica_private.ddp_parameters(ddp), ddp.process_group)
+            # Its DDP knows the parameters alone.
+            assert isinstance(self._module, nn.Module)
+            self._ddp.average(_embedded_sparsely(self._module))
 
     def end(self) -> None:
         self._module.set_requires_gradient_sync(self._synced)
         if self._ddp is not None:
-            self._ddp.end()
+            self._ddp.end_as(synced=self._synced)
 
 
 class _Fsdp(Replicas):
@@ -229,37 +263,7 @@ def _each(root: FSDPModule, act: Callable[[FSDPModule], object]) -> None:
             act(module)
 
 
-def average_grads(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average the gradients of ``params`` over ``group``, in one all-reduce per dtype and device.
-
-    A parameter without a gradient on any rank keeps none; one without a gradient on some counts
-    as zero there.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for param in params:
-        kinds.setdefault((param.dtype, param.device), []).append(param)
-    for alike in kinds.values():
-        # The last entries of the buffer count the ranks that have a gradient, per parameter.
-        parts = [_flat_grad(p) for p in alike]
-        have = torch.tensor(
-            [p.grad is not None for p in alike], dtype=alike[0].dtype, device=alike[0].device
-        )
-        buffer = torch.cat([*parts, have])
-        # Divided before it is added up, as DDP does: a sum of halves may be too large.
-        buffer[: -len(alike)] /= group.size()
-        dist.all_reduce(buffer, group=group)
-        counts = buffer[-len(alike) :].tolist()
-        offset = 0
-        for param, count in zip(alike, counts, strict=True):
-            mean = buffer[offset : offset + param.numel()].view_as(param)
-            offset += param.numel()
-            if not count:
-                continue
-            if param.grad is None:
-                param.grad = mean.clone()
-            else:
-                param.grad.copy_(mean)
-
-
-def _flat_grad(param: nn.Parameter) -> Tensor:
-    return torch.zeros_like(param).flatten() if param.grad is None else param.grad.flatten()
+def _embedded_sparsely(module: nn.Module) -> frozenset[Tensor]:
+    """The parameters whose gradients are sparse, alike on all replicas."""
+    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    return frozenset(m.weight for m in embeddings if m.sparse)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 __all__ = [
+    "broadcast_ddp_buffers",
     "composable_has_comm_hook",
     "composable_syncs",
     "ddp_has_comm_hook",
@@ -62,6 +63,11 @@ def _replicate_state(module: ComposableDdp) -> Any:
 def ddp_has_comm_hook(module: DistributedDataParallel) -> bool:
     """Whether the user registered a communication hook."""
     return bool(getattr(module, "_comm_hooks", None))
+
+
+def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
+    """Give every replica the buffers of the first one, those that DDP was told to ignore aside."""
+    module._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:

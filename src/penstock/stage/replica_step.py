@@ -39,6 +39,7 @@ class ReplicaStep:
         self._replicas = replicas_of(module)
         if self._replicas is not None:
             self._replicas.begin()
+            self._replicas.share_buffers()
 
     def end(self, *, reduce: bool) -> None:
         """End the step, if one is under way: its gradients are averaged, or left as they are."""

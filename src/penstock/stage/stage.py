@@ -26,6 +26,7 @@ from penstock.stage.slots import Slot
 from penstock.stage.spread import Spread, find_mesh, unknown_mesh
 from penstock.stage.torch_private import run_backward
 from penstock.stage.trees import flatten
+from penstock.stage.wrappers import unwrapped
 from penstock.stage.writable import InputWriter
 
 __all__ = ["Stage"]
@@ -127,6 +128,11 @@ class Stage:
                 found = find_mesh(spread, self.submod.parameters()) or unknown_mesh(spread)
             self._meshes[spread.mesh] = found
         return self._meshes[spread.mesh]
+
+    @property
+    def reads_kwargs(self) -> bool:
+        """Whether keyword arguments count here, also where the model's inputs do not enter."""
+        return self.is_first or not getattr(unwrapped(self.submod), "kwargs_come_along", False)
 
     @property
     def may_write_inputs(self) -> bool:

@@ -1,4 +1,5 @@
-"""The private corners of torch that the deferral of weight gradients stands on.
+"""The private corners of torch that stages stand on: for the deferral of weight gradients, most
+of them, and for the trees that torch knows.
 
 Everything here may change with a torch release: its test names the versions on which it was seen
 to work, and fails loudly elsewhere. Nothing else in ``penstock.stage`` reaches below public torch.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
+from torch.utils import _pytree
 
 __all__ = [
     "TESTED_TORCH_VERSIONS",
@@ -26,6 +28,7 @@ __all__ = [
     "observe_grad",
     "pop_mode",
     "push_mode",
+    "pytree_node",
     "run_backward",
     "saved_tensor_hooks_active",
     "without_hooks",
@@ -264,3 +267,39 @@ def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] |
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
+
+
+# Registered with torch's pytree, and no trees of rows: torch's own sizes, and the mask of flex
+# attention, whose tensors hold numbers of blocks.
+NO_TREES = ("torch.Size", "torch.nn.attention.flex_attention.BlockMask")
+
+
+def pytree_node(
+    cls: type[Any],
+) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Sequence[Any], Any], Any]] | None:
+    """How values of a class are opened and made, where it is registered with torch's pytree.
+
+    Args:
+        cls: the class; a subclass of a registered one is not registered by that.
+
+    Returns:
+        Two functions: one gives children and context of a value, the other a value of these.
+
+    Example:
+        >>> class Point:
+        ...     def __init__(self, x):
+        ...         self.x = x
+        >>> pytree_node(Point)
+        >>> torch.utils._pytree.register_pytree_node(
+        ...     Point, lambda point: ([point.x], None), lambda children, _: Point(*children)
+        ... )
+        >>> opened, made = pytree_node(Point)
+        >>> children, context = opened(Point(3))
+        >>> made(children, context).x
+        3
+    """
+    node = _pytree.SUPPORTED_NODES.get(cls)
+    if node is None or f"{cls.__module__}.{cls.__qualname__}" in NO_TREES:
+        return None
+    unflatten = node.unflatten_fn
+    return node.flatten_fn, lambda children, context: unflatten(list(children), context)

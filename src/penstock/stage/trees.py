@@ -1,25 +1,41 @@
 """Trees of values: opened into leaves, and written as JSON without them.
 
-Containers are tuples, lists, dicts, named tuples and dataclasses, in any nesting. This module does
-not care what the leaves are.
+    opened                                   how
+    tuple, list, dict, named tuple, …        as optree does
+    classes registered with torch's pytree   as they are registered
+    dataclasses                              by fields, and what was set on the instance beside
+
+Any nesting of these is a tree, wherever one is taken apart: inputs, what crosses, outputs. This
+module does not care what the leaves are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from types import BuiltinFunctionType
+from typing import Any, TypeAlias
 
 import optree
+from torch.nn.utils.rnn import PackedSequence
 
 from penstock.errors import BoundaryError
+from penstock.stage.tensor_meta import decode_leaf, encode_leaf, plain_tag
+from penstock.stage.torch_private import pytree_node
 
 __all__ = ["NAMESPACE", "Leaf", "as_args", "decode_tree", "encode_tree", "flatten"]
 
 NAMESPACE = "penstock"
+
+# What a container's class is known by: (children, context) of a value, and a value of these.
+Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any]]
+Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
 
 
 def as_args(output: Any) -> tuple[Any, ...]:
@@ -31,38 +47,108 @@ def as_args(output: Any) -> tuple[Any, ...]:
 
 
 def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and structure of any tree; dataclasses are opened like the other containers."""
+    """Leaves and structure of any tree (see the table above)."""
     leaves, tree = optree.tree_flatten(value, namespace=NAMESPACE)
-    fresh = {type(leaf) for leaf in leaves if is_dataclass_instance(leaf)}
+    fresh = [cls for cls in {type(leaf) for leaf in leaves} if _is_container(cls)]
     if not fresh:
         return leaves, tree
     for cls in fresh:
-        _register_dataclass(cls)
+        _register(cls, *_how_to_open(cls))
     return flatten(value)
 
 
-def is_dataclass_instance(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _is_container(cls: type[Any]) -> bool:
+    return dataclasses.is_dataclass(cls) or pytree_node(cls) is not None
 
 
-def _register_dataclass(cls: type[Any]) -> None:
+def _how_to_open(cls: type[Any]) -> tuple[Open, Make]:
+    # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
+    is_both = dataclasses.is_dataclass(cls) and issubclass(cls, dict)
+    node = None if is_both else pytree_node(cls)
+    if node is not None:
+        return node
     names = tuple(f.name for f in dataclasses.fields(cls))
+    if is_both:
+        return (
+            lambda value: ([getattr(value, name) for name in names], names),
+            lambda children, names: cls(**dict(zip(names, children, strict=True))),
+        )
 
-    def unflatten(_: object, children: Sequence[Any]) -> Any:
-        values = dict(zip(names, children, strict=True))
-        if issubclass(cls, dict):  # such as Hugging Face's ModelOutput: both views of the fields
-            return cls(**values)
+    def open_(value: Any) -> tuple[Sequence[Any], Any]:
+        # Also what __post_init__ has set beside the fields; not what would be computed again.
+        beside = (n for n in getattr(value, "__dict__", ()) if not _is_computed(cls, n))
+        here = [n for n in dict.fromkeys((*names, *beside)) if hasattr(value, n)]
+        return [getattr(value, name) for name in here], tuple(here)
+
+    def make(children: Sequence[Any], names: Any) -> Any:
         made = object.__new__(cls)
-        for name, value in values.items():
+        for name, value in zip(names, children, strict=True):
             object.__setattr__(made, name, value)
         return made
 
+    return open_, make
+
+
+def _is_computed(cls: type[Any], name: str) -> bool:
+    return isinstance(getattr(cls, name, None), cached_property)
+
+
+class _Context:
+    """What a container is beside its children, compared by value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Context) or type(self.value) is not type(other.value):
+            return False
+        return bool(self.value is other.value or self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(slots=True)
+class _Sketch:
+    """Stands for a container of a registered class, which nobody makes without its leaves."""
+
+    cls: type[Any]
+    context: Any
+    children: Sequence[Any]
+
+
+_sketches: ContextVar[bool] = ContextVar("sketches", default=False)
+# Bare instances that stand for values while their structure is read, by id.
+_sketched: dict[int, _Sketch] = {}
+_registered: set[type[Any]] = set()
+
+
+def _register(cls: type[Any], open_: Open, make: Make) -> None:
+    def flatten_node(value: Any) -> tuple[Sequence[Any], _Context, Any]:
+        sketch = _sketched.get(id(value))
+        children, context = (sketch.children, sketch.context) if sketch else open_(value)
+        # Of a dataclass the context is the names of its children, which paths are made of.
+        are_names = isinstance(context, tuple) and len(context) == len(children)
+        entries = context if dataclasses.is_dataclass(cls) and are_names else None
+        return tuple(children), _Context(context), entries
+
+    def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
+        if _sketches.get():
+            return _Sketch(cls, context.value, children)
+        return make(children, context.value)
+
     optree.register_pytree_node(
         cls,
-        lambda value: (tuple(getattr(value, name) for name in names), None, names),
-        unflatten,  # type: ignore[arg-type]  # a dataclass is no Collection; optree takes it
+        flatten_node,
+        unflatten_node,  # type: ignore[arg-type]  # what it makes is no Collection; optree takes it
         namespace=NAMESPACE,
     )
+    _registered.add(cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +162,36 @@ class Leaf:
 _seen_classes: dict[str, type[Any]] = {}
 
 
-def encode_tree(node: Any) -> Any:
+def encode_tree(tree: optree.PyTreeSpec) -> Any:
+    """A tree's structure as JSON has it; leaves by number.
+
+    Raises:
+        BoundaryError: it holds a container that can't be told in words.
+    """
+    token = _sketches.set(True)
+    try:
+        drawn = optree.tree_unflatten(tree, [Leaf(i) for i in range(tree.num_leaves)])
+    finally:
+        _sketches.reset(token)
+    return _encode(drawn)
+
+
+def _encode(node: Any) -> Any:
     match node:
         case Leaf(index):
             return index
         case None:
             return None
+        case _Sketch(cls, context, children):
+            told = _encode_context(cls, context)
+            items = [_encode(child) for child in children]
+            return {"open": _class_name(cls), "context": told, "items": items}
         case tuple() if hasattr(node, "_fields") or optree.is_structseq(node):
-            return {"class": _class_name(type(node)), "items": [encode_tree(x) for x in node]}
-        case tuple() | list():
-            return {"kind": type(node).__name__, "items": [encode_tree(x) for x in node]}
-        case _ if is_dataclass_instance(node):
-            values = [getattr(node, f.name) for f in dataclasses.fields(node)]
-            return {"class": _class_name(type(node)), "items": [encode_tree(x) for x in values]}
+            return {"class": _class_name(type(node)), "items": [_encode(x) for x in node]}
+        case tuple() | list() if type(node) in (tuple, list):
+            return {"kind": type(node).__name__, "items": [_encode(x) for x in node]}
         case dict() if type(node) in (dict, OrderedDict):
-            items = [[_encode_key(k), encode_tree(v)] for k, v in node.items()]
+            items = [[_encode_key(k), _encode(v)] for k, v in node.items()]
             return {"kind": type(node).__name__, "items": items}
     raise BoundaryError(
         f"a {type(node).__qualname__} can't cross between stages; return a tuple, list, dict, "
@@ -104,39 +205,72 @@ def _encode_key(key: Any) -> Any:
     raise BoundaryError(f"dict key {key!r} can't cross between stages; use str or int keys")
 
 
-def decode_tree(node: Any) -> Any:
+def _encode_context(cls: type[Any], context: Any) -> Any:
+    leaves, tree = flatten(context)
+    for leaf in leaves:
+        if plain_tag(leaf) is None:
+            raise BoundaryError(
+                f"a {cls.__qualname__} can't cross between stages: it is registered with a context "
+                f"that holds a {type(leaf).__qualname__}, expected numbers, strings, None and "
+                "containers of these"
+            )
+    return [encode_tree(tree), [encode_leaf(leaf) for leaf in leaves]]
+
+
+def decode_tree(data: Any) -> optree.PyTreeSpec:
+    """The structure that ``encode_tree`` wrote.
+
+    Raises:
+        BoundaryError: it names a class that this process has not imported.
+    """
+    try:
+        return flatten(_decode(data))[1]
+    finally:
+        _sketched.clear()
+
+
+def _decode(node: Any) -> Any:
     if node is None:
         return None
     if isinstance(node, int):
         # A bare object is a leaf to optree, whatever it is.
         return object()
     items = node["items"]
+    if "open" in node:
+        cls = _find_class(node["open"])
+        if cls not in _registered:
+            _register(cls, *_how_to_open(cls))
+        tree, leaves = node["context"]
+        children = [_decode(x) for x in items]
+        structure = flatten(_decode(tree))[1]
+        context: Any = optree.tree_unflatten(structure, [decode_leaf(leaf) for leaf in leaves])
+        bare = _bare(cls)
+        _sketched[id(bare)] = _Sketch(cls, context, children)
+        return bare
     if "class" in node:
-        return _make(_find_class(node["class"]), [decode_tree(x) for x in items])
+        cls = _find_class(node["class"])
+        values = [_decode(x) for x in items]
+        # Not called: what its own __new__ makes of its items, it can't make of these.
+        return cls(values) if optree.is_structseq_class(cls) else tuple.__new__(cls, values)
     match node["kind"]:
         case "tuple":
-            return tuple(decode_tree(x) for x in items)
+            return tuple(_decode(x) for x in items)
         case "list":
-            return [decode_tree(x) for x in items]
+            return [_decode(x) for x in items]
         case "dict":
-            return {key: decode_tree(value) for key, value in items}
+            return {key: _decode(value) for key, value in items}
         case "OrderedDict":
-            return OrderedDict((key, decode_tree(value)) for key, value in items)
+            return OrderedDict((key, _decode(value)) for key, value in items)
     raise BoundaryError(f"a boundary's description names an unknown container {node['kind']!r}")
 
 
-def _make(cls: type[Any], values: list[Any]) -> Any:
-    if optree.is_structseq_class(cls):  # such as torch.return_types.topk
-        return cls(values)
-    if issubclass(cls, tuple):
-        return cls(*values)
-    made = object.__new__(cls) if not issubclass(cls, dict) else None
-    names = [f.name for f in dataclasses.fields(cls)]
-    if made is None:
-        return cls(**dict(zip(names, values, strict=True)))
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+def _bare(cls: type[Any]) -> Any:
+    """An instance of ``cls`` to which nothing has happened."""
+    for base in cls.__mro__:
+        new = base.__dict__.get("__new__")
+        if isinstance(new, BuiltinFunctionType):
+            return new(cls)
+    raise AssertionError("every class derives from object")
 
 
 def _class_name(cls: type[Any]) -> str:
@@ -154,14 +288,27 @@ def _find_class(name: str) -> type[Any]:
     for part in path.split("."):
         found = getattr(found, part, None)
     is_container = isinstance(found, type) and (
-        dataclasses.is_dataclass(found)
+        _is_container(found)
+        or found in _registered
         or hasattr(found, "_fields")
         or optree.is_structseq_class(found)
     )
     if not is_container:
         raise BoundaryError(
             f"a stage sends a {name}, a class that this rank can't find; define it at the top "
-            "level of a module that every rank imports"
+            "level of a module that every rank imports, and register it there, where it is "
+            "registered with torch's pytree"
         )
     cls: type[Any] = found
     return cls
+
+
+def _packed(children: Sequence[Any], _: Any) -> PackedSequence:
+    data, sizes, *orders = children
+    return PackedSequence(data, sizes.cpu(), *orders)
+
+
+# A named tuple that is not made of any four values, such as those that stand for its own.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # that it is a named tuple, too
+    _register(PackedSequence, lambda packed: (tuple(packed), None), _packed)

@@ -78,6 +78,9 @@ class StageModule(nn.Module):
         inplace: whether it writes into what it receives.
     """
 
+    # Later stages have keyword arguments from the one before: those passed to them are not read.
+    kwargs_come_along = True
+
     def __init__(
         self,
         *,

@@ -48,6 +48,8 @@ class ModuleStage(nn.Module):
         device: where it will live.
     """
 
+    # Later stages have keyword arguments from the one before: those passed to them are not read.
+    kwargs_come_along = True
     _player: StagePlayer
     _shell: nn.Module
     _opened: list[tuple[nn.Module, nn.Module]]

@@ -1,0 +1,215 @@
+"""How a batch is split: registered classes, masks, rows that do not divide; what is not merged."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree
+
+from penstock import Pipeline, PipelineStage, ScheduleGPipe, TensorChunkSpec
+from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
+
+DIM = 4
+CPU = torch.device("cpu")
+mse = F.mse_loss
+
+
+def one_stage(module: nn.Module, num_mb: int = 2, loss_fn: Any = mse, **options: Any) -> Any:
+    return ScheduleGPipe(PipelineStage(module, 0, 1, CPU), num_mb, loss_fn, **options)
+
+
+# --- classes that hold tensors ---------------------------------------------------------------
+
+
+class Scale:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Unknown(Scale):
+    """The same, of which nobody is told."""
+
+
+_pytree.register_pytree_node(Scale, lambda s: ([s.value], None), lambda v, _: Scale(*v))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        return super().forward(x) * scale.value[: len(x)]
+
+
+def test_a_registered_class_is_split_by_rows() -> None:
+    plain = Scaled(DIM, DIM)
+    module = copy.deepcopy(plain)
+    x, target, scale = torch.randn(4, DIM), torch.randn(4, DIM), Scale(torch.rand(4, 1))
+    one_stage(module).step(x, target=target, scale=scale)
+    for rows in (slice(0, 2), slice(2, 4)):
+        (mse(plain(x[rows], Scale(scale.value[rows])), target[rows]) / 2).backward()
+    assert torch.equal(module.weight.grad, plain.weight.grad)
+
+
+def test_outputs_of_a_registered_class_are_merged() -> None:
+    class Scales(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Scale(super().forward(x))
+
+    module = Scales(DIM, DIM)
+    x = torch.randn(4, DIM)
+    output = one_stage(module, loss_fn=lambda out, y: mse(out.value, y)).step(x, target=x)
+    assert type(output) is Scale
+    assert not output.value.requires_grad
+    expected = torch.cat([module(part).value for part in x.split(2)])
+    assert torch.equal(output.value, expected)
+
+
+def test_an_unknown_class_goes_whole_and_is_remarked_on_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schedule = one_stage(Scaled(DIM, DIM))
+    x = torch.randn(4, DIM)
+    for rows in (1, 4, 4):
+        schedule.step(x, target=x, scale=Unknown(torch.rand(rows, 1).expand(rows, DIM)[:2]))
+    assert not caplog.records
+    for _ in range(2):
+        schedule.step(x, target=x, scale=Unknown(torch.rand(4, 1)))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "a Unknown goes whole to every microbatch" in record.getMessage()
+
+
+def test_a_packed_sequence_is_refused() -> None:
+    packed = pack_sequence([torch.ones(2, DIM)] * 4)
+    with pytest.raises(ValueError, match=r"a PackedSequence can't be split .* padded tensors"):
+        split_tree({"x": packed}, 2)
+
+
+def test_none_among_arguments_with_specs() -> None:
+    specs = (TensorChunkSpec(1), None, None)
+    args, _ = split_args_kwargs_into_chunks((torch.ones(3, 4), None, 3), {}, 2, specs)
+    assert [(a.shape, b, c) for a, b, c in args] == [((3, 2), None, 3)] * 2
+
+
+# --- masks of flex attention -----------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+        hidden = self.linear(x)[:, None]
+        return flex_attention(hidden, hidden, hidden, block_mask=mask)[:, 0]
+
+
+LENGTHS = torch.tensor([10, 20, 128, 60, 5])
+
+
+def rows_masked(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (k < LENGTHS[b])
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+@pytest.mark.filterwarnings("ignore")  # that it is slow without a compiler
+@pytest.mark.parametrize(("mask_mod", "rows"), [(rows_masked, 5), (causal, None)])
+def test_block_masks(mask_mod: Any, rows: int | None) -> None:
+    mask = create_block_mask(mask_mod, rows, None, 128, 128, device="cpu")
+    module = Attention()
+    x = torch.randn(5, 128, 16)
+    with torch.no_grad():
+        assert torch.equal(one_stage(module).eval(x, mask=mask), module(x, mask))
+
+
+def test_a_block_mask_with_too_few_rows() -> None:
+    mask = create_block_mask(rows_masked, 2, None, 128, 128, device="cpu")
+    with pytest.raises(ValueError, match="a BlockMask of 2 rows can't be split into 3 microbatc"):
+        split_tree({"mask": mask}, 3)
+
+
+# --- rows that do not divide -----------------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_uneven_rows_are_remarked_on_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = Pipeline([nn.Linear(DIM, DIM)] * 2, loss_fn=mse, n_microbatches=4, split=[1, 1])
+    even, uneven = torch.ones(8, DIM), torch.ones(5, DIM)
+    pipe.step(even, target=even)
+    pipe.eval(uneven)
+    assert not warnings_of(caplog)
+    for _ in range(2):
+        pipe.step(uneven, target=uneven)
+    (told,) = warnings_of(caplog)
+    assert "5 rows in 4 microbatches are 2, 1, 1, 1, and each microbatch counts alike" in told
+    assert "drop_last=True" in told
+
+
+def test_rows_that_are_summed_are_not_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(5, DIM)
+    one_stage(nn.Linear(DIM, DIM), 4, scale_grads=False).step(x, target=x)
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize(("shapes", "told"), [([(2, 3), (2, 5)], 0), ([(1, 3), (3, 3)], 1)])
+def test_ready_microbatches_may_differ_in_length_but_not_in_rows(
+    shapes: list[tuple[int, int]], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = one_stage(nn.Linear(DIM, DIM), dynamic_shapes=True)
+    mbs = [torch.ones(*shape, DIM) for shape in shapes]
+    schedule.step(arg_mbs=[(mb,) for mb in mbs], target_mbs=mbs, return_outputs=False)
+    assert len(warnings_of(caplog)) == told
+
+
+# --- outputs that can't be merged ------------------------------------------------------------
+
+
+class Answer:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Answers(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Answer(super().forward(x))
+
+
+def test_a_loss_without_merged_outputs() -> None:
+    module = Answers(DIM, DIM)
+    pipe = Pipeline([module], loss_fn=lambda out, y: mse(out.value, y), n_microbatches=2, split=[1])
+    x, y = torch.randn(4, DIM), torch.randn(4, DIM)
+    assert pipe.eval(x, target=y, return_outputs=False) is None
+    losses = torch.stack(pipe.losses)
+    with torch.no_grad():
+        expected = [mse(module(x[i : i + 2]).value, y[i : i + 2]) for i in (0, 2)]
+    assert torch.equal(losses, torch.stack(expected))
+    with pytest.raises(ValueError, match=r"step is done, .* pass merge_outputs=False .* a list"):
+        pipe.eval(x, target=y)
+    assert torch.equal(torch.stack(pipe.losses), losses)
+    outputs = pipe.eval(x, merge_outputs=False)
+    assert [type(each) for each in outputs] == [Answer, Answer]
+    pipe.step(x, target=y)
+
+
+def test_outputs_of_two_lengths() -> None:
+    schedule = one_stage(nn.Linear(DIM, DIM), dynamic_shapes=True)
+    mbs = [torch.ones(2, length, DIM) for length in (3, 5)]
+    given: dict[str, Any] = {"arg_mbs": [(mb,) for mb in mbs], "target_mbs": mbs}
+    said = r"shapes \[\(2, 3, 4\), \(2, 5, 4\)\], which can't be joined along dimension 0"
+    for _ in range(2):  # the schedule goes on
+        with pytest.raises(ValueError, match=said):
+            schedule.step(**given)
+    outputs = schedule.step(**given, merge_outputs=False)
+    assert [tuple(out.shape) for out in outputs] == [(2, 3, 4), (2, 5, 4)]

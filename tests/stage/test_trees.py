@@ -1,0 +1,108 @@
+"""One notion of a tree: what is opened, made again, and told to another rank."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from penstock import BoundaryError
+from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.trees import flatten
+
+
+class Tagged:
+    """Registered with a context that is compared, and may be anything."""
+
+    def __init__(self, value: Any, tag: Any) -> None:
+        self.value = value
+        self.tag = tag
+
+
+_pytree.register_pytree_node(
+    Tagged, lambda t: ([t.value], t.tag), lambda values, tag: Tagged(values[0], tag)
+)
+
+
+@dataclass
+class Static:
+    """A dataclass of which torch's pytree is told that one field is no part of the tree."""
+
+    value: Tensor
+    table: Any
+
+
+_pytree.register_pytree_node(
+    Static, lambda s: ([s.value], s.table), lambda values, table: Static(values[0], table)
+)
+
+
+@dataclass
+class Lazy:
+    value: Tensor
+
+    @cached_property
+    def double(self) -> Tensor:
+        return self.value * 2
+
+
+def test_what_torch_is_told_of_a_class_counts() -> None:
+    value = torch.ones(2)
+    assert flatten(Static(value, "table"))[0] == [value]
+    assert flatten([Tagged((1, 2), "tag"), 3])[0] == [1, 2, 3]
+
+
+def test_contexts_are_compared() -> None:
+    spec = describe(Tagged(torch.ones(2), {"unhashable": [1]}))
+    spec.tensors(Tagged(torch.ones(2), {"unhashable": [1]}))
+    with pytest.raises(BoundaryError, match="structure"):
+        spec.tensors(Tagged(torch.ones(2), {"unhashable": [2]}))
+
+
+def test_what_is_computed_again_does_not_cross() -> None:
+    lazy = Lazy(torch.ones(2))
+    assert torch.equal(lazy.double, torch.full((2,), 2.0))
+    assert len(flatten(lazy)[0]) == 1
+
+
+def test_a_context_that_can_not_be_told() -> None:
+    spec = describe(Tagged(torch.ones(2), test_contexts_are_compared))
+    with pytest.raises(
+        BoundaryError, match=r"a Tagged can't cross .* context that holds a function"
+    ):
+        spec.encode()
+
+
+def test_what_is_told_is_the_same_tree() -> None:
+    spec = describe([Tagged({"b": torch.ones(2), "a": 1}, ("x", None, 2.5))])
+    assert BoundarySpec.decode(spec.encode()) == spec
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Name(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.float64(2.0), r"a numpy\.float64, which can't cross .*; return its \.item\(\)"),
+        (np.int32(2), r"a numpy\.int32, .* return its \.item\(\)"),
+        (Colour.RED, r"a .*Colour, .* return int\(…\) of it"),
+        (Name("x"), r"a .*Name, .* return str\(…\) of it"),
+        (object(), "a object, .* tensors, numbers, strings, None and containers"),
+    ],
+)
+def test_leaves_that_can_not_cross(value: Any, said: str) -> None:
+    with pytest.raises(BoundaryError, match=f"output 1 is {said}"):
+        describe((torch.ones(2), value))
