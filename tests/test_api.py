@@ -320,6 +320,15 @@ def test_a_program_is_loaded_as_what_it_is(tmp_path: Path) -> None:
     penstock.save_csv(penstock.Pipeline(stages, n_microbatches=2, ranks=2).program, path)
     with pytest.raises(penstock.ScheduleError, match="sends and receives; pass format='compute_co"):
         empty._load_csv(path)
+    # What can't be loaded leaves what was loaded before as it is.
+    path.write_text("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1\n")
+    empty._load_csv(path)
+    before = empty.engine
+    path.write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(penstock.ScheduleError, match="stages"):
+        empty._load_csv(path)
+    assert empty.engine is before
+    empty.step(torch.ones(4, DIM), target=torch.ones(4, DIM))
     with pytest.raises(penstock.ScheduleError, match=r"overlap=True plays .* side by side"):
         empty.register_custom_function("OVERLAP_F_B", print)
 

@@ -19,7 +19,7 @@ from penstock.errors import ScheduleError, StageError
 from penstock.partition.tied import Tie
 from penstock.runtime.group import chosen_device, process_group
 from penstock.runtime.loopback import loopback
-from penstock.runtime.moving import moved
+from penstock.runtime.moving import is_placed, moved
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.schedule.program import Program
@@ -162,8 +162,8 @@ class Pipeline:
         ``PipelineSchedule.step``.
 
         Args:
-            args: the model's inputs; ranks that do not hold the first stage may pass none. What
-                lies on the CPU is moved to the stages' device.
+            args: the model's inputs; ranks that do not hold the first stage may pass none. A
+                batch that lies on the CPU as a whole is moved to the stages' device.
             target: what the loss is computed against; likewise for the last stage. A model that
                 computes its own loss needs none.
             kwargs: the model's keyword arguments, and those of ``PipelineSchedule.step``.
@@ -222,6 +222,8 @@ class Pipeline:
     ) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
         """The arguments of ``step`` on the stages' device, where this process needs them."""
         engine = self._schedule.engine
+        if self.device.type == "cpu" or is_placed((args, target, kwargs)):
+            return args, target, kwargs
         kept = {"losses": kwargs["losses"]} if "losses" in kwargs else {}
         return (
             moved(args, self.device) if engine.has_first else args,

@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import PenstockError, PipelineStage, StageError, get_schedule_class
+from penstock import (
+    PenstockError,
+    PipelineStage,
+    ScheduleProgram,
+    StageError,
+    build,
+    get_schedule_class,
+)
 from penstock.runtime import watcher
 from penstock.stage.replica_grads import average_grads
 from penstock.testing.processes import run_ranks
@@ -288,7 +295,7 @@ def test_sparse_gradients_stay_sparse(wrap: str) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def share_buffers(rank: int, num_ranks: int) -> list[str]:
+def share_buffers(rank: int, num_ranks: int, under_no_grad: bool) -> list[str]:
     """Steps in a pipeline beside those of DDP itself, which accumulates; returns what differs."""
     mesh = init_device_mesh("cpu", (num_ranks,))
     modules = []
@@ -299,7 +306,9 @@ def share_buffers(rank: int, num_ranks: int) -> list[str]:
     native = DistributedDataParallel(theirs, process_group=mesh.get_group())
     group = dist.new_group([rank], use_local_synchronization=True)
     stage = PipelineStage(WRAPS["ddp"](mine, mesh), 0, 1, CPU, group=group)
-    schedule = get_schedule_class("gpipe")(stage, NUM_MICROBATCHES, nn.functional.mse_loss)  # type: ignore[arg-type]
+    program = build("looped-bfs", ranks=1, virtual=1, microbatches=NUM_MICROBATCHES)
+    mse = nn.functional.mse_loss
+    schedule = ScheduleProgram([stage], program, mse, backward_requires_autograd=not under_no_grad)
     wrong = []
 
     def compare(moment: str) -> None:
@@ -309,7 +318,8 @@ def share_buffers(rank: int, num_ranks: int) -> list[str]:
 
     for step in range(3):
         x, target = batch(step, rank)
-        schedule.step(x, target=target)
+        with torch.set_grad_enabled(not under_no_grad):
+            schedule.step(x, target=target)
         parts = list(zip(x.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True))
         for i, (x_mb, target_mb) in enumerate(parts):
             is_last = i + 1 == len(parts)
@@ -328,6 +338,7 @@ def share_buffers(rank: int, num_ranks: int) -> list[str]:
     return wrong
 
 
-def test_buffers_are_the_first_replica_s() -> None:
-    for outcome in run_ranks(share_buffers, 2):
+@pytest.mark.parametrize("under_no_grad", [False, True])
+def test_buffers_are_the_first_replica_s(under_no_grad: bool) -> None:
+    for outcome in run_ranks(share_buffers, 2, under_no_grad):
         assert outcome.result() == []

@@ -21,9 +21,6 @@ from penstock import (
 )
 from penstock.testing.processes import run_ranks
 
-# Several tests look at one run: one worker has them all.
-pytestmark = pytest.mark.xdist_group("scripts")
-
 DIM = 4
 CPU = torch.device("cpu")
 mse = nn.functional.mse_loss

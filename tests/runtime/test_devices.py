@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from penstock import Pipeline
 from penstock.runtime.group import chosen_device
-from penstock.runtime.moving import moved
+from penstock.runtime.moving import is_placed, moved
 
 META = torch.device("meta")
 
@@ -50,13 +53,38 @@ def test_where_none_is_asked_for_it_is_torchruns(
     assert chosen_device(None) == torch.device(chosen)
 
 
-def test_tensors_on_the_cpu_are_moved_and_all_else_stays() -> None:
-    there = torch.ones(1, device=META)
-    batch = {"a": [torch.ones(2), there], "b": ("x", None, 3)}
+@pytest.mark.parametrize(("count", "chosen"), [(0, "cuda:5"), (1, "cuda:0"), (8, "cuda:5")])
+def test_a_process_may_see_its_own_device_alone(
+    count: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert chosen_device("cuda") == torch.device(chosen)
+
+
+@dataclass
+class Held:
+    x: torch.Tensor
+
+
+def test_tensors_are_moved_and_all_else_stays() -> None:
+    batch = {"a": [torch.ones(2), Held(torch.ones(3))], "b": ("x", None, 3)}
     found = moved(batch, META)
-    assert found["a"][0].device == META and found["a"][1] is there
+    assert found["a"][0].device == found["a"][1].x.device == META
     assert found["b"] == ("x", None, 3)
-    assert moved(batch, torch.device("cpu")) is batch
+    assert not is_placed(batch) and is_placed(found)
+
+
+def test_what_can_move_itself_does() -> None:
+    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    packed = pack_padded_sequence(torch.ones(3, 2), torch.tensor([3, 1]), enforce_sorted=False)
+    mask = create_block_mask(causal, 2, None, 128, 128, device="cpu")
+    found = moved({"packed": packed, "mask": mask}, META)
+    assert found["packed"].data.device == META
+    assert found["packed"].batch_sizes.device.type == "cpu"
+    assert found["mask"].kv_num_blocks.device == META
 
 
 def test_a_pipeline_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +102,7 @@ def test_a_pipeline_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> N
     for args, kwargs in given:
         assert args[0].device == kwargs["target"].device == kwargs["mask"].device == META
         assert kwargs["losses"] is losses
+    # Lengths stay where they are needed, beside what has been placed.
+    lengths = torch.ones(4, dtype=torch.int64)
+    pipe.eval(torch.ones(4, 2, device=META), lengths)
+    assert given[-1][0][1] is lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -371,6 +372,25 @@ def test_weights_that_a_forward_put_off_are_handed_over() -> None:
         with pytest.raises(StageError, match="'backward done'"):
             last.backward_one_chunk(mb, loss)
     torch.testing.assert_close(grads_of(modules[1:]), expected, rtol=0, atol=0)
+
+
+def test_what_waits_for_its_weights_is_not_handed_over() -> None:
+    """One microbatch is at its input gradient where a backward of another one runs by the graph."""
+    modules = make_modules(2)
+    _, last = stages = make_stages(modules)
+    (x, target), (other, other_target), *_ = microbatches()
+    loss = nn.functional.mse_loss(run_forward(stages, 0, x), target)
+    last.backward_one_chunk(0, loss, full_backward=False)
+    loss = nn.functional.mse_loss(run_forward(stages, 1, other), other_target)
+    graph = {"stage_output": loss, "output_grads": None, "input_values": []}
+    last.backward_maybe_with_nosync("full", graph)
+    last.backward_weight_one_chunk(0)
+    plain = copy.deepcopy(nn.Sequential(*modules))
+    plain.zero_grad()
+    for x_mb, target_mb in ((x, target), (other, other_target)):
+        nn.functional.mse_loss(plain(x_mb), target_mb).backward()
+    expected = [p.grad for p in plain[1].parameters()]
+    torch.testing.assert_close([p.grad for p in modules[1].parameters()], expected)
 
 
 def test_a_stage_without_backward_computes_no_gradients(stage: PipelineStage) -> None:

@@ -205,8 +205,9 @@ class Engine:
         for i, player in act.players.items():
             player.replicas = self._wrappers.of[i]
         try:
-            for each in replicas:
-                each.begin()
+            with torch.set_grad_enabled(act.role.train):
+                for each in replicas:
+                    each.begin()
             for transport in self.transports:
                 transport.join_replicas([group for each in replicas for group in each.groups])
             with self.transports[0].among_replicas():

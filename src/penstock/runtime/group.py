@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from sys import maxsize
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,8 @@ def chosen_device(asked: torch.device | str | None) -> torch.device:
         asked = "cuda" if local_rank is not None and torch.cuda.is_available() else "cpu"
     device = torch.device(asked)
     if device.type == "cuda" and device.index is None and local_rank is not None:
-        return torch.device("cuda", int(local_rank))
+        # A launcher may show each process its own GPU alone, as the first.
+        return torch.device("cuda", int(local_rank) % (torch.cuda.device_count() or maxsize))
     return indexed(device)
 
 

@@ -2,37 +2,53 @@
 
     inputs on the CPU ──► the first stage's device      targets on the CPU ──► the last stage's
 
-It looks at nothing but where tensors lie: those on another device than the CPU stay there.
+Where some of a batch lies on a device already, whoever put it there has placed all of it: lengths
+of sequences, for instance, belong on the CPU. What has a method ``to`` of its own, such as a mask
+or a packed sequence, is moved by that.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
 
-from penstock.stage.trees import flatten
+from penstock.stage.trees import NAMESPACE, flatten
 
-__all__ = ["moved"]
+__all__ = ["is_placed", "moved"]
 
 _Tree = TypeVar("_Tree")
 
 
+def is_placed(tree: Any) -> bool:
+    """Whether a tensor of ``tree`` lies on another device than the CPU.
+
+    Example:
+        >>> is_placed([torch.ones(2), 3]), is_placed({"x": torch.ones(2, device="meta")})
+        (False, True)
+    """
+    tensors = (leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))
+    return any(tensor.device.type != "cpu" for tensor in tensors)
+
+
 def moved(tree: _Tree, device: torch.device) -> _Tree:
-    """A tree whose tensors on the CPU are on ``device``; the host does not wait for them.
+    """A tree whose tensors are on ``device``; for those that were pinned the host does not wait.
 
     Example:
         >>> moved({"x": torch.ones(2), "scale": 3}, torch.device("meta"))
         {'x': tensor(..., device='meta', size=(2,)), 'scale': 3}
     """
-    if device.type == "cpu":
-        return tree
-    leaves, spec = flatten(tree)
-    return cast(_Tree, optree.tree_unflatten(spec, [_moved(leaf, device) for leaf in leaves]))
+
+    def to_device(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return node.to(device, non_blocking=True)
+        return node.to(device) if _moves(node) else node
+
+    flatten(tree)  # which makes its dataclasses known
+    found: Any = optree.tree_map(to_device, cast(Any, tree), is_leaf=_moves, namespace=NAMESPACE)
+    return cast(_Tree, found)
 
 
-def _moved(leaf: object, device: torch.device) -> object:
-    if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-        return leaf.to(device, non_blocking=True)
-    return leaf
+def _moves(node: Any) -> bool:
+    return callable(getattr(node, "to", None))

@@ -6,7 +6,7 @@ The named schedules (``schedules.py``) and ``Pipeline`` are this class with one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -151,14 +151,15 @@ class PipelineSchedule:
         stages, group = self._stages, self._group
         with announced(group):
             transports = self._transports or _transports(stages[0], group, self._timeout_s)
-            self._pieces = Pieces(program.num_splits, self._sequence_dim)
-            self._pieces.prepare(stages, program)
             by_index = {s.stage_index: s for s in stages}
             ties = self._shared or stages[0].ties
-            self._engine = Engine(program, by_index, transports, self._options, ties)
+            engine = Engine(program, by_index, transports, self._options, ties)
+            pieces = Pieces(program.num_splits, self._sequence_dim)
+            pieces.prepare(stages, program)
+        self._engine, self._pieces = engine, pieces
         if group is not None:
             _num_made[group.group_name] += 1
-        self._trains = self.has_loss and self._engine.has_backward
+        self._trains = self.has_loss and engine.has_backward
         self._remarks = RowRemarks(weighs_rows=self._trains and self.scale_grads)
         for stage in stages:
             stage.chunks = self.n_microbatches
@@ -396,7 +397,7 @@ class PipelineSchedule:
 
 
 def _check_list(losses: object) -> None:
-    if losses is not None and not isinstance(losses, MutableSequence):
+    if losses is not None and not isinstance(losses, list):
         raise TypeError(
             f"losses is a {type(losses).__name__}, expected a list, to be filled with the "
             "microbatches' losses"

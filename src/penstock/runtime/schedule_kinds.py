@@ -123,9 +123,10 @@ class PipelineScheduleMulti(PipelineSchedule):
                     f"{filename}: a program of {program.num_microbatches} microbatches, but the "
                     f"schedule has n_microbatches={self.n_microbatches}"
                 )
-        if self._engine is not None:
-            self._engine.close()
+        before = self._engine
         self._play(program)
+        if before is not None:
+            before.close()
 
     def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
         """Write the program to a CSV file.

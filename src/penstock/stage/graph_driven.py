@@ -112,7 +112,8 @@ class GraphDrivenStage(ExchangingStage):
     def _hand_over(self) -> None:
         """Weight gradients that ``forward_one_chunk`` put off, where a backward came by since."""
         for slot in self._slots.values():
-            if slot.work is not None and slot.work.is_reached:
+            work = slot.work if slot.phase is Phase.FORWARD else None
+            if work is not None and work.is_reached:
                 self.weight_grad(slot)
                 slot.phase = Phase.DONE
 

@@ -127,11 +127,12 @@ def unknown_mesh(spread: Spread) -> Any:
 
 
 def find_mesh(spread: Spread, tensors: Iterable[Tensor]) -> Any:
-    """The mesh with such dimensions over which one of ``tensors`` is spread; None without one."""
+    """The mesh with dimensions of these names over which one of ``tensors`` is spread, if any."""
     for tensor in filter(_is_spread, tensors):
         found: Any = tensor
-        if _dimensions(found.device_mesh) == spread.mesh:
-            return found.device_mesh
+        mesh = found.device_mesh
+        if mesh.mesh_dim_names is not None and _dimensions(mesh) == spread.mesh:
+            return mesh
     return None
 
 
