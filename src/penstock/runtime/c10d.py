@@ -246,9 +246,10 @@ class C10dTransport(ControlPlane):
     def post(self, start: Callable[[], Any], whom: Whom) -> Any:
         try:
             return start()
-        except RuntimeError as error:
-            if self._watcher.has_woken or torch_private.is_lost_connection(error):
-                self._watcher.note_broken(whom)
+        except NotImplementedError:
+            raise  # torch can't send such a tensor
+        except RuntimeError:
+            self._watcher.note_broken(whom)
             raise
 
     def wait_for(self, works: Sequence[Any], whom: Whom) -> None:
