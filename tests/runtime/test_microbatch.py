@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
 
 from penstock import Pipeline, PipelineStage, ScheduleGPipe, TensorChunkSpec
@@ -83,12 +82,6 @@ def test_an_unknown_class_goes_whole_and_is_remarked_on_once(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "a Unknown goes whole to every microbatch" in record.getMessage()
-
-
-def test_a_packed_sequence_is_refused() -> None:
-    packed = pack_sequence([torch.ones(2, DIM)] * 4)
-    with pytest.raises(ValueError, match=r"a PackedSequence can't be split .* padded tensors"):
-        split_tree({"x": packed}, 2)
 
 
 def test_none_among_arguments_with_specs() -> None:
