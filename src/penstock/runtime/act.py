@@ -224,7 +224,7 @@ class Act:
             transport.relax(self._is_fresh or self._is_restless or self.role.dynamic_shapes)
         for player in self.players.values():
             player.batch = batch
-            if self._is_restless:
+            if self._is_restless or self._shapes.forgot:
                 player.forget()
 
     def _check_batch(self, batch: Batch) -> list[int]:
