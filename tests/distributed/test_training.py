@@ -111,6 +111,15 @@ def test_what_crosses_changes_from_step_to_step() -> None:
             assert not wrong, f"{schedule}, rank {rank}: {wrong}"
 
 
+def test_tensors_given_to_other_ranks_leave_steps_as_quick() -> None:
+    told = results(workers.given_tensors, 3)
+    for one in told:
+        assert one["notes"][0] > 0
+        assert one["notes"][1:] == [0, 0]
+    assert "BoundaryError: " in told[1]["error"]
+    assert "for another reason than what is passed to the first stage" in told[1]["error"]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_every_rank_sees_the_same_losses_and_trace(schedule: str) -> None:
     told = results(workers.losses_and_traces, 2, schedule)

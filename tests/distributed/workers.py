@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import Pipeline, PipelineStage, get_schedule_class
+from penstock import Pipeline, PipelineStage, ScheduleGPipe, get_schedule_class
+from penstock.runtime.c10d import C10dTransport
 from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, Twins
 from tests.crossings import SUMMED, crossing_model
@@ -26,6 +27,7 @@ from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 __all__ = [
     "Plan",
     "cross",
+    "given_tensors",
     "losses_and_traces",
     "replicated",
     "restless",
@@ -195,6 +197,40 @@ def _restless(rank: int, schedule: str) -> None:
         plain_step(whole, F.mse_loss, inputs, target=target, n_microbatches=3)
         expected = [p.grad for p in plain[rank].parameters()]
         assert all(map(torch.equal, [p.grad for p in stage.submod.parameters()], expected))
+
+
+class Masks(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) * mask
+
+
+def given_tensors(rank: int, num_ranks: int) -> dict[str, Any]:
+    """The middle rank is given a tensor; how many notes it sends by step, and what goes wrong.
+
+    Its last tensor is of another shape than those before, and makes what crosses so.
+    """
+    notes: list[int] = []
+    send_note = C10dTransport.send_note
+
+    def counted(self: C10dTransport, *args: Any) -> None:
+        notes[-1] += 1
+        send_note(self, *args)
+
+    C10dTransport.send_note = counted  # type: ignore[method-assign]
+    module = Masks(DIM, DIM) if rank == 1 else nn.Linear(DIM, DIM)
+    stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, F.mse_loss, timeout_s=TIMEOUT_S)
+    x, target = torch.ones(4, DIM), torch.ones(4, DIM)
+
+    def step(mask: Tensor) -> None:
+        notes.append(0)
+        schedule.step(
+            *((x,) if rank == 0 else ()), target=target, **({"mask": mask} if rank == 1 else {})
+        )
+
+    for _ in range(3):
+        step(torch.ones(4, 1))
+    return {"notes": notes[:3], "error": told(step, torch.ones(4, 1, 1))}
 
 
 def losses_and_traces(rank: int, num_ranks: int, schedule: str) -> dict[str, Any]:

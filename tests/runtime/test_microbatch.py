@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
 
 from penstock import Pipeline, PipelineStage, ScheduleGPipe, TensorChunkSpec
@@ -73,11 +73,11 @@ def test_outputs_of_a_registered_class_are_merged() -> None:
 def test_an_unknown_class_goes_whole_and_is_remarked_on_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    schedule = one_stage(Scaled(DIM, DIM))
     x = torch.randn(4, DIM)
-    for rows in (1, 4, 4):
-        schedule.step(x, target=x, scale=Unknown(torch.rand(rows, 1).expand(rows, DIM)[:2]))
+    for rows in (1, 2):
+        one_stage(Scaled(DIM, DIM)).step(x, target=x, scale=Unknown(torch.rand(rows, 1)))
     assert not caplog.records
+    schedule = one_stage(Scaled(DIM, DIM))
     for _ in range(2):
         schedule.step(x, target=x, scale=Unknown(torch.rand(4, 1)))
     (record,) = caplog.records
@@ -85,10 +85,26 @@ def test_an_unknown_class_goes_whole_and_is_remarked_on_once(
     assert "a Unknown goes whole to every microbatch" in record.getMessage()
 
 
-def test_a_packed_sequence_is_refused() -> None:
-    packed = pack_sequence([torch.ones(2, DIM)] * 4)
-    with pytest.raises(ValueError, match=r"a PackedSequence can't be split .* padded tensors"):
-        split_tree({"x": packed}, 2)
+@dataclass
+class Node:
+    """Of a graph of objects that point at each other, with tensors among them."""
+
+    value: Any = None
+    others: list[Node] = field(default_factory=list)
+
+
+def test_a_graph_of_objects_is_looked_at_no_deeper_than_its_root(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scale = Unknown(torch.rand(2, 1))
+    scale.graph = Node(torch.rand(4, 1))  # type: ignore[attr-defined]
+    scale.graph.others = [scale.graph, Node(scale)]  # type: ignore[attr-defined]
+    x = torch.randn(4, DIM)
+    one_stage(Scaled(DIM, DIM)).step(x, target=x, scale=scale)
+    assert not caplog.records
+    scale.by_name = {"rows": torch.rand(4, 1)}  # type: ignore[attr-defined]
+    one_stage(Scaled(DIM, DIM)).step(x, target=x, scale=scale)
+    assert len(caplog.records) == 1
 
 
 def test_none_among_arguments_with_specs() -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -64,6 +65,35 @@ def test_contexts_are_compared() -> None:
     spec.tensors(Tagged(torch.ones(2), {"unhashable": [1]}))
     with pytest.raises(BoundaryError, match="structure"):
         spec.tensors(Tagged(torch.ones(2), {"unhashable": [2]}))
+
+
+def test_contexts_of_tensors_are_compared() -> None:
+    def tagged(*items: float) -> Any:
+        return flatten(Tagged(1, torch.tensor(items)))[1]
+
+    assert tagged(1.0, 2.0) == tagged(1.0, 2.0)
+    assert tagged(1.0, 2.0) != tagged(1.0, 3.0)
+    assert tagged(1.0, 2.0) != tagged(1.0)
+    assert flatten(Tagged(1, {"a": torch.ones(2)})) != flatten(Tagged(1, {"a": torch.ones(2)}))
+
+
+@dataclass
+class Rooted:
+    """Sets beside its field what points back to it, and what does not."""
+
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        self.me = self
+        self.parts = [self]
+        self.sizes = {"value": self.value.shape, "first": [self.value[:1]]}
+
+
+def test_what_points_back_is_not_carried() -> None:
+    leaves, tree = flatten(Rooted(torch.ones(2)))
+    made: Any = optree.tree_unflatten(tree, leaves)
+    assert list(vars(made)) == ["value", "sizes"]
+    assert torch.equal(made.sizes["first"][0], torch.ones(1))
 
 
 def test_what_is_computed_again_does_not_cross() -> None:

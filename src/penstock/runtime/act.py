@@ -1,9 +1,10 @@
 """One program at play on this process's stages: players, executor, and how a step begins and ends.
 
 What crosses follows from the inputs' shapes, or is restless: values that are no tensors cross or
-are passed to the model, or other ranks than the first are given arguments. Which it is, all ranks
-learn as they end a step with new shapes; what is restless is told anew with every step's first
-microbatch.
+are passed to the model, on whichever rank. Which it is, all ranks learn as they end a step with new
+shapes; what is restless is told anew with every step's first microbatch. Tensors that other ranks
+than the first are given keep their shapes while the inputs do; where they don't, and it shows at a
+boundary, that is an error.
 
 Training and evaluation are two acts over the same stages. An act is told of no failure and
 handles none; see ``engine.py``.
@@ -37,6 +38,7 @@ from penstock.schedule.order import global_order
 from penstock.schedule.program import CheckedProgram
 from penstock.stage.device_streams import DeviceStreams
 from penstock.stage.stage import Stage
+from penstock.stage.trees import flatten
 
 __all__ = ["Act"]
 
@@ -224,7 +226,7 @@ class Act:
             transport.relax(self._is_fresh or self._is_restless or self.role.dynamic_shapes)
         for player in self.players.values():
             player.batch = batch
-            if self._is_restless:
+            if self._is_restless or self._shapes.forgot:
                 player.forget()
 
     def _check_batch(self, batch: Batch) -> list[int]:
@@ -294,7 +296,7 @@ class Act:
         """Whether what crosses here may change while the inputs' shapes do not."""
         given_beside = (
             self._transports[0].rank != self._first_rank
-            and any(batch.kwargs)
+            and any(not isinstance(leaf, Tensor) for leaf in flatten(list(batch.kwargs))[0])
             and any(stage.reads_kwargs for stage in self._stages.values())
         )
         sent = any(player.sends_values for player in self.players.values())

@@ -4,7 +4,7 @@ Rows are shared out as evenly as they go: 10 rows in 4 microbatches are 3, 3, 2,
 dropped or padded. Each microbatch then counts alike in the mean of their losses, also where they
 differ in rows: where that mean is to be the batch's, pass batches that divide.
 
-    tensors in any container                split; containers are those of ``stage/trees.py``,
+    tensors in any container                split; containers are those of ``row_trees.py``,
                                             classes registered with torch's pytree among them
     a BlockMask of flex attention           split along its batch dimension, where that is not 1
     a PackedSequence                        refused: its rows do not lie together
@@ -12,7 +12,9 @@ differ in rows: where that mean is to be the batch's, pass batches that divide.
 
 An object of a class that is none of these containers goes to every microbatch whole, whatever
 tensors it holds: nobody can know which of them have rows. Register its class with
-``torch.utils._pytree.register_pytree_node`` where they have.
+``torch.utils._pytree.register_pytree_node`` where they have. What such a class is registered with
+beside its tensors, its context, goes to every microbatch as it is: it must not depend on the number
+of rows.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from penstock.runtime.block_mask import is_block_mask, split_block_mask
-from penstock.stage.trees import NAMESPACE, flatten
+from penstock.runtime.row_trees import ROWS, flatten_rows
+from penstock.stage.trees import same_value
 
 __all__ = [
     "Reducer",
@@ -107,11 +109,10 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
         ``chunks`` trees; the first ones are a row longer where rows do not divide.
 
     Raises:
-        ValueError: a tensor has fewer rows than there are chunks, or the spec does not fit.
+        ValueError: a tensor has fewer rows than there are chunks, the spec does not fit, or a
+            container can't be made of some of its rows.
     """
-    leaves, treedef = flatten(tree)
-    if treedef.num_nodes > len(leaves) + 1:
-        _refuse_packed(tree)
+    leaves, treedef = flatten_rows(tree)
     specs = _leaf_specs(tree, len(leaves), spec)
     columns = [_split_leaf(leaf, chunks, s) for leaf, s in zip(leaves, specs, strict=True)]
     # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
@@ -122,29 +123,18 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
     return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
 
 
-def _refuse_packed(tree: Any) -> None:
-    def is_packed(node: Any) -> bool:
-        return isinstance(node, PackedSequence)
-
-    if any(map(is_packed, optree.tree_leaves(tree, is_leaf=is_packed, namespace=NAMESPACE))):
-        raise ValueError(
-            "a PackedSequence can't be split into microbatches: its rows do not lie together; pass "
-            "padded tensors and lengths, or ready microbatches (arg_mbs=, target_mbs=)"
-        )
-
-
 def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     if spec is None:
         return [_BATCH_DIM] * num_leaves
     if isinstance(spec, (TensorChunkSpec, Reducer)):
         return [spec] * num_leaves
     try:
-        specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=NAMESPACE)
+        specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=ROWS)
     except ValueError as error:
         raise ValueError(f"the chunk spec {spec!r} does not fit the arguments: {error}") from error
     specs = [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
     # None says in a spec what becomes of a leaf; in the tree itself it is none.
-    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=ROWS)
     return [each for each, leaf in zip(specs, leaves, strict=True) if leaf is not None]
 
 
@@ -218,9 +208,10 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
             chunks must agree and their value is kept.
 
     Raises:
-        ValueError: chunks differ in structure, or in a value that can't be joined.
+        ValueError: chunks differ in structure, or in a value that can't be joined, or a container
+            can't be made of more rows.
     """
-    flats = [flatten(chunk) for chunk in chunks]
+    flats = [flatten_rows(chunk) for chunk in chunks]
     treedef = flats[0][1]
     if any(other != treedef for _, other in flats):
         raise ValueError("the microbatches' outputs differ in structure and can't be merged")
@@ -248,25 +239,18 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
                 f"the microbatches' outputs hold tensors of shapes {shown}, which can't be joined "
                 f"along dimension {spec.split_dim}"
             ) from error
-    if not all(_same(first, other) for other in column[1:]):
+    if not all(same_value(first, other) for other in column[1:]):
         raise ValueError(
             f"the microbatches' outputs hold different values that can't be joined: {column}"
         )
     return first
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and torch.equal(left, right)
-    try:
-        return bool(left is right or left == right)
-    except (ValueError, TypeError, RuntimeError):  # such as arrays, of which each item is compared
-        return False
-
-
 # Of each kind of ready microbatches, what a batch that is to be split is passed as.
-_WHOLE = {"arg_mbs": "positional arguments", "kwarg_mbs": "keyword arguments"} | {
-    "target_mbs": "target="
+_WHOLE = {
+    "arg_mbs": "positional arguments",
+    "kwarg_mbs": "keyword arguments",
+    "target_mbs": "target=",
 }
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.batch import Batch
 from penstock.runtime.microbatch import merge_chunks
+from penstock.runtime.row_trees import flatten_rows
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.stage.carry import Carry, takes_state
 from penstock.stage.stage import Stage
-from penstock.stage.trees import flatten
 
 __all__ = ["Pieces"]
 
@@ -91,7 +91,7 @@ class Pieces:
         return list(chain.from_iterable(self._split_tree(tree, what, even) for tree in trees))
 
     def _split_tree(self, tree: Any, what: str, even: bool) -> list[Any]:
-        leaves, treedef = flatten(tree)
+        leaves, treedef = flatten_rows(tree)
         columns = [self._split_leaf(leaf, what, even) for leaf in leaves]
         return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(self._num)]
 
@@ -136,7 +136,7 @@ class Pieces:
         ]
 
     def _join_tree(self, pieces: Sequence[Any]) -> Any:
-        flats = [flatten(piece) for piece in pieces]
+        flats = [flatten_rows(piece) for piece in pieces]
         if any(tree != flats[0][1] for _, tree in flats):
             raise ValueError("the pieces' outputs differ in structure and can't be joined")
         columns = zip(*(leaves for leaves, _ in flats), strict=True)

@@ -30,7 +30,7 @@ class RowRemarks:
 
     def __init__(self, *, weighs_rows: bool) -> None:
         self._weighs_rows = weighs_rows
-        self._named: set[type[Any]] = set()
+        self._seen: set[type[Any]] = set()
 
     def on_rows(self, mbs: Sequence[Any], *, ready: bool) -> None:
         """Say that microbatches differ in rows.
@@ -55,19 +55,22 @@ class RowRemarks:
         )
 
     def on_objects(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Say that an object whose tensors have the batch's rows goes whole to each microbatch."""
+        """Say that an object whose tensors have the batch's rows goes whole to each microbatch.
+
+        Of each class the first object is looked at.
+        """
         if all(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
             return
         leaves, _ = flatten((tuple(args), dict(kwargs)))
         rows = {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         for leaf in leaves:
             cls = type(leaf)
-            if cls.__module__ == "builtins" or cls in self._named or not rows:
+            if cls.__module__ == "builtins" or cls in self._seen or not rows:
                 continue
+            self._seen.add(cls)
             if isinstance(leaf, (Tensor, torch.nn.Module)) or is_block_mask(leaf):
                 continue
             if any(t.dim() and t.size(0) in rows for t in _held(leaf)):
-                self._named.add(cls)
                 _log.warning(
                     "a %s goes whole to every microbatch, and holds a tensor with as many rows as "
                     "the batch; if its rows are the batch's, register the class with "
@@ -78,9 +81,17 @@ class RowRemarks:
 
 
 def _held(value: Any) -> list[Tensor]:
-    """The tensors that an object holds, in its attributes and in containers there."""
-    leaves, _ = flatten(dict(getattr(value, "__dict__", {})))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    """The tensors among an object's attributes, and in a list, tuple or dict there; no deeper."""
+    held: list[Any] = []
+    for attribute in getattr(value, "__dict__", {}).values():
+        match attribute:
+            case list() | tuple():
+                held += attribute
+            case dict():
+                held += attribute.values()
+            case _:
+                held.append(attribute)
+    return [each for each in held if isinstance(each, Tensor)]
 
 
 def _differing_rows(mbs: Sequence[Any], *, ready: bool) -> list[int] | None:

@@ -5,13 +5,17 @@ the start of each step. What a number means at a boundary, the players on both s
 
 Shapes follow from more than the inputs' shapes. What the first rank sees of it, gets numbers of its
 own: autocast, and whether modules train. What nobody sees ahead, makes what crosses *restless*
-(see ``Act``): values that are no tensors, and what other ranks than the first are given.
+(see ``Act``): values that are no tensors.
+
+Where every step has shapes of its own, all are forgotten after so many, on all ranks alike: each
+has learned the same numbers. None is given out twice.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,13 +24,17 @@ from torch import Tensor
 from penstock.stage.stage import Stage
 from penstock.stage.trees import flatten
 
-__all__ = ["ShapeBook", "conditions"]
+__all__ = ["MANY", "ShapeBook", "conditions"]
+
+# How many numbers are remembered at the least before all are forgotten.
+MANY = 4096
 
 
 def conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
     """What shapes and dtypes may follow from beside the inputs, as far as this rank sees it."""
     kind = device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    cast = torch.get_autocast_dtype(kind) if casts else None
     return (cast, *(stage.submod.training for stage in stages))
 
 
@@ -35,13 +43,15 @@ class ShapeBook:
 
     Attributes:
         met_values: whether inputs have been met that are no tensors.
+        forgot: whether what was last learned came after all else was forgotten.
     """
 
     def __init__(self) -> None:
         # By the conditions that they were met under, and by the shapes themselves.
         self._numbers: dict[tuple[tuple[Any, ...], tuple[Any, ...]], int] = {}
         self._met: set[int] = set()
-        self.met_values = False
+        self._next = count()
+        self.met_values = self.forgot = False
 
     def ids(
         self,
@@ -57,7 +67,9 @@ class ShapeBook:
             key = _key(positional, named)
             # Most microbatches are like the one before: comparing is quicker than hashing.
             if key != last:
-                last, number = key, numbers.setdefault((under, key), len(numbers))
+                if (under, key) not in numbers:
+                    numbers[under, key] = next(self._next)
+                last, number = key, numbers[under, key]
                 self.met_values |= any(isinstance(mark, type) for mark in key)
             found.append(number)
         return found
@@ -65,8 +77,13 @@ class ShapeBook:
     def learn(self, ids: Sequence[int]) -> bool:
         """Note that these numbers are now met; returns whether one of them is new."""
         distinct = set(ids)
+        self.forgot = False
         if distinct <= self._met:
             return False
+        if len(self._met) >= MANY:
+            self.forgot = True
+            self._met.clear()
+            self._numbers = {key: i for key, i in self._numbers.items() if i in distinct}
         self._met |= distinct
         return True
 

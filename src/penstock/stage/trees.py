@@ -3,9 +3,11 @@
     opened                                   how
     tuple, list, dict, named tuple, …        as optree does
     classes registered with torch's pytree   as they are registered
-    dataclasses                              by fields, and what was set on the instance beside
+    dataclasses                              by fields, and by what was set on the instance beside
+                                             them, where that is made of tensors and plain values
 
-Any nesting of these is a tree, wherever one is taken apart: inputs, what crosses, outputs. This
+Any nesting of these is a tree, wherever one is taken apart: inputs, what crosses, outputs. Leaves
+are put back into the same value; a value of other rows is made otherwise (``row_trees.py``). This
 module does not care what the leaves are.
 """
 
@@ -23,13 +25,30 @@ from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
 import optree
+import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from penstock.errors import BoundaryError
 from penstock.stage.tensor_meta import decode_leaf, encode_leaf, plain_tag
 from penstock.stage.torch_private import pytree_node
 
-__all__ = ["NAMESPACE", "Leaf", "as_args", "decode_tree", "encode_tree", "flatten"]
+__all__ = [
+    "NAMESPACE",
+    "Context",
+    "Leaf",
+    "Make",
+    "Open",
+    "as_args",
+    "attributes",
+    "decode_tree",
+    "encode_tree",
+    "flatten",
+    "how_to_open",
+    "is_carried",
+    "is_container",
+    "same_value",
+]
 
 NAMESPACE = "penstock"
 
@@ -49,19 +68,21 @@ def as_args(output: Any) -> tuple[Any, ...]:
 def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and structure of any tree (see the table above)."""
     leaves, tree = optree.tree_flatten(value, namespace=NAMESPACE)
-    fresh = [cls for cls in {type(leaf) for leaf in leaves} if _is_container(cls)]
+    fresh = [cls for cls in {type(leaf) for leaf in leaves} if is_container(cls)]
     if not fresh:
         return leaves, tree
     for cls in fresh:
-        _register(cls, *_how_to_open(cls))
+        _register(cls, *how_to_open(cls))
     return flatten(value)
 
 
-def _is_container(cls: type[Any]) -> bool:
+def is_container(cls: type[Any]) -> bool:
+    """Whether a class is opened because of what it is, or of what torch's pytree knows of it."""
     return dataclasses.is_dataclass(cls) or pytree_node(cls) is not None
 
 
-def _how_to_open(cls: type[Any]) -> tuple[Open, Make]:
+def how_to_open(cls: type[Any]) -> tuple[Open, Make]:
+    """What opens a container of this class, and what makes the same one again."""
     # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
     is_both = dataclasses.is_dataclass(cls) and issubclass(cls, dict)
     node = None if is_both else pytree_node(cls)
@@ -75,10 +96,9 @@ def _how_to_open(cls: type[Any]) -> tuple[Open, Make]:
         )
 
     def open_(value: Any) -> tuple[Sequence[Any], Any]:
-        # Also what __post_init__ has set beside the fields; not what would be computed again.
-        beside = (n for n in getattr(value, "__dict__", ()) if not _is_computed(cls, n))
-        here = [n for n in dict.fromkeys((*names, *beside)) if hasattr(value, n)]
-        return [getattr(value, name) for name in here], tuple(here)
+        held = attributes(value)
+        here = {n: x for n, x in held.items() if n in names or is_carried(x)}
+        return list(here.values()), tuple(here)
 
     def make(children: Sequence[Any], names: Any) -> Any:
         made = object.__new__(cls)
@@ -89,11 +109,44 @@ def _how_to_open(cls: type[Any]) -> tuple[Open, Make]:
     return open_, make
 
 
-def _is_computed(cls: type[Any], name: str) -> bool:
-    return isinstance(getattr(cls, name, None), cached_property)
+def attributes(value: Any) -> dict[str, Any]:
+    """What a dataclass's fields hold, and what was set beside them; not what is computed anew."""
+    cls = type(value)
+    beside = (
+        name
+        for name in getattr(value, "__dict__", ())
+        if not isinstance(getattr(cls, name, None), cached_property)
+    )
+    names = dict.fromkeys((*(f.name for f in dataclasses.fields(cls)), *beside))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-class _Context:
+def is_carried(value: Any) -> bool:
+    """Whether a value is a tensor, a plain value, or a container of these.
+
+    What stands beside a dataclass's fields is carried along if so. Other objects may point back to
+    the dataclass itself.
+    """
+    if isinstance(value, (list, tuple)):
+        return all(map(is_carried, value))
+    if isinstance(value, dict):
+        return all(map(is_carried, value.values()))
+    return value is None or isinstance(value, Tensor) or plain_tag(value) is not None
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two values are equal; where nobody can tell, they are not."""
+    if left is right:
+        return True
+    try:
+        if isinstance(left, Tensor):
+            return isinstance(right, Tensor) and torch.equal(left, right)
+        return bool(left == right)
+    except (ValueError, TypeError, RuntimeError):  # such as arrays, of which each item is compared
+        return False
+
+
+class Context:
     """What a container is beside its children, compared by value."""
 
     __slots__ = ("value",)
@@ -102,9 +155,9 @@ class _Context:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Context) or type(self.value) is not type(other.value):
+        if not isinstance(other, Context) or type(self.value) is not type(other.value):
             return False
-        return bool(self.value is other.value or self.value == other.value)
+        return same_value(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))
@@ -129,13 +182,13 @@ _registered: set[type[Any]] = set()
 
 
 def _register(cls: type[Any], open_: Open, make: Make) -> None:
-    def flatten_node(value: Any) -> tuple[Sequence[Any], _Context, Any]:
+    def flatten_node(value: Any) -> tuple[Sequence[Any], Context, Any]:
         sketch = _sketched.get(id(value))
         children, context = (sketch.children, sketch.context) if sketch else open_(value)
         # Of a dataclass the context is the names of its children, which paths are made of.
         are_names = isinstance(context, tuple) and len(context) == len(children)
         entries = context if dataclasses.is_dataclass(cls) and are_names else None
-        return tuple(children), _Context(context), entries
+        return tuple(children), Context(context), entries
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
         if _sketches.get():
@@ -239,7 +292,7 @@ def _decode(node: Any) -> Any:
     if "open" in node:
         cls = _find_class(node["open"])
         if cls not in _registered:
-            _register(cls, *_how_to_open(cls))
+            _register(cls, *how_to_open(cls))
         tree, leaves = node["context"]
         children = [_decode(x) for x in items]
         structure = flatten(_decode(tree))[1]
@@ -287,13 +340,13 @@ def _find_class(name: str) -> type[Any]:
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
         found = getattr(found, part, None)
-    is_container = isinstance(found, type) and (
-        _is_container(found)
+    is_known = isinstance(found, type) and (
+        is_container(found)
         or found in _registered
         or hasattr(found, "_fields")
         or optree.is_structseq_class(found)
     )
-    if not is_container:
+    if not is_known:
         raise BoundaryError(
             f"a stage sends a {name}, a class that this rank can't find; define it at the top "
             "level of a module that every rank imports, and register it there, where it is "

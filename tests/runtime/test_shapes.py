@@ -1,0 +1,56 @@
+"""Numbers of shapes: what they are held under, and that they do not grow without end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from penstock import PipelineStage
+from penstock.runtime import shapes
+from penstock.runtime.shapes import ShapeBook, conditions
+from tests.agreement import Twins
+from tests.models import DIM, features, mlp
+
+
+def test_a_device_without_autocast() -> None:
+    device = torch.device("meta")
+    stage = PipelineStage(nn.Linear(DIM, DIM, device=device), 0, 1, device)
+    assert conditions([stage], device) == (None, True)
+
+
+def test_autocast_and_training_are_conditions() -> None:
+    device = torch.device("cpu")
+    stage = PipelineStage(nn.Linear(DIM, DIM).eval(), 0, 1, device)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert conditions([stage], device) == (torch.bfloat16, False)
+
+
+def learned(book: ShapeBook, rows: int) -> tuple[list[int], bool, bool]:
+    ids = book.ids([(torch.ones(rows),)], [{}])
+    return ids, book.learn(ids), book.forgot
+
+
+def test_after_many_shapes_all_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "MANY", 2)
+    book = ShapeBook()
+    assert [learned(book, rows) for rows in (1, 2, 1, 3, 3, 1)] == [
+        ([0], True, False),
+        ([1], True, False),
+        ([0], False, False),
+        ([2], True, True),
+        ([2], False, False),
+        ([3], True, False),
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+def test_training_goes_on_when_shapes_are_forgotten(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "MANY", 2)
+    both = Twins(mlp(4), F.mse_loss, schedule=schedule, ranks=2, n_microbatches=2)
+    for step, rows in enumerate((4, 6, 8, 4, 10, 6, 4)):
+        inputs, target = features(rows, step)
+        both.step(inputs, target=target)
