@@ -135,7 +135,12 @@ def measure_import(rounds: int) -> list[Figure]:
 
 
 def _cpu_s(code: str) -> float:
-    """CPU seconds of a fresh interpreter: what else runs on the machine hardly counts."""
+    """CPU seconds of a fresh interpreter: what else runs on the machine hardly counts.
+
+    Without the garbage collector, which looks through all of torch once in a while, for 0.1 s: in
+    which import, is chance.
+    """
+    code = f"import gc; gc.disable(); {code}"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,6 +1,6 @@
 """How well and how fast programs are searched for: gaps to proven bounds, and seconds.
 
-.venv/bin/python -m benchmarks.run search           all of it, about 25 minutes
+.venv/bin/python -m benchmarks.run search           all of it, about 12 minutes
 .venv/bin/python -m benchmarks.run search --quick   a taste
 """
 
