@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Op, Program, build, check, simulate
@@ -174,8 +174,26 @@ def worst(problem: Problem) -> Placed:
     return place(problem, wishes, windows=(1,) * problem.placement.num_stages)
 
 
+# Where I and W take no time, what W holds between them.
+INSTANT = Problem(
+    placement=looped(2, 2),
+    num_microbatches=2,
+    costs=Costs(
+        forward=[0.0, 0.5, 0.5, 0.0],
+        input_grad=0.0,
+        weight_grad=0.0,
+        activation_bytes=1.0,
+        weight_grad_bytes=[1.0, 1.0, 1.0, 2.0],
+    ),
+    held=(1.0, 1.0, 1.0, 1.0),
+    held_for_weights=(1.0, 1.0, 1.0, 2.0),
+    limit=3.0,
+)
+
+
 @settings(deadline=None, max_examples=25)
 @given(problems())
+@example(INSTANT)
 def test_exact_search_of_a_whole_step(problem: Problem) -> None:
     small = problem.resized(min(3, problem.num_microbatches))
     start = worst(small)

@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
 from typing import Any
 
 from penstock.schedule.action import Op
 from penstock.search.greedy import Placed
-from penstock.search.problem import Order, Problem
+from penstock.search.problem import Order, Problem, program_of, slack
 
 __all__ = ["Exact", "improve"]
 
@@ -89,7 +89,17 @@ def improve(
         ImportError: OR-Tools is not installed.
     """
     model = _Model(problem, start, window, at_least, late_starts)
-    return model.solve(effort_s=effort_s, clock_s=clock_s, seed=seed)
+    found = model.solve(effort_s=effort_s, clock_s=clock_s, seed=seed)
+    if found.order is None or _keeps_limit(problem, found.order):
+        return found
+    return replace(found, order=None)
+
+
+def _keeps_limit(problem: Problem, order: Order) -> bool:
+    """Whether an order keeps the limit: sizes were rounded, and what takes no time was not seen to
+    hold anything meanwhile."""
+    peaks = problem.peaks(program_of(problem, order, name="exact"))
+    return max(peaks) <= problem.limit + slack(problem.limit)
 
 
 class _Model:
