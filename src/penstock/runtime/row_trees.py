@@ -29,9 +29,9 @@ from penstock.stage.trees import (
     Make,
     Open,
     attributes,
+    flatten_in,
     how_to_open,
     is_carried,
-    is_container,
     same_value,
 )
 
@@ -47,13 +47,7 @@ def flatten_rows(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     Raises:
         ValueError: it holds a container that can't be made of other rows.
     """
-    leaves, tree = optree.tree_flatten(value, namespace=ROWS)
-    fresh = [cls for cls in {type(leaf) for leaf in leaves} if is_container(cls)]
-    if not fresh:
-        return leaves, tree
-    for cls in fresh:
-        _register(cls, *_how_to_open(cls))
-    return flatten_rows(value)
+    return flatten_in(ROWS, value, lambda cls: _register(cls, *_how_to_open(cls)))
 
 
 def _register(cls: type[Any], open_: Open, make: Make) -> None:

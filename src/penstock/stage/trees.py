@@ -44,6 +44,7 @@ __all__ = [
     "decode_tree",
     "encode_tree",
     "flatten",
+    "flatten_in",
     "how_to_open",
     "is_carried",
     "is_container",
@@ -67,13 +68,26 @@ def as_args(output: Any) -> tuple[Any, ...]:
 
 def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and structure of any tree (see the table above)."""
-    leaves, tree = optree.tree_flatten(value, namespace=NAMESPACE)
+    return flatten_in(NAMESPACE, value, lambda cls: _register(cls, *how_to_open(cls)))
+
+
+def flatten_in(
+    namespace: str, value: Any, register: Callable[[type[Any]], None]
+) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Leaves and structure of a tree, containers opened as they are in an optree namespace.
+
+    Args:
+        namespace: the namespace.
+        value: the tree.
+        register: makes a class known there; called where a container is first met.
+    """
+    leaves, tree = optree.tree_flatten(value, namespace=namespace)
     fresh = [cls for cls in {type(leaf) for leaf in leaves} if is_container(cls)]
     if not fresh:
         return leaves, tree
     for cls in fresh:
-        _register(cls, *how_to_open(cls))
-    return flatten(value)
+        register(cls)
+    return flatten_in(namespace, value, register)
 
 
 def is_container(cls: type[Any]) -> bool:
