@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.stage.announcing import default_group
 from penstock.stage.manual import PipelineStage
 
-__all__ = ["check_loss", "check_stages", "check_timeout", "group_of"]
+__all__ = ["check_loss", "check_losses", "check_stages", "check_timeout", "group_of"]
 
 
 def check_stages(stages: Sequence[PipelineStage]) -> None:
@@ -44,6 +44,19 @@ def check_stages(stages: Sequence[PipelineStage]) -> None:
         raise ScheduleError(f"stage indices given twice on one rank: {doubled}")
     if indices != sorted(indices):
         raise ScheduleError(f"the stages are in the order {indices}; pass them in rising order")
+
+
+def check_losses(losses: object) -> None:
+    """A list that losses can be put into, or nothing.
+
+    Raises:
+        TypeError: otherwise.
+    """
+    if losses is not None and not isinstance(losses, list):
+        raise TypeError(
+            f"losses is a {type(losses).__name__}, expected a list, to be filled with the "
+            "microbatches' losses"
+        )
 
 
 def check_timeout(timeout_s: object) -> None:

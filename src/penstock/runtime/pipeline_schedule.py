@@ -18,7 +18,13 @@ from penstock.partition.tied import Tie
 from penstock.runtime.batch import Batch
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.engine import Engine, Options
-from penstock.runtime.given import check_loss, check_stages, check_timeout, group_of
+from penstock.runtime.given import (
+    check_loss,
+    check_losses,
+    check_stages,
+    check_timeout,
+    group_of,
+)
 from penstock.runtime.loopback import loopback
 from penstock.runtime.microbatch import (
     check_ready,
@@ -302,7 +308,7 @@ class PipelineSchedule:
             needs_autograd = self._trains and self._backward_requires_autograd
             if needs_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
-            _check_list(losses)
+            check_losses(losses)
             batch = self._batch(
                 args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
             )
@@ -328,7 +334,7 @@ class PipelineSchedule:
         merged or are not wanted, pass ``return_outputs=False``.
         """
         with self.engine.guard(), torch.no_grad():
-            _check_list(losses)
+            check_losses(losses)
             batch = self._batch(
                 args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
             )
@@ -394,14 +400,6 @@ class PipelineSchedule:
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""
         return self.engine.trace()
-
-
-def _check_list(losses: object) -> None:
-    if losses is not None and not isinstance(losses, list):
-        raise TypeError(
-            f"losses is a {type(losses).__name__}, expected a list, to be filled with the "
-            "microbatches' losses"
-        )
 
 
 def _transports(
