@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
 from penstock.runtime import c10d
+from penstock.runtime.breaking import break_pairs
 from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 
@@ -66,7 +67,7 @@ def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
     transport.begin()
     if rank == 0:
         return None
-    c10d._break_pairs(group, [0])
+    break_pairs(group, [0])
     try:
         transport.receive_note(0)
     except RuntimeError as error:

@@ -5,20 +5,17 @@ to lower ranks, so that a send never queues behind a receive of the same pair (`
 plane: a gloo group, always.
 
 Nobody hangs: a watcher thread (``watcher.py``) looks at the board (``failure.py``) whenever this
-rank has waited for longer than a moment. Nothing in torch wakes a blocked gloo wait from outside,
-but a receive that times out closes its pair, and then all that waits on the pair fails at once; so
-that is how a wait is broken here.
+rank has waited for longer than a moment. Nothing in torch wakes a blocked wait from outside; how it
+is broken, ``breaking.py`` says.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -29,6 +26,7 @@ from torch import Tensor
 from penstock.cause import as_error, cause_of
 from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime import torch_private
+from penstock.runtime.breaking import abort_all, break_pairs
 from penstock.runtime.control_plane import ControlPlane
 from penstock.runtime.failure import Board, Place
 from penstock.runtime.nccl import as_wire, make_connections
@@ -41,7 +39,6 @@ from penstock.stage.tensor_meta import TensorMeta
 __all__ = ["C10dTransport"]
 
 DATA_TAG = 0x5E7
-POKE_TAG = 0x5EA
 # Sends to one peer may pile up to so many bytes (and at least two, and at most so many) before the
 # oldest is waited for: held sends are memory, but waiting costs a switch of threads, which small
 # messages are not worth. The programs that run are free of deadlock even where a send blocks.
@@ -50,9 +47,8 @@ MAX_HELD_SENDS = 256
 # On a device, where the host runs ahead, and to let it do so costs no switch.
 MAX_AHEAD_BYTES = 512 << 20
 # How long a device may take, after a failure, to end the step before: what it has computed there
-# has been returned already. And how long to wait for communicators to be given up.
+# has been returned already.
 MAX_SETTLE_S = 30.0
-MAX_ABORT_S = 5.0
 # Torch counts timeouts in whole numbers.
 MAX_TIMEOUT_S = 1e7
 
@@ -333,10 +329,10 @@ class C10dTransport(ControlPlane):
         thread."""
         replicas = self._replicas if whom is Others.REPLICAS else ()
         for group in filter(torch_private.takes_cpu_tensors, replicas):
-            _break_pairs(group, range(group.size()))
+            break_pairs(group, range(group.size()))
         if whom is not Others.REPLICAS:
             all_ranks = range(self.num_ranks)
-            _break_pairs(self._control, all_ranks if isinstance(whom, Others) else [whom])
+            break_pairs(self._control, all_ranks if isinstance(whom, Others) else [whom])
         if self._on_cuda:
             # Whomever the host waits for: the device may wait for a message before that.
             self._give_up((*replicas, self._up, self._down))
@@ -348,13 +344,7 @@ class C10dTransport(ControlPlane):
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
                 _poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
-        # All at once: a communicator may be freed only when no other one's kernel is running.
-        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + MAX_ABORT_S
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        abort_all(groups)
 
     def close(self) -> None:
         self._watcher.stop()
@@ -386,17 +376,3 @@ def _poll(read: Callable[[], Any], *, for_s: float) -> Any:
 def _until(done: Callable[[], bool]) -> None:
     while not done():
         time.sleep(1e-4)
-
-
-def _break_pairs(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
-    """Close gloo's connections to ``peers``: what waits on them fails at once."""
-    for peer in peers:
-        if peer != group.rank():
-            with contextlib.suppress(RuntimeError):
-                scrap = torch.empty(1, dtype=torch.uint8, device="cpu")
-                group.recv([scrap], peer, POKE_TAG).wait(timedelta(milliseconds=1))
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):
-        group.abort()
