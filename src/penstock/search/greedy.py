@@ -327,15 +327,18 @@ class _Room:
         if self.held - grown + sizes[chosen] > self.safe:
             return False
         first = len(ends[stages[0]]) + (chosen == 0)
-        held = passed = 0.0
+        held, passed = sizes[chosen], 0.0
         for place, each in enumerate(stages):
             # Done here; a later stage of the rank never has more forwards.
-            done = len(ends[each]) + (place == chosen)
+            done = len(ends[each])
             # The first microbatch that still needs this stage and those after it: all before it
             # can be finished, and what they hold comes free; those from it on hold the stages
-            # that they have passed.
-            if done < first and self.rest[place] + held - done * passed > self.safe:
-                return False
+            # that they have passed. Up to the chosen stage this forward adds nothing to that.
+            if place > chosen:
+                if done < first and self.rest[place] + held - done * passed > self.safe:
+                    return False
+                if not done:
+                    break
             held += done * sizes[place]
             passed += sizes[place]
         return True

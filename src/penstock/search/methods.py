@@ -176,10 +176,13 @@ def _tune(known: Known, effort: Effort, tuner: Tuner, work: float, keep_s: float
     most_stale = _STALE_WHOLE if effort.takes_whole else _STALE
     until = tuner.placed + work - (_RUN if problem.size > _EXCHANGED else 0) * problem.size
     while tuner.placed < until or tuner.tried < 4:
+        # The first block of a placement is worth more than time to spare.
+        if known.is_late(times=3 if tuner.tried else 2) or (
+            tuner.tried and known.budget.out_of_time(keep_s=keep_s)
+        ):
+            return
         tuner.step()
         if tuner.stale > most_stale or meets(tuner.best[0].estimate, bound):
-            return
-        if known.is_late(times=4) or known.budget.out_of_time(keep_s=keep_s):
             return
 
 
