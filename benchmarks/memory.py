@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ __all__ = ["measure_memory"]
 ROWS, WIDTH = 512, 4096
 MEGABYTES = ROWS * WIDTH * 4 / 2**20
 FEW, SOME, MANY = 8, 64, 256
-RANKS = 2
+RANKS, REPEATS = 2, 3
 
 
 class Shift(nn.Module):
@@ -74,8 +75,12 @@ def measure_memory() -> list[Figure]:
 
 
 def _peaks(library: str, num_microbatches: int) -> list[int]:
-    outcomes = run_ranks(_peak_bytes, RANKS, library, num_microbatches, timeout_s=600)
-    return [outcome.result() for outcome in outcomes]
+    """The median peak of each rank, in bytes: how much of a message is there in time varies."""
+    runs = [
+        run_ranks(_peak_bytes, RANKS, library, num_microbatches, timeout_s=600)
+        for _ in range(REPEATS)
+    ]
+    return [median(outcome.result() for outcome in of_rank) for of_rank in zip(*runs, strict=True)]
 
 
 # --- in each process -----------------------------------------------------------------------------

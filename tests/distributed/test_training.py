@@ -104,6 +104,15 @@ def test_shapes_change_and_parameters_are_frozen_between_steps(schedules: tuple[
             assert not wrong, wrong
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_unfrozen_between_steps(schedule: str) -> None:
+    """With the first rank's parameters others may be unfrozen; alone, they are refused there."""
+    for with_the_first, alone in results(workers.unfrozen, 4, schedule):
+        assert not with_the_first, with_the_first
+        assert "rank 1, stage 1, microbatch 0, action 1F0" in alone
+        assert "make the schedule anew" in alone
+
+
 def test_what_crosses_changes_from_step_to_step() -> None:
     schedules = ["gpipe", "1f1b"]
     for rank, told in enumerate(results(workers.restless, 3, schedules)):

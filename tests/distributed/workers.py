@@ -35,6 +35,7 @@ __all__ = [
     "side_by_side",
     "subgroup",
     "train",
+    "unfrozen",
 ]
 
 # A rank whose comparison fails leaves the others waiting in the next step.
@@ -142,10 +143,29 @@ def _shapes_and_freezing(schedule: str) -> None:
         both.step(inputs, target=target)
         both.eval(tokens(rows + step, 50 + step, length + 1)[0])
         if step == 2:
-            for model in (both.plain, both.pipe):
-                for name, param in model.named_parameters():
-                    if name.startswith(("0.", "1.")):
-                        param.requires_grad_(False)
+            _train_layers(both, (0, 1), False)
+
+
+def unfrozen(rank: int, num_ranks: int, schedule: str) -> tuple[str, str]:
+    """What went wrong: the first rank's parameters are unfrozen too, and they are not."""
+    return told(_unfrozen, schedule, (0, 1)), told(_unfrozen, schedule, (1,))
+
+
+def _unfrozen(schedule: str, layers: tuple[int, ...]) -> None:
+    both = Twins(mlp(4), F.mse_loss, schedule=schedule, n_microbatches=3, timeout_s=TIMEOUT_S)
+    _train_layers(both, (0, 1, 2), False)
+    for step in range(6):
+        if step in (2, 4):
+            _train_layers(both, layers, step == 2)
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
+def _train_layers(both: Twins, layers: tuple[int, ...], trained: bool) -> None:
+    for model in (both.plain, both.pipe):
+        for name, param in model.named_parameters():
+            if int(name.split(".")[0]) in layers:
+                param.requires_grad_(trained)
 
 
 class Annealed(nn.Linear):

@@ -17,14 +17,15 @@ from tests.models import DIM, features, mlp
 def test_a_device_without_autocast() -> None:
     device = torch.device("meta")
     stage = PipelineStage(nn.Linear(DIM, DIM, device=device), 0, 1, device)
-    assert conditions([stage], device) == (None, True)
+    assert conditions([stage], device) == (None, True, True, True)
 
 
-def test_autocast_and_training_are_conditions() -> None:
+def test_autocast_training_and_what_is_frozen_are_conditions() -> None:
     device = torch.device("cpu")
     stage = PipelineStage(nn.Linear(DIM, DIM).eval(), 0, 1, device)
+    stage.submod.bias.requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16):
-        assert conditions([stage], device) == (torch.bfloat16, False)
+        assert conditions([stage], device) == (torch.bfloat16, False, True, False)
 
 
 def learned(book: ShapeBook, rows: int) -> tuple[list[int], bool, bool]:

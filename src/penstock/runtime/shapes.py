@@ -3,9 +3,9 @@
 The rank of the first stage sees the inputs and hands out the numbers; the others learn them at
 the start of each step. What a number means at a boundary, the players on both sides remember.
 
-Shapes follow from more than the inputs' shapes. What the first rank sees of it, gets numbers of its
-own: autocast, and whether modules train. What nobody sees ahead, makes what crosses *restless*
-(see ``Act``): values that are no tensors.
+What crosses follows from more than the inputs' shapes. What the first rank sees of it, gets numbers
+of its own: autocast, whether its modules train, and which of its parameters take gradients. What
+nobody sees ahead, makes what crosses *restless* (see ``Act``): values that are no tensors.
 
 Where every step has shapes of its own, all are forgotten after so many, on all ranks alike: each
 has learned the same numbers. None is given out twice.
@@ -31,11 +31,13 @@ MANY = 4096
 
 
 def conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
-    """What shapes and dtypes may follow from beside the inputs, as far as this rank sees it."""
+    """What crosses may follow from beside the inputs, as far as this rank sees it."""
     kind = device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     cast = torch.get_autocast_dtype(kind) if casts else None
-    return (cast, *(stage.submod.training for stage in stages))
+    modules = [stage.submod for stage in stages]
+    trained = (param.requires_grad for module in modules for param in module.parameters())
+    return (cast, *(module.training for module in modules), *trained)
 
 
 class ShapeBook:

@@ -187,8 +187,8 @@ _HINT = (
     "another reason than what is passed to the first stage"
 )
 _UNFROZEN = (
-    "; it took no gradient when this shape was first met: make the schedule anew after unfreezing "
-    "parameters, or pass dynamic_shapes=True"
+    "; it took no gradient when this shape was first met: where parameters are unfrozen on this "
+    "rank and none on the first, make the schedule anew, or pass dynamic_shapes=True"
 )
 
 
