@@ -1,7 +1,4 @@
-"""The private corners of torch: present, and doing what the deferral takes them to do.
-
-Seen to work on torch 2.13 (CPU); written for 2.11 and later.
-"""
+"""The private corners of torch: present, and doing what the deferral takes them to do."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import torch
 import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 
-from penstock.stage import torch_private
 from penstock.stage.torch_private import (
     autocast_enabled,
     deferrable_now,
@@ -21,11 +17,6 @@ from penstock.stage.torch_private import (
     saved_tensor_hooks_active,
     without_override_check,
 )
-
-
-def test_this_torch_is_one_of_those_it_was_seen_to_work_on() -> None:
-    release = ".".join(torch.__version__.split(".")[:2])
-    assert release in torch_private.TESTED_TORCH_VERSIONS
 
 
 def test_an_observer_sees_what_the_operation_receives() -> None:

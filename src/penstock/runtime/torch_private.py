@@ -1,6 +1,6 @@
 """The private torch calls of the runtime, in one place.
 
-Seen to work on torch 2.13.0 (``tests/runtime/test_torch_private.py`` says so again on each run).
+``tests/test_torch.py`` names the versions of torch that they were seen to work on.
 """
 
 from __future__ import annotations

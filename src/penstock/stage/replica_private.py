@@ -1,7 +1,6 @@
 """The private torch calls around DDP and FSDP2, in one place.
 
-Seen to work on torch 2.13.0 (``tests/distributed/test_data_parallel.py`` says so again on each
-run).
+``tests/test_torch.py`` names the versions of torch that they were seen to work on.
 """
 
 from __future__ import annotations

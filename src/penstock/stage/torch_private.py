@@ -1,9 +1,9 @@
 """The private corners of torch that stages stand on: for the deferral of weight gradients, most
 of them, and for the trees that torch knows.
 
-Everything here may change with a torch release: its test names the versions on which it was seen
-to work, and fails loudly elsewhere. Nothing else in ``penstock.stage`` reaches below public torch.
-This module does not know what the hooks and functions are for.
+``tests/test_torch.py`` names the versions of torch that they were seen to work on. Nothing else in
+``penstock.stage`` but ``replica_private`` reaches below public torch. This module does not know
+what the hooks and functions are for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree
 
 __all__ = [
-    "TESTED_TORCH_VERSIONS",
     "WRAPPERS_KEEP_UNDER",
     "autocast_enabled",
     "deferrable_now",
@@ -35,8 +34,6 @@ __all__ = [
     "without_modes",
     "without_override_check",
 ]
-
-TESTED_TORCH_VERSIONS = ("2.13",)
 
 # Where torch.compile and the wrapper of activation checkpointing hold the module that they wrap.
 WRAPPERS_KEEP_UNDER = ("_orig_mod", "_checkpoint_wrapped_module")

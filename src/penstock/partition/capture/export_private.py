@@ -1,7 +1,7 @@
 """The private corners of torch around export that capturing stands on, in one place.
 
-Seen to work on torch 2.13.0 (``tests/partition/test_export_private.py`` says so again on each
-run). This module does not know what they are for.
+``tests/test_torch.py`` names the versions of torch that they were seen to work on. This module does
+not know what they are for.
 """
 
 from __future__ import annotations
