@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from penstock import Pipeline
 from tests.real_models import REAL_MODELS, RealModel
@@ -192,13 +193,50 @@ def test_what_another_part_has_values_for_keeps_them() -> None:
     assert torch.equal(dict(pipe.named_parameters())["layers.1.inner.weight"], kept)
 
 
-def test_experts_that_run_on_no_shapes_are_cut_by_module(caplog: pytest.LogCaptureFixture) -> None:
-    """They are run on numbers of nobody's, one layer at a time; what is trained is the state's."""
+class Routed(nn.Module):
+    """Sends rows to an expert by their values: how many, shapes don't tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).nonzero().squeeze(1)
+        return x.index_add(0, chosen, self.expert(x[chosen]))
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_run_on_no_shapes_are_run_on_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    """Of nobody's, one layer at a time; what is trained is the state's."""
+    plain, x, target = Router(), torch.randn(8, 4), torch.randn(8, 4)
+    with torch.device("meta"):
+        model = Router()
+    with caplog.at_level(logging.INFO, "penstock"):
+        pipe = Pipeline(model, loss_fn=F.mse_loss, example=(x,), ranks=2, n_microbatches=1)
+    assert "dry run on values: layers.0 can't run on shapes alone" in caplog.text
+    pipe.load_state_dict(plain.state_dict())
+    loss = F.mse_loss(plain(x), target)
+    loss.backward()
+    assert torch.equal(pipe.step(x, target=target), loss.detach())
+    for name, param in pipe.named_parameters():
+        assert torch.equal(param.grad, plain.get_parameter(name).grad)
+
+
+def test_experts_are_cut_by_module() -> None:
+    """Where they run on no shapes, as with some versions of torch, on numbers of nobody's."""
     case = REAL_MODELS["mixtral"]
     plain, batch = case.model(), case.example()
-    with caplog.at_level(logging.INFO, "penstock"):
-        pipe = Pipeline(on_meta(case), example=batch, ranks=2, n_microbatches=1)
-    assert "dry run on values: model.layers.0 can't run on shapes alone" in caplog.text
+    pipe = Pipeline(on_meta(case), example=batch, ranks=2, n_microbatches=1)
     pipe.load_state_dict(plain.state_dict())
     loss = plain(**batch).loss
     loss.backward()

@@ -23,8 +23,18 @@ def test_tags_of_operations() -> None:
     assert is_data_dependent(aten._local_scalar_dense.default)
     assert is_data_dependent(aten.nonzero.default)
     assert not is_data_dependent(aten.add.Tensor)
-    assert is_random(aten.bernoulli_.float) and is_random(aten.native_dropout.default)
-    assert not is_random(aten.add.Tensor)
+
+
+def test_calls_that_draw_random_numbers() -> None:
+    x = torch.ones(1, 1, 2, 2)
+    assert is_random(aten.bernoulli_.float, (x,), {})
+    assert is_random(aten.native_dropout.default, (x, 0.5, True), {})
+    assert not is_random(aten.add.Tensor, (x, x), {})
+    attention = aten._scaled_dot_product_flash_attention.default
+    assert is_random(attention, (x, x, x, 0.5), {})
+    assert is_random(attention, (x, x, x), {"dropout_p": 0.5})
+    assert not is_random(attention, (x, x, x, 0.0), {})
+    assert not is_random(attention, (x, x, x), {})
 
 
 def test_arguments_that_are_written() -> None:

@@ -55,7 +55,7 @@ def walked(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Gra
     return gradients(module, inputs)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -64,7 +64,7 @@ def test_gradients_of_plain_autograd(case: Case, steps: int) -> None:
     assert_same(walked(module, inputs, steps), plain(module, inputs, steps), exact=False)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_full_backward(case: Case) -> None:

@@ -17,7 +17,7 @@ CASES = module_cases() | function_cases()
 
 
 # torch itself warns of these, on first use of its forward mode and of such a padding.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

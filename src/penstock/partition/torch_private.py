@@ -195,9 +195,15 @@ def is_data_dependent(func: Any) -> bool:
     )
 
 
-def is_random(func: Any) -> bool:
-    """Whether an operation of ATen draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operation of ATen draws random numbers; attention may do without."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            chance = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(chance != 0)
+    return True
 
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -81,7 +81,7 @@ def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ in LOST or not cls.__module__.startswith("torch."):
             refuse(f"the autograd function {cls.__qualname__}, whose own backward would be lost")
-        return apply.__func__(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)
 
     def refused(what: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -225,7 +225,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "which is on another stage; cut elsewhere, or move that code into a module"
         )
     device = kwargs.get("device") or absent[0].device
-    if is_random(func):
+    if is_random(func, args, kwargs):
         sources.add(Source(Kind.DRAW, next(draws), 0, str(func)))
     written = mutated_arguments(func, args, kwargs)
     here = [target for target in written if type(target) is not Absent]

@@ -47,7 +47,7 @@ class GlueDraws(TorchDispatchMode):
         """Run an operation."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not is_random(func):
+        if not is_random(func, args, kwargs):
             return result
         self.seen = True
         if any(type(x) is not Absent for x in mutated_arguments(func, args, kwargs)):
