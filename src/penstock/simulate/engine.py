@@ -193,7 +193,9 @@ class _Engine:
     def settle(self, slot: int, end: float) -> None:
         """Note the time of a result, and wake who waits for it."""
         if self.done[slot] is not None:
-            raise self.doubled(slot)
+            if slot < self.tables.num_actions:
+                raise self.doubled(slot)
+            return  # a message or a copy: what makes it comes twice, and is told of then
         self.done[slot] = end
         for rank in self.parked.pop(slot, ()):
             heappush(self.events, (end, rank))
