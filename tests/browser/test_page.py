@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock import Costs, build, simulate
+from penstock.schedule.passes import recompute
 from penstock.simulate.result import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.page import save_page
@@ -85,6 +86,13 @@ def test_labels_come_where_boxes_are_wide_enough(tab: Tab, tmp_path: Path) -> No
     assert page.evaluate(labels) == 0
     page.evaluate(f"() => {{ const r = ({MODEL})('timeline').x_range; r.end = 30 }}")
     page.wait_for_function(f"({labels})() > 40")
+
+
+def test_labels_stay_within_their_boxes(tab: Tab, tmp_path: Path) -> None:
+    save_page(simulate(recompute(build("1f1b", ranks=2, microbatches=4))), tmp_path / "page.html")
+    page = tab.open((tmp_path / "page.html").as_uri())
+    shown = page.evaluate(f"() => ({MODEL})('timeline labels').data.text")
+    assert sorted(shown) == sorted(2 * [f"{letter}{m}" for letter in "FRB" for m in range(4)])
 
 
 def test_a_large_page_opens_and_stays_usable(tab: Tab, tmp_path: Path) -> None:

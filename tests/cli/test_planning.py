@@ -174,6 +174,16 @@ def test_compare_sets_schedules_side_by_side(penstock: Command) -> None:
     assert rows["zbv"] == ["2", "51", "5.88%", "48", "0.00%", "8,8,8,8", "96"]
 
 
+@pytest.mark.parametrize("columns", ["120", "80", "50", "9"])
+def test_numbers_are_whole_however_narrow_the_terminal_is(
+    penstock: Command, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    said = penstock("compare", "zb-h1", "gis:virtual=4", "--ranks", "8", "--microbatches", "32")
+    for figures in (("103", "6.80%", "448"), ("398", "3.52%", "1984")):
+        assert set(figures) <= set(said.out.split())
+
+
 def test_options_go_to_the_schedules_that_take_them(penstock: Command) -> None:
     said = penstock("compare", "1f1b", "interleaved-1f1b", "--virtual", "4", "-O", "group=8")
     rows = cells(said.out)

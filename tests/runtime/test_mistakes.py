@@ -161,6 +161,14 @@ def test_models_and_splits_that_are_none(make: Callable[[], object], said: str) 
             r"simulate\(\) takes a program, not '1f1b'; penstock.b",
         ),  # type: ignore[arg-type]
         (
+            lambda: penstock.check("1f1b"),  # type: ignore[arg-type]
+            r"check\(\) takes a program, not '1f1b'; penstock.b",
+        ),
+        (
+            lambda: penstock.save_csv(None, "nowhere.csv"),  # type: ignore[arg-type]
+            r"save_csv\(\) takes a program, not None; penstock.b",
+        ),
+        (
             lambda: penstock.simulate(penstock.build("1f1b", ranks=1, microbatches=1), {}),  # type: ignore[arg-type]
             r"simulate\(\) takes costs, not {}; penstock.Costs\(",
         ),

@@ -66,8 +66,10 @@ def test_zb_h2(ranks: int, more: int, forward: int, input_grad: int, w: int) -> 
     microbatches = 2 * ranks - 1 + more
     weight_grad = min(forward, (forward + input_grad) // 2, w)
     result = run("zb-h2", ranks, microbatches, 1, (forward, input_grad, weight_grad))
-    bubble = (ranks - 1) * (forward + input_grad - 2 * weight_grad)
-    assert result.span == microbatches * (forward + input_grad + weight_grad) + bubble
+    work = microbatches * (forward + input_grad + weight_grad)
+    assert result.span == work + (ranks - 1) * (forward + input_grad - 2 * weight_grad)
+    whole = (ranks - 1) * (forward + max(0, input_grad - 2 * weight_grad))
+    assert result.makespan == work + whole
     assert result.peak_in_flight == (2 * ranks - 1,) * ranks
 
 

@@ -109,6 +109,12 @@ def test_names_of_ours_are_taken() -> None:
         penstock.schedule("other", aliases=("Mine",))(one_at_a_time)
 
 
+def test_what_is_no_arrangement_is_refused() -> None:
+    said = "arrangement='bidirectional' must be one of .*Arrangement.BIDIRECTIONAL"
+    with pytest.raises(ScheduleError, match=said):
+        penstock.schedule("mine", arrangement="bidirectional")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["", "-", " _ ", "Schedule", 3, None, one_at_a_time])
 def test_what_is_no_name_is_refused(name: object) -> None:
     known = penstock.schedules()

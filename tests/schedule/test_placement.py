@@ -30,18 +30,22 @@ def test_any_sequence_of_ranks_is_kept_as_a_tuple() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stage_ranks", "message"),
+    ("num_ranks", "stage_ranks", "copies", "message"),
     [
-        (0, (), "num_ranks=0; give at least 1 rank"),
-        (-1, (), "num_ranks=-1; give at least 1 rank"),
-        (2, 0, "ranks 0, num_ranks=2: expected a rank for each stage"),
-        (2, (0, 1.0), r"ranks \(0, 1.0\), num_ranks=2: expected a rank for each stage"),
-        ("2", (0, 1), "num_ranks='2': expected a rank for each stage"),
+        (0, (), 1, "num_ranks=0; give at least 1 rank"),
+        (-1, (), 1, "num_ranks=-1; give at least 1 rank"),
+        (2, 0, 1, "ranks 0, num_ranks=2, copies=1: expected a rank for each stage"),
+        (2, (0, 1.0), 1, r"ranks \(0, 1.0\), num_ranks=2, copies=1: expected a rank for each"),
+        ("2", (0, 1), 1, "num_ranks='2', copies=1: expected a rank for each stage"),
+        (2, (0, 1), "1", "num_ranks=2, copies='1': .* and whole numbers"),
+        (2, (0, 1), 1.0, "num_ranks=2, copies=1.0: .* and whole numbers"),
     ],
 )
-def test_what_is_no_placement_is_refused(num_ranks: Any, stage_ranks: Any, message: str) -> None:
+def test_what_is_no_placement_is_refused(
+    num_ranks: Any, stage_ranks: Any, copies: Any, message: str
+) -> None:
     with pytest.raises(ScheduleError, match=message):
-        Placement(num_ranks=num_ranks, stage_ranks=stage_ranks)
+        Placement(num_ranks=num_ranks, stage_ranks=stage_ranks, copies=copies)
 
 
 def test_a_model_in_two_directions() -> None:

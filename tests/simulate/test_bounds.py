@@ -198,9 +198,32 @@ def test_a_limit_that_no_program_can_meet_names_the_least() -> None:
         lower_bounds(Costs(), ranks=4, microbatches=8, virtual=2, memory_limit=1)
     with pytest.raises(ScheduleError, match=r"memory_limit=nan"):
         lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=float("nan"))
-    assert least_memory(Costs(activation_bytes=[3, 5]), placement=linear(2)) == 5
-    assert least_memory(Costs(activation_bytes=[3, 5, 4, 4]), placement=looped(2, 2)) == 9
-    assert least_memory(Costs(), placement=bidirectional(2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placement", "microbatches", "least"),
+    [
+        ([3, 5], linear(2), 8, 5),
+        ([3, 5, 4, 4], looped(2, 2), 8, 9),
+        ([1, 1, 1, 1], bidirectional(2), 8, 1),
+        # One microbatch goes through one of two copies: the other holds nothing.
+        ([1, 2, 3, 4], bidirectional(2), 1, 2),
+        ([1, 2, 3, 4], bidirectional(2), 2, 4),
+    ],
+)
+def test_the_least_memory_is_that_of_one_microbatch(
+    sizes: list[float], placement: Placement, microbatches: int, least: float
+) -> None:
+    costs = Costs(activation_bytes=sizes)
+    assert least_memory(costs, placement=placement, microbatches=microbatches) == least
+    bounds = lower_bounds(
+        costs,
+        ranks=placement.num_ranks,
+        microbatches=microbatches,
+        placement=placement,
+        memory_limit=least,
+    )
+    assert bounds.makespan >= bounds.span > 0
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

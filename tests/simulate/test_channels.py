@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -185,8 +186,8 @@ def test_jitter_only_lengthens_and_is_the_same_for_a_seed() -> None:
     assert one.bounds is not None and one.bounds.makespan <= plain.makespan
 
 
-@pytest.mark.parametrize("jitter", [-1, math.nan, math.inf])
-def test_what_is_no_jitter_is_refused(jitter: float) -> None:
+@pytest.mark.parametrize("jitter", [-1, math.nan, math.inf, "0.1", None, True])
+def test_what_is_no_jitter_is_refused(jitter: Any) -> None:
     with pytest.raises(ScheduleError, match="must be a finite number ≥ 0"):
         simulate(build("gpipe", ranks=1, microbatches=1), jitter=jitter)
 

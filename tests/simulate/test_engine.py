@@ -198,11 +198,18 @@ def test_no_actions_no_time() -> None:
         ),
         ("0F0,0F0,0B0\n", r"stage 0, microbatch 0, action 0F0: done twice"),
         ("0F0,0B0,0I0\n", r"stage 0, microbatch 0, action 0I0: done twice"),
+        # The copy and the message of the second one are due before the rank comes to it.
+        (
+            "0F0,0OFFLOAD0,0RELOAD0,0F1,0F2,0RELOAD0,0B0,0B1,0B2\n",
+            r"stage 0, microbatch 0, action 0RELOAD0: done twice",
+        ),
+        ("0F0,0B0,0F0\n1F0,1B0\n", r"stage 0, microbatch 0, action 0F0: done twice"),
     ],
 )
 def test_a_program_that_can_not_run_says_who_waits_for_what(csv: str, said: str) -> None:
-    with pytest.raises(ScheduleError, match=said):
-        simulate(parse_csv(csv))
+    for costs in (Costs(), Costs(message_bytes=1, bandwidth=10, one_message_at_a_time=True)):
+        with pytest.raises(ScheduleError, match=said):
+            simulate(parse_csv(csv), costs)
 
 
 def test_a_receive_without_its_send_is_named() -> None:

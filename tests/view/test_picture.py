@@ -10,6 +10,7 @@ import pytest
 
 from penstock import Costs, PenstockError, build, simulate
 from penstock.schedule.action import Op
+from penstock.schedule.passes import recompute
 from penstock.trace import Trace
 from penstock.view.palette import COLOURS, FRAME, shade
 from penstock.view.picture import draw
@@ -47,6 +48,13 @@ def test_stages_of_one_rank_differ_in_shade(tmp_path: Path) -> None:
     for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD):
         assert boxes(svg, shade(COLOURS[op], 0, 2)) == 4 * 8
         assert boxes(svg, shade(COLOURS[op], 1, 2)) == 4 * 8
+
+
+def test_a_recomputation_bears_a_letter_as_all_else(tmp_path: Path) -> None:
+    result = simulate(recompute(build("1f1b", ranks=2, microbatches=4)))
+    draw(result.trace, tmp_path / "t.svg")
+    found = words((tmp_path / "t.svg").read_text())
+    assert [found.count(f"{letter}3") for letter in "FRB"] == [2, 2, 2]
 
 
 def test_labels_are_left_out_where_there_is_no_room(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from penstock.cli.completion import sources
 from penstock.cli.figures import over_limit, ranges
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import is_file, load_program, takes_virtual
-from penstock.cli.terminal import number, percent, plain, stdout, table, warn
+from penstock.cli.terminal import number, percent, plain, print_table, stdout, table, warn
 from penstock.cli.values import in_options
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
@@ -129,7 +129,7 @@ def _print(rows: Sequence[_Row | _NoRow], memory: float | None) -> None:
         )
     console = stdout()
     with console.capture() as drawn:
-        console.print(shown)
+        print_table(shown, console)
     # Rich has no cell that spans columns.
     reasons = (row.reason for row in rows if isinstance(row, _NoRow))
     console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {next(reasons)}", drawn.get()), end="")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import stdout, table
+from penstock.cli.terminal import print_table, stdout, table
 from penstock.schedule.catalog import family
 from penstock.schedule.catalog import schedules as families
 from penstock.schedule.family import Family
@@ -40,7 +40,7 @@ def schedules(
         shown.add_row(
             f"[bold]{each.name}[/]", _rules(each), f"{each.summary} [dim]{each.source}[/]"
         )
-    console.print(shown)
+    print_table(shown, console)
 
 
 def _rules(each: Family) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.figures import figures_text, peaks_text
 from penstock.cli.setting import Setting, takes_setting
-from penstock.cli.terminal import number, percent, stderr, stdout, table
+from penstock.cli.terminal import number, percent, print_table, stderr, stdout, table
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _tell(found: SearchResult, *, among_all: bool) -> None:
         shown = table("peak", found.objective, "found by", numbers=("peak", found.objective))
         for point in found.pareto:
             shown.add_row(number(point.peak), number(point.value), point.method)
-        console.print(shown)
+        print_table(shown, console)
 
 
 def _refuse_unknown(output: Path | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from penstock.cli.sizes import bytes_text, seconds_text
 from penstock.cli.splitting import Terms
-from penstock.cli.terminal import percent, stdout, table
+from penstock.cli.terminal import percent, print_table, stdout, table
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.plan import Plan
 from penstock.schedule.words import numbers_of
@@ -32,7 +32,7 @@ def show(plan: Plan, measured: Profile, layout: str, terms: Terms) -> None:
     for row in rows:
         shown.add_row(*row.values())
     console = stdout()
-    console.print(shown)
+    print_table(shown, console)
     console.print(pace_of(plan, terms), soft_wrap=True)
     console.print(f"layout {layout}", markup=False, soft_wrap=True)
     console.print(plan.made, markup=False, soft_wrap=True, style="dim")

@@ -11,10 +11,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["number", "percent", "plain", "stderr", "stdout", "table", "warn", "write_anything"]
+__all__ = [
+    "number",
+    "percent",
+    "plain",
+    "print_table",
+    "stderr",
+    "stdout",
+    "table",
+    "warn",
+    "write_anything",
+]
 
 # A pipe has no width of its own: what is written into one is not folded at Rich's 80 columns.
 _PIPED_WIDTH = 140
+# What lies between two columns of a table.
+_BETWEEN = 3
 
 
 def write_anything() -> None:
@@ -61,6 +73,21 @@ def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) 
             no_wrap=column == columns[0],
         )
     return made
+
+
+def print_table(shown: Table, console: Console) -> None:
+    """Print a table of ``table``, with all its rows.
+
+    Where it is wider than the console, headings and texts are broken between words or folded, but
+    neither numbers nor what a line is about: lines are longer then where nothing else helps.
+    """
+    for column in shown.columns:
+        whole = column.no_wrap or column.justify == "right"
+        kept = (*str(column.header).split(), *(column.cells if whole else ()))
+        column.min_width = max(console.measure(text).maximum for text in kept)
+    least = sum((column.min_width or 0) + _BETWEEN for column in shown.columns)
+    console.width = max(console.width, least)
+    console.print(shown, crop=False)
 
 
 def number(value: float) -> str:

@@ -39,7 +39,7 @@ from penstock.schedule.diagnosis import (
 )
 from penstock.schedule.encoding import encode
 from penstock.schedule.play import Player
-from penstock.schedule.program import CheckedProgram, Program
+from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.rules import COPIES, COVERS, RECEIVE_FOR, TRANSFERS
 from penstock.schedule.upkeep import keeping_problems, reduction_problems, sharding_problems
 
@@ -63,7 +63,7 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
     Raises:
         ScheduleError: it has problems. The message lists the first twenty and counts the rest,
             and draws the smallest part of the program that shows a deadlock; the error's place
-            is that of the first.
+            is that of the first. Or what is given is no program.
 
     Example:
         >>> from penstock.schedule.text import parse_csv
@@ -109,6 +109,7 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
 
 def _examine(program: Program, channels: Channels) -> tuple[list[Problem], str]:
     """The problems, and a drawing of what can't be told in a line."""
+    refuse_no_program(program, "check()")
     found = size_problems(program)
     if found:
         return found, ""

@@ -63,7 +63,7 @@ def schedule(
     Raises:
         ScheduleError: a name that Penstock's own schedules have, or none; or what is decorated is
             no function, or one that takes no ``ranks`` or no ``microbatches``; or ``virtual`` is
-            no whole number from 1 on.
+            no whole number from 1 on, or ``arrangement`` no ``Arrangement``.
 
     Example:
         >>> from penstock.schedule.catalog import build, remove
@@ -83,6 +83,12 @@ microbatches, asked for 2 and 2
     refuse_no_name(name)
     if isinstance(aliases, str):
         raise ScheduleError(f"schedule {name!r}: aliases is a tuple of names, as in ({aliases!r},)")
+    if not isinstance(arrangement, Arrangement | None):
+        there_are = ", ".join(str(each) for each in Arrangement)
+        raise ScheduleError(
+            f"schedule {name!r}: arrangement={arrangement!r} must be one of {there_are} (of "
+            "penstock.schedule.family)"
+        )
 
     def register(builder: Builder) -> Builder:
         parameters = _parameters(name, builder)

@@ -54,11 +54,12 @@ class Placement:
         try:
             object.__setattr__(self, "num_ranks", index(self.num_ranks))
             object.__setattr__(self, "stage_ranks", tuple(map(index, self.stage_ranks)))
+            object.__setattr__(self, "copies", index(self.copies))
         except TypeError as error:
             raise ScheduleError(
                 f"placement of stages on ranks {self.stage_ranks!r}, num_ranks="
-                f"{self.num_ranks!r}: expected a rank for each stage, as (0, 1, 1, 0), and their "
-                "number"
+                f"{self.num_ranks!r}, copies={self.copies!r}: expected a rank for each stage, as "
+                "(0, 1, 1, 0), and whole numbers"
             ) from error
         if self.num_ranks < 1:
             raise ScheduleError(f"placement on num_ranks={self.num_ranks}; give at least 1 rank")

@@ -18,7 +18,7 @@ from typing import TypeVar
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Step
 from penstock.schedule.placement import Placement
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rows import cells_of, lines_of, read_row, refuse
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.step_text import format_step, parse_action, parse_step
@@ -120,7 +120,13 @@ def load_csv(
 
 
 def save_csv(program: Program, path: str | PathLike[str]) -> None:
-    """Write a program to a file, as ``format_csv``."""
+    """Write a program to a file, as ``format_csv``.
+
+    Raises:
+        ScheduleError: what is given is no program.
+        OSError: the file can't be written.
+    """
+    refuse_no_program(program, "save_csv()")
     Path(path).write_text(format_csv(program), encoding="utf-8", newline="\n")
 
 

@@ -132,7 +132,7 @@ def lower_bounds(
         raise ScheduleError(f"lower_bounds: microbatches={microbatches}; a step takes at least one")
     stages = chains(costs, placed, microbatches, backward)
     if memory_limit is not None and backward:
-        least = least_memory(costs, placement=placed)
+        least = least_memory(costs, placement=placed, microbatches=microbatches)
         if not memory_limit >= least:
             raise ScheduleError(
                 f"no program holds as little as memory_limit={memory_limit:g}: one microbatch "
@@ -156,7 +156,7 @@ def lower_bounds(
     )
 
 
-def least_memory(costs: Costs, *, placement: Placement) -> float:
+def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> float:
     """The least that any program without offload holds at once on its fullest rank.
 
     When a microbatch has come to the last of a rank's stages, the rank holds its activations on
@@ -165,13 +165,14 @@ def least_memory(costs: Costs, *, placement: Placement) -> float:
     Args:
         costs: for what an activation takes.
         placement: which rank holds which stage.
+        microbatches: number of microbatches; with fewer than copies, some copies hold nothing.
     """
     sizes, _ = costs.held(num_stages=placement.num_stages)
-    held = {
-        (rank, placement.copy_of(stage)): 0.0 for stage, rank in enumerate(placement.stage_ranks)
-    }
+    held: dict[tuple[int, int], float] = {}
     for stage, rank in enumerate(placement.stage_ranks):
-        held[rank, placement.copy_of(stage)] += sizes[stage]
+        copy = placement.copy_of(stage)
+        if copy < microbatches:
+            held[rank, copy] = held.get((rank, copy), 0.0) + sizes[stage]
     return max(held.values())
 
 

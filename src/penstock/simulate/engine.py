@@ -24,7 +24,7 @@ from penstock.errors import ScheduleError, Where
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.channels import add_copies, add_jitter, add_messages
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, as_number
 from penstock.simulate.pieces import join_pieces
 from penstock.simulate.result import Simulation
 from penstock.simulate.tables import Tables, tabulate
@@ -72,11 +72,12 @@ def simulate(
             f"simulate() takes costs, not {costs!r}; penstock.Costs(forward=..., "
             "input_grad=..., weight_grad=...) makes them"
         )
-    if not (math.isfinite(jitter) and jitter >= 0):
+    share = as_number(jitter)
+    if not 0 <= share < math.inf:
         raise ScheduleError(f"simulate: jitter={jitter!r} must be a finite number ≥ 0")
     plain = tabulate(program, costs)
     tables = add_messages(add_copies(plain, program, costs), program, costs)
-    tables = add_jitter(tables, jitter, seed) if jitter else tables
+    tables = add_jitter(tables, share, seed) if share else tables
     engine = _Engine(join_pieces(tables, program))
     engine.play()
     if engine.parked or engine.posted:
@@ -193,7 +194,9 @@ class _Engine:
     def settle(self, slot: int, end: float) -> None:
         """Note the time of a result, and wake who waits for it."""
         if self.done[slot] is not None:
-            raise self.doubled(slot)
+            if slot < self.tables.num_actions:
+                raise self.doubled(slot)
+            return  # a message or a copy: what makes it comes twice, and is told of then
         self.done[slot] = end
         for rank in self.parked.pop(slot, ()):
             heappush(self.events, (end, rank))

@@ -16,7 +16,7 @@ from penstock.simulate.result import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.causes import critical_path, makers, waited_for
 from penstock.view.lanes import Clock, Layout, MemoryLine, drawn, layout_of, memory_lines, outline
-from penstock.view.palette import ink, name_of, shades
+from penstock.view.palette import ink, letter_of, name_of, shades
 
 __all__ = ["Columns", "Drawing", "Step", "amount", "arrange", "bound_figures", "trace_of"]
 
@@ -190,7 +190,7 @@ class _Rows:
             block = self.block_of.get(span, ())
             yield (
                 left, right, *_placed(span.rank, self.layout.of(act.op, _share(span, block))),
-                right - left, fill, inks[fill], number if computes else "",
+                right - left, fill, inks[fill], letter_of(act.op) + number if computes else "",
                 span.rank, name, name_of(act.op), act.stage, number,
                 self._waited(span, free.get(span.rank)), _beside(act, block),
                 self.differences.get(name, ""), 1.0 if span in self.path else 0.3,

@@ -158,19 +158,16 @@ def _add(axes: Axes, corners: Sequence[Corners], **look: Any) -> None:
 
 def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
     """The microbatch, where there is room; the letter of the op, too, where most have room."""
-    names = ("left", "right", "top_alone", "foot_alone", "action", "label", "ink")
-    rows = [row for row in zip(*(boxes[name] for name in names), strict=True) if row[5]]
+    names = ("left", "right", "top_alone", "foot_alone", "label", "ink")
+    rows = [row for row in zip(*(boxes[name] for name in names), strict=True) if row[4]]
 
     def fits(left: float, right: float, text: str) -> bool:
         return (right - left) * inches >= len(text) * _DIGIT_WIDTH + 0.04
 
-    full = [row[4].lstrip("0123456789") for row in rows]
-    fitting = [fits(row[0], row[1], text) for row, text in zip(rows, full, strict=True)]
+    fitting = [fits(left, right, label) for left, right, _, _, label, _ in rows]
     with_letters = sum(fitting) > 0.9 * len(rows)
-    for (left, right, top, foot, _, number, ink), text, is_fit in zip(
-        rows, full, fitting, strict=True
-    ):
-        shown = text if with_letters and is_fit else number
+    for (left, right, top, foot, label, ink), is_fit in zip(rows, fitting, strict=True):
+        shown = label if with_letters and is_fit else label[1:]
         if fits(left, right, shown):
             x, y = (left + right) / 2, (top + foot) / 2
             axes.text(x, y, shown, ha="center", va="center_baseline", fontsize=_FONT, color=ink)

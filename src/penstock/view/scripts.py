@@ -21,9 +21,9 @@ TOOLTIP = """
 </div>
 """
 
-# Boxes get a number where they are wide enough to hold it, and the letter of their op, too, where
-# most have room for it. That depends on the zoom, so that it is decided in the browser. White edges
-# would wash out boxes of a few pixels, and frames would hide them.
+# Boxes get the number of their label where they are wide enough to hold it, and its letter, the
+# op's, too, where most have room for it. That depends on the zoom, so that it is decided in the
+# browser. White edges would wash out boxes of a few pixels, and frames would hide them.
 LABELS = """
 const lane_height = plot.inner_height / Math.abs(y.end - y.start)
 const per_px = (x.end - x.start) / plot.inner_width
@@ -36,23 +36,23 @@ for (let i = 0; i < n; i++) {
 }
 const width = (letters) => letters * 6.4 + 3
 const usual_px = n > 0 ? total / n / per_px : 0
-const with_letter = usual_px > width(longest + 1)
+const with_letter = usual_px > width(longest)
 const found = {x: [], y: [], text: [], ink: []}
 if (plot.inner_width > 0 && lane_height * 0.4 >= 8) {
   const top = Math.min(y.start, y.end), foot = Math.max(y.start, y.end)
   const highs = d[box.top.field], lows = d[box.bottom.field]
   const pale = box.fill_alpha.field == "alpha"
   for (let i = 0; i < n && found.x.length < 3000; i++) {
-    const number = d.label[i]
-    if (number.length == 0 || d.right[i] < x.start || d.left[i] > x.end) continue
+    const label = d.label[i], number = label.slice(1)
+    if (label.length == 0 || d.right[i] < x.start || d.left[i] > x.end) continue
     if (lows[i] < top || highs[i] > foot) continue
     const px = (d.right[i] - d.left[i]) / per_px
     if (px < width(number.length)) continue
-    const lettered = with_letter && px >= width(number.length + 1)
+    const lettered = with_letter && px >= width(label.length)
     const left = Math.max(d.left[i], x.start), right = Math.min(d.right[i], x.end)
     found.x.push((left + right) / 2)
     found.y.push((highs[i] + lows[i]) / 2)
-    found.text.push(lettered ? d.action[i].replace(/[0-9]+/, "") : number)
+    found.text.push(lettered ? label : number)
     found.ink.push(pale && d.alpha[i] < 1 ? "#8793a0" : d.ink[i])
   }
 }

@@ -252,6 +252,14 @@ def test_receives_can_be_deferred_again_and_again(program: Program) -> None:
     assert remove_transfers(deferred) == program
 
 
+def test_what_has_no_forward_is_not_offloaded() -> None:
+    """The checker says what is wrong with such a program, not the pass."""
+    changed = offload(parse_csv("0F0,0F1,0F2,0B0,0B1,0B2,0B3\n1B0,1F0\n"))
+    assert {str(a) for a in changed.actions() if a.op in KEEPING} == {
+        f"0{op}{m}" for op in ("OFFLOAD", "RELOAD") for m in range(3)
+    }
+
+
 def test_what_keeps_no_activations_is_refused() -> None:
     program = parse_csv("0F0,0F1,0B0,0B1\n")
     with pytest.raises(ScheduleError, match=r"no stages \[3\]; its stages are 0 to 0"):

@@ -9,8 +9,9 @@ P = 3, M = 6 (tF = tB = tW = 1):
 The warm-up is filled with 2(P - 1 - r) + 1 forwards on rank r, and weight gradients trail the
 input gradients by 2r, which fill the cool-down. The ranks' spans have a bubble of
 (P - 1)(tF + tB - 2 tW) where tW is not above tF nor 2 tW above tF + tB: none where costs are
-equal, for M ≥ 2P - 1. The step as a whole pays another (P - 1) tF, which the next step's warm-up
-fills if ranks need not wait for one another. Each rank holds min(M, 2P - 1) activations.
+equal, for M ≥ 2P - 1. The step as a whole has one of (P - 1)(tF + max(0, tB - 2 tW)), for the last
+rank starts (P - 1) tF late; the next step's warm-up fills that if ranks need not wait for one
+another. Each rank holds min(M, 2P - 1) activations.
 
 Any P ≥ 1, M ≥ 1; below 2P - 1 microbatches the warm-up can't be filled, and bubbles appear.
 

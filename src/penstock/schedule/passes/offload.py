@@ -66,7 +66,7 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> t
                 continue
             if act.op is Op.FORWARD:
                 forwards[key] = place
-            elif act.op in _BACKWARDS and place - ahead > forwards[key] + 1:
+            elif act.op in _BACKWARDS and place - ahead > forwards.get(key, place) + 1:
                 made = computing[forwards[key]]
                 after.setdefault(made, []).append(action(act.stage, Op.OFFLOAD, act.microbatch))
                 asked = computing[place - ahead]
