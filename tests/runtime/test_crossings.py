@@ -97,6 +97,31 @@ def test_layers_of_a_sequence_take_one_value(kind: type[Any]) -> None:
     both.step(inputs, target=target)
 
 
+class GivesWeight(nn.Module):
+    """Hands a parameter on as a view, as models with tied weights that are cut by hand do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(DIM) * 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.weight, self.weight.T
+
+
+class TakesWeight(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        hidden, weight = value
+        return hidden.tanh() @ weight
+
+
+def test_a_view_of_a_parameter_crosses_in_training_and_in_evaluation() -> None:
+    both = Twins([GivesWeight(), TakesWeight()], F.mse_loss, schedule="1f1b", ranks=2)
+    inputs, target = features(8, 0)
+    for _ in range(2):
+        both.step(inputs, target=target)
+        both.eval(inputs)
+
+
 def test_keyword_arguments_reach_every_stage() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, *, scale: Tensor, power: int) -> Tensor:

@@ -18,7 +18,17 @@ from penstock import Pipeline
 from penstock.errors import StageError
 from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, find_leaks
 from penstock.testing.compare import plain_step
-from tests.stage.deferral_cases import Block, Calls, Scale, assert_same, gradients, plain, split, x
+from tests.stage.deferral_cases import (
+    Block,
+    Calls,
+    Scale,
+    assert_same,
+    gradients,
+    plain,
+    some_grads,
+    split,
+    x,
+)
 
 
 def forward_and_input_grad(module: nn.Module, *inputs: Tensor) -> DeferredWeights:
@@ -248,6 +258,45 @@ def test_hooks_see_the_whole_gradient_of_a_leaking_parameter_once(
         for ours, theirs in zip(stages, plain, strict=True):
             for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_leak_is_added_once_to_a_gradient_that_is_there() -> None:
+    torch.manual_seed(0)
+    module, inputs = (
+        Calls(lambda m, t: Scale.apply(t, m.w) + m.w, w=nn.Parameter(torch.ones(3))),
+        x(2, 3),
+    )
+    expected = plain(module, (inputs,), steps=2)
+    leaf = inputs.detach().clone().requires_grad_()
+    for _ in range(2):
+        work = DeferredWeights()
+        with work:
+            out = module(leaf)
+        work.note_leaks(find_leaks([out], module.parameters()))
+        with work, work.holding_leaks():
+            torch.autograd.backward([out], some_grads([out]))
+        work.accumulate()
+    assert_same(gradients(module, (leaf,)), expected)
+
+
+class Normalized(nn.Module):
+    """Keeps its weight at norm one, by assigning other data to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3) * 2)
+
+    def forward(self, t: Tensor) -> Tensor:
+        self.weight.data = self.weight.data / self.weight.data.norm()
+        return F.linear(t, self.weight)
+
+
+def test_data_assigned_to_a_weight_in_the_forward_are_the_weight_from_then_on() -> None:
+    module, inputs = Normalized(), (x(2, 3),)
+    assert_same(split(module, inputs), plain(module, inputs), exact=False)
+    with DeferredWeights():
+        module(*inputs)
+    torch.testing.assert_close(module.weight.norm(), torch.tensor(1.0))
 
 
 def test_ordinary_modules_leak_nothing() -> None:

@@ -209,13 +209,14 @@ class Stage:
         """
         tensors = spec.tensors(output)
         slot.spec = self.outputs_spec = spec
-        if len(tensors) == 1 and tensors[0].requires_grad:
+        # In an evaluation there are no edges, though views of parameters say that they need one.
+        grad_slots = spec.grad_slots if torch.is_grad_enabled() else ()
+        if grad_slots and len(tensors) == 1 and tensors[0].requires_grad:
             slot.roots = (get_gradient_edge(tensors[0]),)
             slot.outgoing = (tensors[0].detach(),)
             return
         slot.roots = [
-            get_gradient_edge(t) if (t := tensors[i]).requires_grad else None
-            for i in spec.grad_slots
+            get_gradient_edge(t) if (t := tensors[i]).requires_grad else None for i in grad_slots
         ]
         slot.outgoing = [t.detach() for t in tensors]
 

@@ -197,7 +197,8 @@ def changes_in_place(func: Func, kwargs: Kwargs) -> bool:
     """Whether ``func`` writes into its first argument or into ``out=``, going by its name."""
     name: str = getattr(func, "__name__", "").partition(".")[0]  # overloads: add_.Tensor
     if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i")
+        # Setting an attribute, such as ``weight.data``, is a change too.
+        return name in ("__setitem__", "__set__") or name.startswith("__i")
     return name.endswith("_") or kwargs.get("out") is not None
 
 
