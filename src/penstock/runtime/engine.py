@@ -100,8 +100,9 @@ class Engine:
         self.failure: PenstockError | None = None
         self._agreed = False
         self._num_steps = 0
-        # Of what was asked for: ranks may differ in whether their stages are sharded.
-        self._digest = digest(to_json(program))
+        # Of what was asked for: ranks may differ in whether their stages are sharded. They may in
+        # its name as well, which is that of a file, where it was read from one.
+        self._digest = digest(to_json(replace(program, name="")))
         self._check_stages(program)
         make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
         self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
@@ -276,7 +277,6 @@ class Engine:
         if self._agreed:
             return
         facts = {
-            "the schedule": self.program.name,
             "the number of microbatches": self.num_microbatches,
             "the number of stages": self.program.num_stages,
             "the number of pieces of a sequence": self.program.num_splits,
@@ -287,7 +287,9 @@ class Engine:
             "having a loss_fn": self.options.loss_fn is not None,
             "what stages share": self._sharing.facts,
         }
-        hold_together(facts, self.transports)
+        hold_together(
+            facts, self.transports, {"the program": f"{self.program.name} {self._digest}"}
+        )
         self._sharing.agree()
         self._agreed = True
 
