@@ -23,7 +23,7 @@ from penstock.partition.modules.crossings import Crossings
 from penstock.partition.modules.dry_run import input_names
 from penstock.partition.modules.route import absent
 from penstock.partition.modules.shared_parts import known_names
-from penstock.partition.modules.shell import build_shell, own_tree
+from penstock.partition.modules.shell import build_shell, own_tree, watched
 from penstock.partition.modules.stage_player import Left, StagePlayer
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import autocast_state, watched_hooks
@@ -81,6 +81,12 @@ class ModuleStage(nn.Module):
             [(shell.get_submodule(name), held.get(name, self)) for name in parts.opened],
         )
         self._own_state = own_places(model, parts, own)
+        self._own_units = [
+            (shell._modules, held._modules, name, unit)
+            for opened, (shell, held) in zip(parts.opened, self._opened, strict=True)
+            for name in held._modules
+            if (unit := parts.unit_at(f"{opened}.{name}" if opened else name)) in own
+        ]
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
@@ -181,6 +187,10 @@ class ModuleStage(nn.Module):
     def _play(self, plan: Crossings, values: dict[Source, Tensor], args: Any, kwargs: Any) -> Any:
         for shell, held in self._opened:
             shell.training = held.training
+        for shown, registered, last, unit in self._own_units:
+            module = registered[last]
+            if vars(shown[last]) is not vars(module):  # replaced by another, or wrapped, since
+                shown[last] = watched(module, unit, self._player)
         for place, name in self._own_state:
             registry, last = _registry(self._shell, place)
             held, own = _registry(self, name)
