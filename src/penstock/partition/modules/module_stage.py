@@ -81,7 +81,7 @@ class ModuleStage(nn.Module):
             [(shell.get_submodule(name), held.get(name, self)) for name in parts.opened],
         )
         self._own_state = own_places(model, parts, own)
-        self._own_units = [
+        self._own_units: list[tuple[dict[str, Any], dict[str, Any], str, Any]] = [
             (shell._modules, held._modules, name, unit)
             for opened, (shell, held) in zip(parts.opened, self._opened, strict=True)
             for name in held._modules
