@@ -129,11 +129,21 @@ def is_public(name: str) -> bool:
     return not name.startswith("_")
 
 
+def absent_in(ours: object, theirs: object) -> set[str]:
+    """The public attributes of the peer's object that ours does not have."""
+    shown = [*filter(is_public, vars(theirs)), *filter(is_public, dir(type(theirs)))]
+    return {each for each in shown if not hasattr(ours, each)}
+
+
+def told_absent() -> set[str]:
+    """What the guide says is not here."""
+    guide = (Path(__file__).parents[1] / "docs" / "from-torch.md").read_text()
+    return set(re.findall(r"`(\w+)`", guide.partition("## What is not here")[2]))
+
+
 @pytest.mark.usefixtures("alone")
 def test_attributes_are_there_or_the_guide_says_what_to_use() -> None:
     """Those that an instance has, which its class does not show."""
-    guide = (Path(__file__).parents[1] / "docs" / "from-torch.md").read_text()
-    told = set(re.findall(r"`(\w+)`", guide.partition("## What is not here")[2]))
 
     def stages(library: Any, num: int) -> list[Any]:
         return [library.PipelineStage(nn.Identity(), i, num, CPU) for i in range(num)]
@@ -148,9 +158,8 @@ def test_attributes_are_there_or_the_guide_says_what_to_use() -> None:
             made = getattr(library, name)(mine[0] if single else mine, 4, nn.MSELoss())
             both.append([made, mine[0]])
         for ours, theirs in zip(*both, strict=True):
-            shown = [*filter(is_public, vars(theirs)), *filter(is_public, dir(type(theirs)))]
-            absent |= {each for each in shown if not hasattr(ours, each)}
-    assert absent <= told
+            absent |= absent_in(ours, theirs)
+    assert absent <= told_absent()
     # Those that are of use are there.
     assert not absent & {"pipeline_order", "pipeline_order_with_comms", "rank", "output_chunks"}
 
@@ -394,6 +403,21 @@ def test_the_same_script_cuts_a_model(module_name: str) -> None:
     output = pipe(x)
     # The peer's pipes return a tuple, whatever the model returns.
     assert torch.equal(output[0] if isinstance(output, tuple) else output, model(x))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # the peer's own
+def test_what_a_pipe_has_is_there_or_the_guide_says_what_to_use() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    pipes = [
+        library.pipeline(
+            model, mb_args=(torch.ones(2, DIM),), split_spec={"1": library.SplitPoint.BEGINNING}
+        )
+        for library in (penstock, peer)
+    ]
+    stages = [pipe.build_stage(0, CPU) for pipe in pipes]
+    absent = absent_in(*pipes) | absent_in(*stages)
+    assert {"replicated_params", "submod_to_stage_index"} <= absent <= told_absent()
 
 
 def test_a_traced_stage_knows_where_its_outputs_go() -> None:

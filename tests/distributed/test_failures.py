@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock import PipelineStage, build, get_schedule_class
+from penstock import PipelineStage, Schedule1F1B, build, get_schedule_class
 from penstock.schedule.placement import Placement
 from tests.distributed.attempts import SOON_S, Attempt, Run, played
 
@@ -232,3 +233,30 @@ def test_of_two_failures_one_is_first_on_every_rank() -> None:
     first = zero.where[0]
     assert [zero.kind, one.kind] == ["StageError" if r == first else "PeerError" for r in (0, 1)]
     assert zero.where[3] in ("0F1", "1F0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """After a failure, another schedule over the same group, and one over another group."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        failing = Faulty("forward", Bomb(1)) if rank == 1 else nn.Linear(DIM, DIM)
+        another = dist.new_group(list(range(group.size())))
+
+        def step(module: nn.Module, over: dist.ProcessGroup) -> None:
+            stage = PipelineStage(module, rank, group.size(), CPU, group=over)
+            batch = torch.ones(4, DIM)
+            schedule = Schedule1F1B(stage, 2, nn.functional.mse_loss)
+            schedule.step(*((batch,) if rank == 0 else ()), target=batch)
+
+        modules = (failing, nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+        groups = (group, group, another)
+        return [partial(step, *each) for each in zip(modules, groups, strict=True)]
+
+
+def test_after_a_failure_another_group_serves() -> None:
+    for first, again, anew in played((Again(),), 3)[Again()]:
+        assert "it burst" in first.message
+        assert again.kind == "PeerError"
+        assert "an earlier schedule over this process group failed" in again.message
+        assert anew.kind is None, anew.message

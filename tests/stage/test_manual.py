@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import BoundaryError, Pipeline, PipelineStage, Schedule1F1B, StageError
@@ -533,6 +534,17 @@ def test_a_backward_that_lacks_something(stage: PipelineStage) -> None:
 def test_stage_index_out_of_range(index: int) -> None:
     with pytest.raises(StageError, match=f"stage_index is {index}, expected 0 to 1"):
         PipelineStage(nn.Linear(1, 1), index, 2, CPU)
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [("pp", "is 'pp', expected"), (dist.GroupMember.NON_GROUP_MEMBER, "one that this process is")],
+)
+def test_a_group_that_is_none_or_of_others(group: Any, said: str) -> None:
+    with pytest.raises(StageError, match=said):
+        PipelineStage(nn.Linear(1, 1), 0, 1, CPU, group=group)
+    with pytest.raises(StageError, match=said):
+        Pipeline([nn.Linear(1, 1)], n_microbatches=1, group=group)
 
 
 def test_static_shapes_are_held_to() -> None:

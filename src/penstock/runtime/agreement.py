@@ -26,22 +26,25 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def hold_together(facts: Mapping[str, Any], transports: Sequence[Transport]) -> None:
+def hold_together(
+    facts: Mapping[str, Any], transports: Sequence[Transport], shown: Mapping[str, str]
+) -> None:
     """Compare what every rank says; every rank calls.
 
     Args:
         facts: by what it is, as a message would call it, this process's value, as JSON has it.
             The first that differs is told.
         transports: one per rank that this process plays.
+        shown: what is told of a fact in place of its value, where that says little.
 
     Raises:
         ScheduleError: the ranks differ; the same on every rank.
     """
-    mine = json.dumps(facts).encode()
+    mine = json.dumps([facts, {**facts, **shown}]).encode()
     for transport in transports:
         everyones = [json.loads(note) for note in transport.gather_notes(mine)]
         for what in facts:
-            values = [theirs[what] for theirs in everyones]
+            values = [theirs[what] for theirs, _ in everyones]
             if any(value != values[0] for value in values):
-                shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
-                raise ScheduleError(f"the ranks do not agree on {what} ({shown})")
+                told = ", ".join(f"rank {r}: {each[what]}" for r, (_, each) in enumerate(everyones))
+                raise ScheduleError(f"the ranks do not agree on {what} ({told})")

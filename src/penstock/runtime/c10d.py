@@ -318,11 +318,27 @@ class C10dTransport(ControlPlane):
             told += f"rank 0, most often) may have died. This rank was waiting for {name} ({error})"
         elif whom is Others.REPLICAS:
             told = f"reducing or gathering over {name} failed; one of them may have died ({error})"
+        elif self._follows_a_failure():
+            told = (
+                f"the connection to {name} broke, most likely since an earlier schedule over this "
+            )
+            told += (
+                "process group failed; make stages over a new one (torch.distributed.new_group), "
+            )
+            told += f"on every rank, or start the processes again ({error})"
         else:
             told = f"the connection to {name} broke; its process may have died ({error})"
         raised = PeerError(told, where=Where(rank=self.rank))
         raised.__cause__ = error
         return raised
+
+    def _follows_a_failure(self) -> bool:
+        """Whether a schedule that was made earlier over this group has failed."""
+        own = Place(store=store_of(self._group), key="")
+        earlier = (replace(own, key=key_of(self._group, n)) for n in range(self._number))
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            return any(place.read() for place in earlier)
+        return False
 
     def wake(self, whom: Whom) -> None:
         """Break the wait of the main thread for ``whom``. Called by the watcher, in its own

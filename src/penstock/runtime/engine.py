@@ -8,9 +8,10 @@ stands above it (``schedules.py``, ``pipeline.py``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -100,8 +101,9 @@ class Engine:
         self.failure: PenstockError | None = None
         self._agreed = False
         self._num_steps = 0
-        # Of what was asked for: ranks may differ in whether their stages are sharded.
-        self._digest = digest(to_json(program))
+        # Of what was asked for: ranks may differ in whether their stages are sharded. They may in
+        # its name as well, which is that of a file, where it was read from one.
+        self._digest = digest(to_json(replace(program, name="")))
         self._check_stages(program)
         make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
         self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
@@ -229,8 +231,7 @@ class Engine:
             self.program = _lowered(self.asked, self._sharding, self._channels)
             self._train.rebind(self.program)
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> _Guard:
         """A step runs in this: whatever is raised in it, every rank gets to know.
 
         Raises:
@@ -241,13 +242,7 @@ class Engine:
                 f"an earlier step failed, and this schedule can't go on: {self.failure}"
             ) from self.failure
         self._last.executor.marks = []
-        try:
-            yield
-        except BaseException as error:
-            raised = self._failed(error)
-            if raised is None:
-                raise
-            raise raised from error
+        return _Guard(self._failed)
 
     def _failed(self, error: BaseException) -> BaseException | None:
         """What to raise for ``error``, where that is another one; the others are told."""
@@ -276,7 +271,6 @@ class Engine:
         if self._agreed:
             return
         facts = {
-            "the schedule": self.program.name,
             "the number of microbatches": self.num_microbatches,
             "the number of stages": self.program.num_stages,
             "the number of pieces of a sequence": self.program.num_splits,
@@ -287,7 +281,9 @@ class Engine:
             "having a loss_fn": self.options.loss_fn is not None,
             "what stages share": self._sharing.facts,
         }
-        hold_together(facts, self.transports)
+        hold_together(
+            facts, self.transports, {"the program": f"{self.program.name} {self._digest}"}
+        )
         self._sharing.agree()
         self._agreed = True
 
@@ -308,6 +304,26 @@ class Engine:
     def close(self) -> None:
         """Let go of the transports' threads."""
         _close(self.transports)
+
+
+class _Guard:
+    """Raises what ``failed`` makes of what is raised within, unless that is None.
+
+    A class, since a generator can't raise another error in place of a StopIteration.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], BaseException | None]) -> None:
+        self._failed = failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        raised = None if error is None else self._failed(error)
+        if raised is not None:
+            raise raised from error
 
 
 def _close(transports: Sequence[Transport]) -> None:

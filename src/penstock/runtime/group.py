@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from penstock.errors import PenstockError, ScheduleError
 from penstock.runtime.torch_private import make_group, takes_cpu_tensors
-from penstock.stage.announcing import key_of
+from penstock.stage.announcing import key_of, own_group
 from penstock.stage.device_streams import indexed
 
 __all__ = ["chosen_device", "from_first_rank", "gather_state", "process_group"]
@@ -55,6 +55,7 @@ def process_group(
 
     Raises:
         ScheduleError: another number of processes run.
+        StageError: this process is not in the group, or it is none.
     """
     if not dist.is_available():
         return None
@@ -65,8 +66,7 @@ def process_group(
         torch.cuda.set_device(device)
     if makes:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    group = own_group(group)
     if group is None or group.size() == 1:
         return None
     if ranks not in (None, group.size()):

@@ -9,6 +9,7 @@ It knows neither what is waited for nor how a wait is broken: it is handed both.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ __all__ = ["Others", "Wait", "Watcher", "Whom"]
 LOOK_INTERVAL_S = 0.2
 # While nothing is waited for it looks more seldom: all ranks ask one store.
 IDLE_INTERVAL_S = 0.8
+# How long the process's end waits for a look that is under way: Python ends threads by force, which
+# aborts the process where one is in torch's code. A store that is lost may take minutes to say so.
+MAX_LAST_LOOK_S = 10.0
 
 
 class Others(Enum):
@@ -72,6 +76,7 @@ class Watcher:
         if self._thread is None and not self._stopped.is_set():
             self._thread = threading.Thread(target=self._look, name="penstock-watcher", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
         self._awake.set()
 
     def rest(self) -> None:
@@ -96,13 +101,17 @@ class Watcher:
 
     def stop(self) -> Wait | None:
         """End the thread; returns what the main thread was waiting for, if it was."""
+        self._end(None)
+        atexit.unregister(self._end)
+        waiting, self.waiting_for = self.waiting_for, None
+        return waiting
+
+    def _end(self, for_s: float | None = MAX_LAST_LOOK_S) -> None:
         self._stopped.set()
         self._awake.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        waiting, self.waiting_for = self.waiting_for, None
-        return waiting
+            thread.join(for_s)
 
     def _look(self) -> None:
         seen: Wait | None = None

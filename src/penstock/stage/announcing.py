@@ -14,8 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.cause import cause_of
+from penstock.errors import StageError
 
-__all__ = ["NOTE", "announced", "default_group", "key_of", "store_of", "withdraw"]
+__all__ = ["NOTE", "announced", "default_group", "key_of", "own_group", "store_of", "withdraw"]
 
 NOTE = "note"
 # The groups for which this process has left a note.
@@ -25,6 +26,25 @@ _noted: set[str] = set()
 def default_group() -> dist.ProcessGroup | None:
     """The default process group; None where there is none."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group that was asked for; the default one where none was.
+
+    Raises:
+        StageError: it is no process group, or one that this process is not in.
+    """
+    if group is None:
+        return default_group()
+    if not isinstance(group, dist.ProcessGroup):
+        # What torch.distributed.new_group gives to processes that are not in the new group.
+        elsewhere = group is dist.GroupMember.NON_GROUP_MEMBER
+        given = "one that this process is not in" if elsewhere else repr(group)
+        raise StageError(
+            f"the process group is {given}, expected a torch.distributed.ProcessGroup with this "
+            'process in it, such as device_mesh.get_group("pp")'
+        )
+    return group
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

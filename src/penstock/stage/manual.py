@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import StageError
-from penstock.stage.announcing import announced, default_group
+from penstock.stage.announcing import announced, own_group
 from penstock.stage.boundary import describe, static_spec
 from penstock.stage.graph_driven import GraphDrivenStage
 from penstock.stage.replica_step import ReplicaStep
@@ -65,7 +65,8 @@ class PipelineStage(GraphDrivenStage):
             hand. Ranks hold stages in turn unless a schedule, or you, says otherwise.
 
     Raises:
-        StageError: the index is out of range, or the module is none.
+        StageError: the index is out of range, the module is none, or this process is not in the
+            group.
         BoundaryError: static gradients do not match static values.
 
     Example:
@@ -90,8 +91,7 @@ class PipelineStage(GraphDrivenStage):
         *,
         defers_weights: bool = True,
     ) -> None:
-        if group is None:
-            group = default_group()
+        group = own_group(group)
         with announced(group):
             super().__init__(
                 submodule,
