@@ -167,3 +167,18 @@ def test_waves_and_stages_per_rank_say_the_same() -> None:
 def test_every_option_is_explained() -> None:
     for each in schedules():
         assert all(meaning for meaning in each.options.values()), each.name
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("1f1b", {"ranks": 10**30, "microbatches": 2}),
+        ("gpipe", {"ranks": 10**4, "microbatches": 10**5}),
+        ("zbv", {"ranks": 10**4, "microbatches": 10**4}),
+        ("hanayo", {"ranks": 4, "microbatches": 4, "waves": 10**9}),
+        ("seq1f1b", {"ranks": 4, "microbatches": 10**6, "splits": 10**6}),
+    ],
+)
+def test_more_than_a_machine_holds_is_refused(name: str, sizes: dict[str, int]) -> None:
+    with pytest.raises(ScheduleError, match="forwards, more than a machine holds; at most 1e"):
+        build(name, **sizes)

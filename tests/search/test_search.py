@@ -300,6 +300,11 @@ def test_the_time_limit_is_kept(limit_s: float, options: dict[str, bool]) -> Non
     assert_sound(found, UNEVEN)
 
 
+def test_more_than_a_machine_holds_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="more than a machine holds"):
+        search(ranks=10**6, microbatches=10**6, exact=False)
+
+
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_the_time_limit_is_kept_with_a_thousand_stages(limit: int | None) -> None:
     began, began_cpu = time.monotonic(), time.process_time()

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from penstock.errors import ScheduleError
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
+from penstock.schedule.sizes import refuse_sizes
 
 __all__ = [
     "Arrangement",
@@ -200,11 +201,7 @@ def build(
     """
     chosen = family(name)
     virtual = chosen.default_virtual if virtual is None else virtual
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ScheduleError(
-                f"{chosen.name}: {what}={number!r} must be a whole number from 1 on"
-            )
+    refuse_sizes(chosen.name, ranks=ranks, microbatches=microbatches, virtual=virtual)
     refuse_options(chosen, options)
     if not chosen.works(ranks=ranks, microbatches=microbatches):
         near_ranks, near_microbatches = chosen.nearest(ranks, microbatches)

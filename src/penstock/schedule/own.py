@@ -20,6 +20,7 @@ from penstock.schedule.catalog import add, refuse_no_name
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
+from penstock.schedule.sizes import refuse_sizes
 from penstock.schedule.words import number_of
 
 __all__ = ["schedule"]
@@ -144,14 +145,11 @@ def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
 
 def _usual(name: str, virtual: int | None, parameters: Mapping[str, inspect.Parameter]) -> int:
     """The stages per rank where none are asked for."""
-    usual: object = virtual
-    if virtual is None:
+    usual = virtual
+    if usual is None:
         own = parameters["virtual"].default if "virtual" in parameters else 1
         usual = 2 if own in (None, inspect.Parameter.empty) else own
-    if not isinstance(usual, int) or isinstance(usual, bool) or usual < 1:
-        raise ScheduleError(
-            f"schedule {name!r}: virtual={usual!r} must be a whole number from 1 on"
-        )
+    refuse_sizes(f"schedule {name!r}", virtual=usual)
     return usual
 
 

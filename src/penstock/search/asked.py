@@ -9,6 +9,7 @@ from typing import get_args
 
 from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement, looped, wave
+from penstock.schedule.sizes import refuse_sizes
 from penstock.schedule.words import number_of
 from penstock.search.problem import Objective, Problem, slack
 from penstock.search.relief import Relief, least_relieved, reliefs
@@ -39,11 +40,8 @@ def problems_of(
     Raises:
         ScheduleError: what is asked for makes no sense, or can't be.
     """
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
-        if number is None and what == "virtual":
-            continue
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ScheduleError(f"search: {what}={number!r} must be a whole number from 1 on")
+    stages = {} if virtual is None else {"virtual": virtual}
+    refuse_sizes("search", ranks=ranks, microbatches=microbatches, **stages)
     if objective not in get_args(Objective):
         raise ScheduleError(
             f"search: objective={objective!r}; choose 'makespan' (a barrier before the optimizer) "

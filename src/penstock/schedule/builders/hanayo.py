@@ -25,6 +25,7 @@ from penstock.schedule.builders.repeating import place_block, repeat
 from penstock.schedule.builders.squeezing import squeeze
 from penstock.schedule.placement import Placement, wave
 from penstock.schedule.program import Program
+from penstock.schedule.sizes import refuse_sizes
 
 __all__ = ["hanayo"]
 
@@ -91,8 +92,7 @@ def _waves(virtual: int, waves: int | None) -> int:
                 f"{virtual + 1} do"
             )
         return virtual // 2
-    if not isinstance(waves, int) or isinstance(waves, bool) or waves < 1:
-        raise ScheduleError(f"hanayo: waves={waves!r} must be a whole number from 1 on")
+    refuse_sizes("hanayo", waves=waves)
     if virtual not in (2, 2 * waves):
         raise ScheduleError(
             f"hanayo: waves={waves} make {2 * waves} stages per rank, not virtual={virtual}; give "

@@ -21,6 +21,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.builders.common import alternate, chunks
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
+from penstock.schedule.sizes import refuse_sizes
 
 __all__ = ["seq1f1b"]
 
@@ -45,6 +46,7 @@ def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
             f"seq1f1b: splits={splits!r} must be a whole number from 2 on; 1f1b is the schedule "
             "of whole sequences"
         )
+    refuse_sizes("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits)
     pieces = [(0, piece) for piece in range(microbatches * splits)]
     reverse = [
         (0, microbatch * splits + piece)
