@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,6 +28,7 @@ def test_hooks_on_accumulated_gradients() -> None:
     assert not has_grad_hooks(param)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_whether_the_profiler_is_on() -> None:
     assert not profiler_is_on()
     with torch.profiler.profile():
