@@ -6,7 +6,7 @@ The named schedules (``schedules.py``) and ``Pipeline`` are this class with one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError, StageError
 from penstock.partition.tied import Tie
 from penstock.runtime.batch import Batch
+from penstock.runtime.batching import Batching, Passed, Specs
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.engine import Engine, Options
 from penstock.runtime.given import (
@@ -26,15 +27,7 @@ from penstock.runtime.given import (
     group_of,
 )
 from penstock.runtime.loopback import loopback
-from penstock.runtime.microbatch import (
-    check_ready,
-    merge_chunks,
-    num_chunks,
-    split_args_kwargs_into_chunks,
-    split_tree,
-)
 from penstock.runtime.pieces import Pieces
-from penstock.runtime.row_remarks import RowRemarks
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Step
 from penstock.schedule.catalog import build, family
@@ -123,9 +116,7 @@ class PipelineSchedule:
         self._stages = stages
         self.n_microbatches = n_microbatches
         self.scale_grads = scale_grads
-        self._args_chunk_spec = args_chunk_spec
-        self._kwargs_chunk_spec = kwargs_chunk_spec
-        self._output_merge_spec = output_merge_spec
+        self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
@@ -162,11 +153,17 @@ class PipelineSchedule:
             engine = Engine(program, by_index, transports, self._options, ties)
             pieces = Pieces(program.num_splits, self._sequence_dim)
             pieces.prepare(stages, program)
-        self._engine, self._pieces = engine, pieces
+        self._engine = engine
         if group is not None:
             _num_made[group.group_name] += 1
         self._trains = self.has_loss and engine.has_backward
-        self._remarks = RowRemarks(weighs_rows=self._trains and self.scale_grads)
+        self._batching = Batching(
+            engine,
+            self.n_microbatches,
+            self._specs,
+            pieces,
+            averages=self.has_loss and self.scale_grads,
+        )
         for stage in stages:
             stage.chunks = self.n_microbatches
             stage.has_backward = self._trains
@@ -309,9 +306,10 @@ class PipelineSchedule:
             if needs_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             check_losses(losses)
-            batch = self._batch(
+            passed = Passed(
                 args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
             )
+            batch = self._batching.split(passed)
             computed = self.engine.run(batch, train=self._trains)
         return self._finish(batch, computed, losses, merge_outputs)
 
@@ -335,67 +333,21 @@ class PipelineSchedule:
         """
         with self.engine.guard(), torch.no_grad():
             check_losses(losses)
-            batch = self._batch(
+            passed = Passed(
                 args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
             )
+            batch = self._batching.split(passed)
             computed = self.engine.run(batch, train=False)
         return self._finish(batch, computed, losses, merge_outputs)
-
-    def _batch(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        arg_mbs: Sequence[tuple[Any, ...]] | None,
-        kwarg_mbs: Sequence[dict[str, Any]] | None,
-        target_mbs: Sequence[Any] | None,
-        loss_kwargs: Mapping[str, Any] | None,
-        keep_outputs: bool,
-    ) -> Batch:
-        n = self.n_microbatches
-        ready = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-        whole = {"arg_mbs": bool(args), "kwarg_mbs": bool(kwargs), "target_mbs": target is not None}
-        check_ready(ready, whole)
-        length = num_chunks(ready)
-        if length is not None and length != n:
-            raise ValueError(f"{length} ready microbatches, expected n_microbatches={n}")
-        batch = Batch(self.engine.num_microbatches)
-        batch.keep_outputs = keep_outputs
-        batch.loss_kwargs = loss_kwargs or {}
-        split_args, split_kwargs = split_args_kwargs_into_chunks(
-            args, kwargs, n, self._args_chunk_spec, self._kwargs_chunk_spec
-        )
-        given = args or kwargs or arg_mbs or kwarg_mbs
-        batch.args = (arg_mbs or split_args) if given else None
-        batch.kwargs = kwarg_mbs or split_kwargs
-        batch.targets = target_mbs
-        if target_mbs is None and target is not None and self.engine.has_last:
-            batch.targets = split_tree(target, n)
-        if n > 1 and batch.args is not None and self.engine.has_first:
-            if torch.is_grad_enabled():
-                mbs: Sequence[Any] = batch.args if args or arg_mbs else batch.kwargs
-                self._remarks.on_rows(mbs, ready=length is not None)
-            self._remarks.on_objects(args, kwargs)
-        self._pieces.split(batch, even=self.has_loss and self.scale_grads)
-        return batch
 
     def _finish(
         self, batch: Batch, losses: Tensor | None, asked: list[Tensor] | None, merges: bool
     ) -> Any:
-        self.losses = self._pieces.join_losses(losses, mean=self.scale_grads)
+        self.losses = self._batching.join_losses(losses)
         self.metrics = batch.metrics if self.engine.has_last else []
         if asked is not None:
             asked[:] = () if self.losses is None else self.losses.unbind()
-        if not (batch.keep_outputs and self.engine.has_last):
-            return None
-        try:
-            outputs = self._pieces.join_outputs(batch.outputs)
-            return merge_chunks(outputs, self._output_merge_spec) if merges else list(outputs)
-        except ValueError as error:
-            raise ValueError(
-                f"the step is done, but its outputs can't be merged: {error}; pass "
-                "merge_outputs=False to get a list with each microbatch's, or return_outputs=False"
-            ) from error
+        return self._batching.join_outputs(batch, merges=merges)
 
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""
