@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -361,6 +363,13 @@ def test_a_tied_parameter_is_loaded_by_either_name(left: str) -> None:
     missing = {name: value for name, value in state.items() if "weight" not in name}
     with pytest.raises(PartitionError, match=r"lacks embed\.weight, head\.weight"):
         pipe.load_state_dict(missing)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pipeline_is_not_copied(copied: Callable[[Pipeline], object]) -> None:
+    pipe = Pipeline(mlp(4), loss_fn=F.mse_loss, split=[2, 2])
+    with pytest.raises(TypeError, match="copied or pickled"):
+        copied(pipe)
 
 
 def test_stages_with_names_in_common_have_no_common_state() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -312,6 +312,13 @@ class Pipeline:
         """Forget all gradients."""
         for param in self.parameters():
             param.grad = None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: stages are bound to their ranks and their processes."""
+        raise TypeError(
+            "a Pipeline can't be copied or pickled; save pipe.state_dict() and load it into a new "
+            "one, and for averages of weights copy pipe.parameters()"
+        )
 
 
 def _nothing(*_: object, **__: object) -> nullcontext[None]:
