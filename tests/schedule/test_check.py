@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -343,3 +344,15 @@ def test_twenty_problems_are_listed_and_the_rest_counted() -> None:
     assert len(lines) == 1 + 20 + 1
     assert lines[-1] == "  and 4 more"
     assert (caught.value.rank, caught.value.action) == (0, "0F1")
+
+
+@pytest.mark.parametrize("channels", [None, 1, "per pair"])
+def test_what_are_no_channels_is_refused(channels: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"channels=.*: expected Channels of"):
+        check(parse_csv("0F0,0B0\n"), channels)
+
+
+@pytest.mark.parametrize("given", [{"capacity": True}, {"capacity": 0.5}, {"per_pair": "x"}])
+def test_channels_of_no_kind_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ScheduleError, match=f"Channels.{next(iter(given))}="):
+        Channels(**given)

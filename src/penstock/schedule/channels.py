@@ -36,7 +36,8 @@ class Channels:
             order in which either end uses it; if not, one for each direction.
 
     Raises:
-        ScheduleError: a capacity below 0, or one that is no whole number.
+        ScheduleError: a capacity below 0, or one that is no whole number; ``per_pair`` is neither
+            True nor False.
 
     Example:
         >>> Channels() == Channels(capacity=0, per_pair=False)
@@ -48,10 +49,13 @@ class Channels:
 
     def __post_init__(self) -> None:
         given = self.capacity
-        if given is not None and (not isinstance(given, int) or given < 0):
+        is_number = isinstance(given, int) and not isinstance(given, bool)
+        if given is not None and not (is_number and given >= 0):
             raise ScheduleError(
                 f"Channels(capacity={given!r}): expected a whole number from 0 on, or None"
             )
+        if not isinstance(self.per_pair, bool):
+            raise ScheduleError(f"Channels(per_pair={self.per_pair!r}): expected True or False")
 
 
 TWO_WAY = Channels()

@@ -110,6 +110,11 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
 def _examine(program: Program, channels: Channels) -> tuple[list[Problem], str]:
     """The problems, and a drawing of what can't be told in a line."""
     refuse_no_program(program, "check()")
+    if not isinstance(channels, Channels):
+        raise ScheduleError(
+            f"channels={channels!r}: expected Channels of penstock.schedule.channels, such as "
+            "Channels(capacity=1)"
+        )
     found = size_problems(program)
     if found:
         return found, ""

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
+from penstock.schedule import passes
 from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.channels import Channels
 from penstock.schedule.check import check, problems
@@ -270,3 +271,15 @@ def test_what_keeps_no_activations_is_refused() -> None:
         recompute(forward_only(program))
     with pytest.raises(ScheduleError, match="at least 1"):
         offload(program, ahead=0)
+
+
+@pytest.mark.parametrize("name", passes.__all__)
+def test_what_is_no_program_is_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"{name}\(\) takes a program, not '1f1b'"):
+        getattr(passes, name)("1f1b")
+
+
+@pytest.mark.parametrize("name", ["recompute", "offload"])
+def test_what_are_no_stages_is_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match="stages=0: expected numbers of stages"):
+        getattr(passes, name)(parse_csv("0F0,0B0\n"), stages=0)

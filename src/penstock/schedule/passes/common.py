@@ -15,10 +15,12 @@ def stages_of(program: Program, stages: Iterable[int] | None) -> frozenset[int]:
     """The stages that are meant, all if None.
 
     Raises:
-        ScheduleError: a stage that the program does not have.
+        ScheduleError: a stage that the program does not have, or no stages at all.
     """
     if stages is None:
         return frozenset(range(program.num_stages))
+    if not isinstance(stages, Iterable):
+        raise ScheduleError(f"stages={stages!r}: expected numbers of stages, such as [0, 2]")
     chosen = frozenset(stages)
     strange = sorted(chosen - set(range(program.num_stages)))
     if strange:

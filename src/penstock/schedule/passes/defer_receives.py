@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.passes.remove_transfers import remove_transfers
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 
 __all__ = ["defer_receives"]
 
@@ -36,4 +36,5 @@ def defer_receives(program: Program) -> Program:
         0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2
         1RECV_F0,1RECV_F1,1F0,1RECV_F2,1F1,1F2
     """
+    refuse_no_program(program, "defer_receives()")
     return insert_transfers(remove_transfers(program))

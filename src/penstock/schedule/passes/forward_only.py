@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.action import Op
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 
 __all__ = ["forward_only"]
 
@@ -26,6 +26,7 @@ def forward_only(program: Program) -> Program:
         >>> print(format_csv(forward_only(parse_csv("0F0,0F1,0B0,0B1\\n"))), end="")
         0F0,0F1
     """
+    refuse_no_program(program, "forward_only()")
     return program.with_ranks(
         tuple(
             tuple(act for step in steps for act in step.parts if act.op is Op.FORWARD)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
 
 __all__ = ["insert_sharding"]
@@ -41,6 +41,7 @@ def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Progr
         >>> print(format_csv(insert_sharding(parse_csv("0F0,1F0\\n"))), end="")
         0UNSHARD,1UNSHARD,0F0,0RESHARD,1F0,1RESHARD
     """
+    refuse_no_program(program, "insert_sharding()")
     if max_unsharded_stages < 1:
         raise ScheduleError(f"max_unsharded_stages is {max_unsharded_stages}; at least 1 is needed")
     if any(act.op in _SHARDING for act in program.actions()):

@@ -26,7 +26,7 @@ from penstock.schedule.coding import Coded, Coding
 from penstock.schedule.encoding import encode
 from penstock.schedule.passes.pair_order import in_one_order
 from penstock.schedule.play import Player
-from penstock.schedule.program import CheckedProgram, Program
+from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, RECEIVE_FOR, TRANSFERS
 
 __all__ = ["insert_transfers"]
@@ -66,6 +66,7 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
         0F0,0SEND_F0,0RECV_B0,0B0
         1RECV_F0,1F0,1B0,1SEND_B0
     """
+    refuse_no_program(program, "insert_transfers()")
     if any(act.op in TRANSFERS for act in program.actions()):
         raise ScheduleError(
             f"program {program.name!r} has transfers already; remove_transfers takes them out"

@@ -7,7 +7,7 @@ from penstock.schedule.channels import TWO_WAY, Channels
 from penstock.schedule.passes.insert_sharding import insert_sharding
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.passes.reduce_gradients import reduce_gradients
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import TRANSFERS
 
 __all__ = ["lower"]
@@ -43,6 +43,7 @@ def lower(
         0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD
         1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
     """
+    refuse_no_program(program, "lower()")
     used = {act.op for act in program.actions()}
     if Op.REDUCE_GRAD not in used:
         program = reduce_gradients(program)

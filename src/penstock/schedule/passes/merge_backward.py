@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 
 __all__ = ["merge_backward"]
 
@@ -27,6 +27,7 @@ def merge_backward(program: Program) -> Program:
         >>> print(format_csv(merge_backward(parse_csv("0F0,0I0,0W0\\n"))), end="")
         0F0,0B0
     """
+    refuse_no_program(program, "merge_backward()")
     return program.with_ranks(tuple(_merged(steps) for steps in program.ranks))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.passes.common import refuse_kept_otherwise, stages_of
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
 
 __all__ = ["offload"]
@@ -45,6 +45,7 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
         >>> print(format_csv(offload(program)), end="")
         0F0,0OFFLOAD0,0F1,0OFFLOAD1,0RELOAD0,0F2,0OFFLOAD2,0RELOAD1,0B0,0RELOAD2,0B1,0B2
     """
+    refuse_no_program(program, "offload()")
     if not isinstance(ahead, int) or ahead < 1:
         raise ScheduleError(
             f"offload(ahead={ahead!r}): expected a whole number of computations, at least 1"

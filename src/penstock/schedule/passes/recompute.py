@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.passes.common import refuse_kept_otherwise, stages_of
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 
 __all__ = ["recompute"]
 
@@ -40,6 +40,7 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
         0F0,0RECOMPUTE0,0B0
         1F0,1RECOMPUTE0,1I0,1W0
     """
+    refuse_no_program(program, "recompute()")
     chosen = stages_of(program, stages)
     refuse_kept_otherwise(program, chosen)
     if not any(act.op in _BACKWARDS for act in program.actions()):

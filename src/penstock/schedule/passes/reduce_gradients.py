@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 
 __all__ = ["reduce_gradients"]
 
@@ -35,6 +35,7 @@ def reduce_gradients(program: Program) -> Program:
         >>> print(format_csv(reduce_gradients(parse_csv("0F0,0F1,0B0,0B1\\n"))), end="")
         0F0,0F1,0B0,0B1,0REDUCE_GRAD
     """
+    refuse_no_program(program, "reduce_gradients()")
     if any(act.op is Op.REDUCE_GRAD for act in program.actions()):
         raise ScheduleError(
             f"program {program.name!r} says already where gradients are reduced; take its "

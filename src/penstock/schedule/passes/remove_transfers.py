@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import TRANSFERS
 
 __all__ = ["remove_transfers"]
@@ -28,6 +28,7 @@ def remove_transfers(program: Program) -> Program:
         0F0
         1F0
     """
+    refuse_no_program(program, "remove_transfers()")
     return program.with_ranks(
         tuple(
             tuple(step for step in steps if not any(a.op in TRANSFERS for a in step.parts))
