@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from typing import Any
 
-# Each look asks the store again and again, and so is in torch's own code when the process ends.
+import pytest
+import torch.distributed as dist
+
+from penstock.runtime import watcher as watching
+from penstock.runtime.failure import Board, Place
+from penstock.runtime.watcher import Watcher
+
+# A look asks the store again and again, and so is in torch's own code when the process ends.
 ENDS_IN_A_LOOK = """
+import threading
 import time
 import torch.distributed as dist
 from penstock.runtime.failure import Board, Place
 from penstock.runtime.watcher import Watcher
 
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
+looking = threading.Event()
 
 class SlowStore:
     def check(self, keys):
-        for _ in range(30_000):
+        looking.set()
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
             store.check(keys)
         return False
 
@@ -24,7 +38,7 @@ place = Place(store=SlowStore(), key="a")
 watcher = Watcher(60.0, lambda whom: None)
 watcher.look_at(Board([place], place), always=True)
 watcher.start()
-time.sleep(0.5)
+looking.wait()
 watcher.rest()
 """
 
@@ -32,3 +46,31 @@ watcher.rest()
 def test_a_process_may_end_in_the_middle_of_a_look() -> None:
     ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_LOOK], capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+class CountedBoard(Board):
+    """Counts how often it is read."""
+
+    def __init__(self) -> None:
+        place = Place(store=dist.HashStore(), key="a")
+        super().__init__([place], place)
+        self.num_reads = 0
+        self.was_read = threading.Event()
+
+    def read(self, **options: Any) -> Any:
+        self.num_reads += 1
+        self.was_read.set()
+        return super().read(**options)
+
+
+def test_an_idle_watcher_ends_without_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "IDLE_INTERVAL_S", 0.0)
+    board, watcher = CountedBoard(), Watcher(60.0, lambda whom: None)
+    watcher.look_at(board, always=True)
+    watcher.start()
+    assert board.was_read.wait(20)
+    watcher.rest()
+    time.sleep(4 * watching.LOOK_INTERVAL_S)  # it is idle by then, or ends before it looks again
+    before = board.num_reads
+    watcher.stop()
+    assert board.num_reads == before

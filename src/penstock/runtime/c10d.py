@@ -116,8 +116,8 @@ class C10dTransport(ControlPlane):
         # On a device, all that the last good step has given it.
         self._last_step: Event = None
         self._up = self._down = self._control = group
-        # Whether the groups are made, and whether all ranks are connected over them.
-        self._connected = self._is_joined = False
+        # Whether the groups are made, all ranks are connected over them, and have made a step.
+        self._connected = self._is_joined = self._has_stepped = False
         self._held: defaultdict[int, _Held] = defaultdict(_Held)
         self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # Ranks with which connections are still to be made.
@@ -318,16 +318,14 @@ class C10dTransport(ControlPlane):
             told += f"rank 0, most often) may have died. This rank was waiting for {name} ({error})"
         elif whom is Others.REPLICAS:
             told = f"reducing or gathering over {name} failed; one of them may have died ({error})"
-        elif self._follows_a_failure():
-            told = (
-                f"the connection to {name} broke, most likely since an earlier schedule over this "
-            )
-            told += (
-                "process group failed; make stages over a new one (torch.distributed.new_group), "
-            )
-            told += f"on every rank, or start the processes again ({error})"
         else:
-            told = f"the connection to {name} broke; its process may have died ({error})"
+            told = f"the connection to {name} broke; its process may have died"
+            if not self._has_stepped and self._follows_a_failure():
+                told += (
+                    ", or it broke when an earlier schedule over this process group failed: then "
+                )
+                told += "make stages over a new one (torch.distributed.new_group), on every rank"
+            told += f" ({error})"
         raised = PeerError(told, where=Where(rank=self.rank))
         raised.__cause__ = error
         return raised
@@ -372,6 +370,7 @@ class C10dTransport(ControlPlane):
         self._meet_strangers()
 
     def end(self) -> None:
+        self._has_stepped = True
         self._watcher.rest()
         if self._streams is not None:
             self._last_step = self._last_step or self._streams.event()

@@ -120,6 +120,8 @@ class Watcher:
         looked_s = 0.0
         while not self._stopped.wait(LOOK_INTERVAL_S):
             self._awake.wait()
+            if self._stopped.is_set():
+                return
             board, waiting = self._board, self.waiting_for
             assert board is not None
             if waiting is not seen:
