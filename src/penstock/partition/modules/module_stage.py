@@ -21,9 +21,10 @@ from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Absent, Kind, Source, named, sources_of
 from penstock.partition.modules.crossings import Crossings
 from penstock.partition.modules.dry_run import input_names
+from penstock.partition.modules.own_units import OwnUnits, registry_of
 from penstock.partition.modules.route import absent
 from penstock.partition.modules.shared_parts import known_names
-from penstock.partition.modules.shell import build_shell, own_tree, watched
+from penstock.partition.modules.shell import build_shell, own_tree
 from penstock.partition.modules.stage_player import Left, StagePlayer
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import autocast_state, watched_hooks
@@ -52,7 +53,6 @@ class ModuleStage(nn.Module):
     kwargs_come_along = True
     _player: StagePlayer
     _shell: nn.Module
-    _opened: list[tuple[nn.Module, nn.Module]]
 
     def __init__(
         self,
@@ -72,21 +72,10 @@ class ModuleStage(nn.Module):
         # Not registered: the shell has modules that this stage does not hold.
         player = StagePlayer(index, device)
         shell = build_shell(model, parts, own, player, device)
-        held = {name: module for name, module in self.named_modules() if name in parts.opened}
         object.__setattr__(self, "_player", player)
         object.__setattr__(self, "_shell", shell)
-        object.__setattr__(
-            self,
-            "_opened",
-            [(shell.get_submodule(name), held.get(name, self)) for name in parts.opened],
-        )
+        self._own_units = OwnUnits(self, shell, parts, own, player)
         self._own_state = own_places(model, parts, own)
-        self._own_units: list[tuple[dict[str, Any], dict[str, Any], str, Any]] = [
-            (shell._modules, held._modules, name, unit)
-            for opened, (shell, held) in zip(parts.opened, self._opened, strict=True)
-            for name in held._modules
-            if (unit := parts.unit_at(f"{opened}.{name}" if opened else name)) in own
-        ]
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
@@ -185,15 +174,10 @@ class ModuleStage(nn.Module):
     # --- running -----------------------------------------------------------------------------
 
     def _play(self, plan: Crossings, values: dict[Source, Tensor], args: Any, kwargs: Any) -> Any:
-        for shell, held in self._opened:
-            shell.training = held.training
-        for shown, registered, last, unit in self._own_units:
-            module = registered[last]
-            if vars(shown[last]) is not vars(module):  # replaced by another, or wrapped, since
-                shown[last] = watched(module, unit, self._player)
+        self._own_units.take_in()
         for place, name in self._own_state:
-            registry, last = _registry(self._shell, place)
-            held, own = _registry(self, name)
+            registry, last = registry_of(self._shell, place)
+            held, own = registry_of(self, name)
             registry[last] = held[own]
         player = self._player
         lent = self._lend(values)
@@ -216,7 +200,7 @@ class ModuleStage(nn.Module):
         lent = []
         for source, value in values.items():
             if source.kind is Kind.PARAMETER:
-                registry, name = _registry(self._shell, source.name)
+                registry, name = registry_of(self._shell, source.name)
                 if type(registry[name]) is Absent:  # else it is here, under another name
                     lent.append((registry, name, registry[name]))
                     registry[name] = value
@@ -224,17 +208,10 @@ class ModuleStage(nn.Module):
 
     def _carry(self, source: Source, values: dict[Source, Tensor]) -> Tensor:
         if source.kind is Kind.PARAMETER and source not in values:
-            registry, name = _registry(self._shell, source.name)
+            registry, name = registry_of(self._shell, source.name)
             own: Tensor = registry[name]
             return own.view_as(own) if torch.is_grad_enabled() else own.detach()
         return values[source]
-
-
-def _registry(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Where a module keeps a parameter or buffer, and its last name there."""
-    path, _, last = name.rpartition(".")
-    holder = module.get_submodule(path)
-    return (holder._parameters if last in holder._parameters else holder._buffers), last
 
 
 def own_places(model: nn.Module, parts: Units, own: frozenset[str]) -> tuple[tuple[str, str], ...]:

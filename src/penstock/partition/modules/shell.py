@@ -25,7 +25,7 @@ from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_m
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import copied_shell, run_uncompiled
 
-__all__ = ["Play", "build_shell", "own_tree", "skeleton"]
+__all__ = ["Play", "build_shell", "own_tree", "skeleton", "watched"]
 
 
 class Play(Protocol):

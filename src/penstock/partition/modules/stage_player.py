@@ -164,6 +164,10 @@ class StagePlayer:
                 "did not show and which is not here; does what it is given depend on values?"
             )
 
+    def forget(self, unit: nn.Module) -> None:
+        """A unit will not be called again."""
+        self._glances.pop(id(unit), None)
+
     def _glance(self, run: nn.Module) -> Glance:
         """What looks at a unit's attributes: what it sets now may depend on values."""
         if id(run) not in self._glances:
