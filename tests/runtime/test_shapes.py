@@ -46,6 +46,19 @@ def test_after_many_shapes_all_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+def test_conditions_are_forgotten_with_the_shapes_met_under_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shapes, "MANY", 2)
+    book, met = ShapeBook(), []
+    for condition in (0, 1, 0, 2, 3, 0, 2):
+        (number,) = book.ids([(torch.ones(1),)], [{}], (condition,))
+        book.learn([number])
+        met.append(number)
+    # All but the last are forgotten with the third and the fifth; no number comes again.
+    assert met == [0, 1, 0, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
 def test_training_goes_on_when_shapes_are_forgotten(
     schedule: str, monkeypatch: pytest.MonkeyPatch

@@ -84,10 +84,11 @@ def print_table(shown: Table, console: Console) -> None:
     for column in shown.columns:
         whole = column.no_wrap or column.justify == "right"
         kept = (*str(column.header).split(), *(column.cells if whole else ()))
-        column.min_width = max(console.measure(text).maximum for text in kept)
+        column.min_width = max((console.measure(text).maximum for text in kept), default=0)
     least = sum((column.min_width or 0) + _BETWEEN for column in shown.columns)
-    console.width = max(console.width, least)
+    width, console.width = console.width, max(console.width, least)
     console.print(shown, crop=False)
+    console.width = width
 
 
 def number(value: float) -> str:

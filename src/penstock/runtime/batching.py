@@ -29,7 +29,7 @@ from penstock.runtime.row_remarks import RowRemarks
 __all__ = ["Batching", "Passed", "Specs"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Specs:
     """How arguments are split and outputs merged; along dimension 0 where None."""
 
@@ -38,7 +38,7 @@ class Specs:
     output: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
     """What one call of ``PipelineSchedule.step`` or ``eval`` was given, by its arguments' names."""
 

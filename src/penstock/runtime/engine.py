@@ -309,7 +309,8 @@ class Engine:
 class _Guard:
     """Raises what ``failed`` makes of what is raised within, unless that is None.
 
-    A class, since a generator can't raise another error in place of a StopIteration.
+    A class: ``contextmanager`` takes a RuntimeError that a generator raises from a StopIteration
+    for the interpreter's own, and drops it.
     """
 
     def __init__(self, failed: Callable[[BaseException], BaseException | None]) -> None:

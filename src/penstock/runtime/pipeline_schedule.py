@@ -116,7 +116,9 @@ class PipelineSchedule:
         self._stages = stages
         self.n_microbatches = n_microbatches
         self.scale_grads = scale_grads
-        self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        self._specs = Specs(
+            args=args_chunk_spec, kwargs=kwargs_chunk_spec, output=output_merge_spec
+        )
         self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
@@ -307,7 +309,14 @@ class PipelineSchedule:
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             check_losses(losses)
             passed = Passed(
-                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
+                args=args,
+                kwargs=kwargs,
+                target=target,
+                arg_mbs=arg_mbs,
+                kwarg_mbs=kwarg_mbs,
+                target_mbs=target_mbs,
+                loss_kwargs=loss_kwargs,
+                return_outputs=return_outputs,
             )
             batch = self._batching.split(passed)
             computed = self.engine.run(batch, train=self._trains)
@@ -334,7 +343,14 @@ class PipelineSchedule:
         with self.engine.guard(), torch.no_grad():
             check_losses(losses)
             passed = Passed(
-                args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs
+                args=args,
+                kwargs=kwargs,
+                target=target,
+                arg_mbs=arg_mbs,
+                kwarg_mbs=kwarg_mbs,
+                target_mbs=target_mbs,
+                loss_kwargs=loss_kwargs,
+                return_outputs=return_outputs,
             )
             batch = self._batching.split(passed)
             computed = self.engine.run(batch, train=False)

@@ -49,10 +49,12 @@ class ShapeBook:
     """
 
     def __init__(self) -> None:
-        # By the conditions that they were met under, and by the shapes themselves.
-        self._numbers: dict[tuple[tuple[Any, ...], tuple[Any, ...]], int] = {}
+        # Conditions may be long: each is kept once, under a number of its own.
+        self._conditions: dict[tuple[Any, ...], int] = {}
+        # By the number of the conditions that they were met under, and by the shapes themselves.
+        self._numbers: dict[tuple[int, tuple[Any, ...]], int] = {}
         self._met: set[int] = set()
-        self._next = count()
+        self._next, self._next_condition = count(), count()
         self.met_values = self.forgot = False
 
     def ids(
@@ -63,15 +65,18 @@ class ShapeBook:
     ) -> list[int]:
         """For each microbatch, the number of its inputs' shapes under the same conditions."""
         numbers = self._numbers
+        if under not in self._conditions:
+            self._conditions[under] = next(self._next_condition)
+        condition = self._conditions[under]
         found: list[int] = []
         last: tuple[Any, ...] = ()
         for positional, named in zip(args, kwargs, strict=True):
             key = _key(positional, named)
             # Most microbatches are like the one before: comparing is quicker than hashing.
             if key != last:
-                if (under, key) not in numbers:
-                    numbers[under, key] = next(self._next)
-                last, number = key, numbers[under, key]
+                if (condition, key) not in numbers:
+                    numbers[condition, key] = next(self._next)
+                last, number = key, numbers[condition, key]
                 self.met_values |= any(isinstance(mark, type) for mark in key)
             found.append(number)
         return found
@@ -86,6 +91,8 @@ class ShapeBook:
             self.forgot = True
             self._met.clear()
             self._numbers = {key: i for key, i in self._numbers.items() if i in distinct}
+            kept = {condition for condition, _ in self._numbers}
+            self._conditions = {c: n for c, n in self._conditions.items() if n in kept}
         self._met |= distinct
         return True
 

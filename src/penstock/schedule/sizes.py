@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import log10, prod
 
 from penstock.errors import ScheduleError
 
 __all__ = ["MOST_FORWARDS", "refuse_sizes"]
 
-# Forwards of a program; with their backwards they take about 50 GB. The largest clusters run
+# Forwards of a program; with their backwards they take 20 to 30 GB. The largest clusters run
 # programs of some millions.
 MOST_FORWARDS = 10**8
+# Numbers with more digits are told by how many these are.
+_DIGITS = 18
 
 
 def refuse_sizes(asker: str, **sizes: object) -> None:
@@ -34,8 +36,14 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
             raise ScheduleError(f"{asker}: {what}={number!r} must be a whole number from 1 on")
         numbers.append(number)
     if prod(numbers) > MOST_FORWARDS:
-        given = ", ".join(f"{what}={number:g}" for what, number in zip(sizes, numbers, strict=True))
+        given = ", ".join(f"{what}={_shown(n)}" for what, n in zip(sizes, numbers, strict=True))
         raise ScheduleError(
-            f"{asker}: {given} would be {prod(numbers):.1e} forwards, more than a machine holds; "
-            f"at most {MOST_FORWARDS:.0e} can be planned"
+            f"{asker}: {given} are {_shown(prod(numbers))} forwards, more than a machine holds; at "
+            f"most {MOST_FORWARDS} can be planned"
         )
+
+
+def _shown(number: int) -> str:
+    """A number, however long."""
+    digits = int((number.bit_length() - 1) * log10(2))
+    return str(number) if digits < _DIGITS else f"over 10^{digits}"

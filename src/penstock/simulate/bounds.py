@@ -32,6 +32,7 @@ from enum import Enum
 
 from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement, looped
+from penstock.schedule.sizes import refuse_sizes
 from penstock.schedule.words import number_of
 from penstock.simulate.chains import StageChain, chains
 from penstock.simulate.costs import Costs
@@ -122,14 +123,13 @@ def lower_bounds(
         >>> lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=2).makespan
         37.0
     """
+    refuse_sizes("lower_bounds", ranks=ranks, microbatches=microbatches, virtual=virtual)
     placed = looped(ranks, virtual) if placement is None else placement
     if placed.num_ranks != ranks:
         raise ScheduleError(
             f"lower_bounds: ranks={ranks}, but the placement is one of "
             f"{number_of(placed.num_ranks, 'rank')}"
         )
-    if microbatches < 1:
-        raise ScheduleError(f"lower_bounds: microbatches={microbatches}; a step takes at least one")
     stages = chains(costs, placed, microbatches, backward)
     if memory_limit is not None and backward:
         least = least_memory(costs, placement=placed, microbatches=microbatches)

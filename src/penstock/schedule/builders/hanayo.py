@@ -48,6 +48,7 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
         '0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1'
     """
     waves = _waves(virtual, waves)
+    refuse_sizes("hanayo", ranks=ranks, microbatches=microbatches, virtual=2 * waves)
     placement = wave(ranks, waves)
     group = min(ranks, microbatches)
     limit = 2 * waves * group
@@ -92,7 +93,8 @@ def _waves(virtual: int, waves: int | None) -> int:
                 f"{virtual + 1} do"
             )
         return virtual // 2
-    refuse_sizes("hanayo", waves=waves)
+    if not isinstance(waves, int) or isinstance(waves, bool) or waves < 1:
+        raise ScheduleError(f"hanayo: waves={waves!r} must be a whole number from 1 on")
     if virtual not in (2, 2 * waves):
         raise ScheduleError(
             f"hanayo: waves={waves} make {2 * waves} stages per rank, not virtual={virtual}; give "
