@@ -1,7 +1,8 @@
-"""The versions of torch on which the whole suite has passed.
+"""The versions of torch on which the suite has passed.
 
-Elsewhere, look at what goes through the ``..._private.py`` adapters, run the suite, and add the
-version here and in the README.
+What is held against torch's own pipelining is held against that of 2.13 alone. Elsewhere, look at
+what goes through the ``..._private.py`` adapters, run the suite, and add the version here and in
+the README.
 """
 
 from __future__ import annotations
