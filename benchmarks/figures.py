@@ -7,13 +7,14 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Figure", "load_figures", "save_figures", "show_figures", "write_page"]
+__all__ = ["Figure", "save_figures", "show_figures", "write_page"]
 
 # What lies between these lines of a page is written by ``write_page``.
 _BEGIN, _END = "<!-- figures: written by make bench -->", "<!-- end of figures -->"
@@ -90,14 +91,10 @@ def save_figures(figures: Sequence[Figure], path: Path) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def load_figures(path: Path) -> list[Figure]:
-    """The figures that ``save_figures`` wrote."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["figures"]
-    return [Figure(**{k: v for k, v in row.items() if k != "holds"}) for row in rows]
-
-
 def write_page(figures: Sequence[Figure], page: Path) -> None:
-    """Put the figures into a page, as a table between its two marker lines.
+    """Put the figures into a page's table, between its two marker lines, where their groups stand.
+
+    Rows of other groups stay as they are.
 
     Raises:
         ValueError: the page lacks a marker.
@@ -105,21 +102,30 @@ def write_page(figures: Sequence[Figure], page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     if _BEGIN not in text or _END not in text:
         raise ValueError(f"{page} lacks the line {_BEGIN!r} or {_END!r}")
+    head, rest = text.split(_BEGIN, 1)
+    told, tail = rest.split(_END, 1)
+    rows: dict[str, list[str]] = {}
+    for line in told.splitlines():
+        if line.startswith("| ") and not line.startswith("| what |"):
+            rows.setdefault(line.split("|")[1].strip(), []).append(line)
+    rows |= {figure.group: [] for figure in figures}
+    for figure in figures:
+        rows[figure.group].append(_row(figure))
     lines = [
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
         "",
         "| what | case | over | measured | ± | bound |",
         "|---|---|---|---:|---:|---:|",
     ]
-    for figure in figures:
-        unit = f" {figure.unit}" if figure.unit else ""
-        spread = f"{figure.spread:.3f}" if figure.spread else ""
-        bound = "" if figure.bound is None else f"≤ {figure.bound:.2f}"
-        value = f"{figure.value:.3f}{unit}"
-        shown = value if figure.holds else f"**{value}** (does not hold)"
-        cells = (figure.group, figure.name, figure.over, shown, spread, bound)
-        lines.append(f"| {' | '.join(cells)} |")
-    head, rest = text.split(_BEGIN, 1)
-    tail = rest.split(_END, 1)[1]
-    table = "\n".join(lines)
+    table = "\n".join([*lines, *chain.from_iterable(rows.values())])
     page.write_text(f"{head}{_BEGIN}\n{table}\n{_END}{tail}", encoding="utf-8")
+
+
+def _row(figure: Figure) -> str:
+    unit = f" {figure.unit}" if figure.unit else ""
+    spread = f"{figure.spread:.3f}" if figure.spread else ""
+    bound = "" if figure.bound is None else f"≤ {figure.bound:.2f}"
+    value = f"{figure.value:.3f}{unit}"
+    shown = value if figure.holds else f"**{value}** (does not hold)"
+    cells = (figure.group, figure.name, figure.over, shown, spread, bound)
+    return f"| {' | '.join(cells)} |"

@@ -5,7 +5,7 @@
     .venv/bin/python -m benchmarks.run --quick            few rounds: does it run, not what it says
 
 Two processes over gloo, one thread each. Prints a table, writes benchmarks/results/*.json, and puts
-all of those into docs/performance.md.
+what was measured into docs/performance.md.
 Close what else runs: a ratio of two times is only as steady as the machine.
 """
 
@@ -24,7 +24,7 @@ os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
 
 from rich.console import Console
 
-from benchmarks.figures import Figure, load_figures, save_figures, show_figures, write_page
+from benchmarks.figures import Figure, save_figures, show_figures, write_page
 from benchmarks.memory import measure_memory
 from benchmarks.planning import (
     measure_check,
@@ -91,8 +91,7 @@ def main() -> int:
         figures += found
     show_figures(figures, console)
     if not asked.quick:
-        paths = [RESULTS / f"{name}.json" for name in known]
-        write_page([f for path in paths if path.exists() for f in load_figures(path)], PAGE)
+        write_page(figures, PAGE)
     return 0 if asked.quick or all(figure.holds for figure in figures) else 1
 
 

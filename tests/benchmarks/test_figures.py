@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import Figure, load_figures, save_figures, write_page
+from benchmarks.figures import Figure, save_figures, write_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 FAST = Figure(group="step time", name="1F1B", over="torch", value=0.5, bound=0.92, spread=0.01)
@@ -20,10 +21,12 @@ def test_a_figure_holds_up_to_its_bound() -> None:
     assert not SLOW.holds
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+def test_figures_are_written_as_json(tmp_path: Path) -> None:
     path = tmp_path / "new" / "figures.json"
     save_figures([FAST, SLOW, FREE], path)
-    assert load_figures(path) == [FAST, SLOW, FREE]
+    read = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    assert [each.pop("holds") for each in read] == [True, False, True]
+    assert [Figure(**each) for each in read] == [FAST, SLOW, FREE]
 
 
 def test_a_page_gets_the_figures_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -36,6 +39,26 @@ def test_a_page_gets_the_figures_and_keeps_the_rest(tmp_path: Path) -> None:
     assert "| step time | ZBV | torch | **0.930** (does not hold) | 0.010 | ≤ 0.92 |" in lines
     assert "| memory | M = 8 |  | 40.000 MB |  |  |" in lines
     assert lines[0] == "# Performance"
+
+
+def test_what_was_not_measured_stays_in_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    before = rows(page)
+    groups = {row.split("|")[1].strip() for row in before}
+    write_page([replace(FAST, group="planning")], page)
+    assert len(groups) > 5
+    measured = [row for row in rows(page) if row not in before]
+    assert measured == ["| planning | 1F1B | torch | 0.500 | 0.010 | ≤ 0.92 |"]
+    assert [r for r in rows(page) if r not in measured] == [
+        r for r in before if not r.startswith("| planning |")
+    ]
+
+
+def rows(page: Path) -> list[str]:
+    """The rows of its table of figures."""
+    table = page.read_text(encoding="utf-8").split("|---|---|---|---:|---:|---:|\n")[1]
+    return table.split("\n<!--")[0].splitlines()
 
 
 def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
