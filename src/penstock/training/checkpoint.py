@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from os import PathLike
 from typing import Any, Protocol
 
@@ -274,13 +275,17 @@ def _fill_optimizer(
             name, _, entry = rest.rpartition(".")
             states.setdefault(name, {})[entry] = value
     names = iter([name for name, _, _ in _held(model, optimizer)])
+    given: set[str] = set()
     plain = optimizer.state_dict()
     plain["state"] = {}
     for group in plain["param_groups"]:
         for position, index in enumerate(group["params"]):
             name = next(names)
             if name in states:
-                plain["state"][index] = states[name]
+                # Places of a shared parameter have one name, but each a state of its own.
+                own = deepcopy(states[name]) if name in given else states[name]
+                plain["state"][index] = own
+                given.add(name)
             if position == 0:
                 group.update({key: flat[f"param_groups.{name}.{key}"] for key in _settings(group)})
     optimizer.load_state_dict(plain)
