@@ -73,17 +73,39 @@ def test_over_ranks_it_is_the_plain_models(num_ranks: int, norm_type: float) -> 
         torch.testing.assert_close(ours, theirs)
 
 
-def overflows(rank: int, num_ranks: int) -> str:
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
-    with pytest.raises(StageError) as caught:
-        clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
-    return str(caught.value)
+def overflows(rank: int, num_ranks: int) -> list[str]:
+    told = []
+    for fault, norm_type in ((math.inf, 2.0), (math.inf, math.inf), (math.nan, math.inf)):
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.tensor([1.0, fault if rank == 1 else 1.0])
+        with pytest.raises(StageError) as caught:
+            clip_grad_norm_([param], 1.0, norm_type, error_if_nonfinite=True)
+        told.append(str(caught.value))
+    return told
 
 
 def test_what_is_not_finite_on_one_rank_is_told_on_all() -> None:
     for outcome in run_ranks(overflows, 2):
-        assert "over all ranks, is inf" in outcome.result()
+        for told, fault in zip(outcome.result(), ("inf", "inf", "nan"), strict=True):
+            assert f"over all ranks, is {fault}" in told
+
+
+def of_two_dtypes(rank: int, num_ranks: int) -> Tensor:
+    dtype = torch.float32 if rank else torch.bfloat16
+    param = nn.Parameter(torch.zeros(2, dtype=dtype))
+    param.grad = torch.tensor([1.0, 1.75], dtype=dtype)
+    return clip_grad_norm_(param, 1.0)
+
+
+def test_ranks_of_other_dtypes_have_one_norm() -> None:
+    params = [nn.Parameter(torch.zeros(2, dtype=t)) for t in (torch.bfloat16, torch.float32)]
+    for param in params:
+        param.grad = torch.tensor([1.0, 1.75], dtype=param.dtype)
+    first, second = (outcome.result() for outcome in run_ranks(of_two_dtypes, 2))
+    assert torch.equal(first, second)
+    expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
+    torch.testing.assert_close(first, expected, rtol=2e-3, atol=0)
+    assert first.dtype == expected.dtype
 
 
 def test_a_single_tensor_is_taken_too() -> None:

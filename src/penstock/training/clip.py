@@ -8,7 +8,6 @@ It knows parameters and a process group; no stages, no schedules.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -92,13 +91,12 @@ def _device(parameters: list[Tensor], group: dist.ProcessGroup | None) -> torch.
 def _over_ranks(
     norm: Tensor, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tensor:
-    """The norm of the ranks' norms. Doubles: powers of a float32 norm may not fit float32."""
-    total = norm.to(device, torch.float64)
-    if math.isinf(norm_type):
-        dist.all_reduce(total, dist.ReduceOp.MAX, group)
-    else:
-        total = total**norm_type
-        dist.all_reduce(total, dist.ReduceOp.SUM, group)
-        total = total ** (1 / norm_type)
-    # Without gradients a rank has no dtype to go by; as in torch, its norm is then a float32.
-    return total.to(norm.dtype)
+    """The norm of the ranks' norms, the same on every rank."""
+    # Doubles: powers of a float32 norm may not fit float32. Gathered: a maximum that is taken on
+    # the way loses what is not a number.
+    mine = norm.to(device, torch.float64)
+    norms = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(norms, mine, group)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    # Ranks may have gradients of other dtypes, or none: no rank rounds it to its own.
+    return total.to(torch.promote_types(norm.dtype, torch.float32))
