@@ -6,7 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.errors import StageError
 from penstock.testing.processes import run_ranks
@@ -106,6 +109,33 @@ def test_ranks_of_other_dtypes_have_one_norm() -> None:
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
     torch.testing.assert_close(first, expected, rtol=2e-3, atol=0)
     assert first.dtype == expected.dtype
+
+
+def partly_spread(rank: int, num_ranks: int, norm_type: float, foreach: bool) -> str:
+    """Gradients spread over one mesh, over another one, and whole: as in a stage that is tensor
+    parallel; what differs from the plain model's."""
+    plain = plain_model()
+    meshes = [init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))]
+    mine = plain_model()
+    for layer, mesh in zip(mine, meshes, strict=False):
+        spread = distribute_tensor(layer.weight.grad, mesh, [Shard(0)] * mesh.ndim)
+        layer.weight = nn.Parameter(torch.zeros_like(spread))
+        layer.weight.grad = spread
+    alone = dist.new_subgroups(1)[0]
+    params = [p for layer in mine for p in layer.parameters()]
+    total = clip_grad_norm_(params, 0.5, norm_type, foreach=foreach, group=alone)
+    expected = [p for layer in plain for p in layer.parameters()]
+    torch.testing.assert_close(total, nn.utils.clip_grad_norm_(expected, 0.5, norm_type))
+    for ours, theirs in zip(params, expected, strict=True):
+        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+        torch.testing.assert_close(grad, theirs.grad)
+    return ""
+
+
+@pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, True), (math.inf, False)])
+def test_gradients_may_be_spread_in_several_ways(norm_type: float, foreach: bool) -> None:
+    for outcome in run_ranks(partly_spread, 2, norm_type, foreach):
+        assert not outcome.result()
 
 
 def test_a_single_tensor_is_taken_too() -> None:

@@ -8,7 +8,7 @@ It knows parameters and a process group; no stages, no schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -62,12 +62,8 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
     mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in mine if p.grad is not None and counts_here(p)]
-    total = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-    # Of sharded gradients (DTensor, whose import takes a second) the norm is sharded too.
-    full_tensor = getattr(total, "full_tensor", None)
-    if full_tensor is not None:
-        total = full_tensor()
+    kinds = _by_mesh(mine)
+    total = _norm_here(kinds, norm_type, foreach)
     if dist.is_available() and dist.is_initialized():
         total = _over_ranks(total, norm_type, group, _device(mine, group))
     if error_if_nonfinite and not torch.isfinite(total):
@@ -75,8 +71,35 @@ def clip_grad_norm_(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
             "overflow in the forward, or pass error_if_nonfinite=False"
         )
-    torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total, foreach=foreach)
+    for alike in kinds:
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total, foreach=foreach)
     return total
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those that have a gradient, by the mesh over which it is spread; torch takes no two together.
+
+    In a stage that is tensor parallel some are spread over one mesh, some over none.
+    """
+    kinds: dict[object, list[Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            kinds.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return [*kinds.values()]
+
+
+def _norm_here(kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of all gradients of this process's stages."""
+    norms = []
+    for alike in kinds:
+        grads = [p.grad for p in alike if p.grad is not None and counts_here(p)]
+        if not grads:
+            continue
+        norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+        # Of sharded gradients (DTensor, whose import takes a second) the norm is sharded too.
+        full_tensor = getattr(norm, "full_tensor", None)
+        norms.append(norm if full_tensor is None else full_tensor())
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
 
 
 def _device(parameters: list[Tensor], group: dist.ProcessGroup | None) -> torch.device:
