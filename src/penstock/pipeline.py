@@ -300,7 +300,8 @@ class Pipeline:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this process's part of a plain model's state.
 
-        Of a tied parameter any of its names will do.
+        Of a tied parameter any of its names will do. What stages hold sharded may be whole in the
+        state, as ``state_dict(full=True)`` gives it.
 
         Raises:
             PartitionError: a name of this process's is missing, or one is none of the model's:

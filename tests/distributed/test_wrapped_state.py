@@ -105,3 +105,20 @@ def test_wrapped_stages_are_saved_as_the_plain_model(wrap: str, tmp_path: Path) 
         dcp.load(state, checkpoint_id=str(tmp_path / "it"), no_dist=True)
     for name, tensor in saved.items():
         torch.testing.assert_close(state["model"][name], tensor)
+
+
+def load_whole(rank: int, num_ranks: int, wrap: str) -> list[dict[str, Tensor]]:
+    """The whole state of one pipeline, and what another one has that has loaded it."""
+    full = make_pipe(wrap, seed=0)[0].state_dict(full=True)
+    fresh, _ = make_pipe(wrap, seed=1)
+    fresh.load_state_dict(full)
+    return [full, fresh.state_dict(full=True)]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_wrapped_stages_take_a_whole_state(wrap: str) -> None:
+    expected = make_model(0).state_dict()
+    for outcome in run_ranks(load_whole, 4, wrap):
+        for state in outcome.result():
+            assert [*state] == [*expected]
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

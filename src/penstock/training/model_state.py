@@ -103,7 +103,10 @@ class ModelState:
         found = [self._names_in(state_dict, stage) for stage in self._stages]
         self._refuse_other_names(state_dict, found)
         for stage, names in zip(self._stages, found, strict=True):
-            stage.submod.load_state_dict({own: state_dict[name] for own, name in names.items()})
+            own = stage.submod.state_dict()
+            stage.submod.load_state_dict(
+                {name: _spread_as(own[name], state_dict[at]) for name, at in names.items()}
+            )
 
     def _names_in(self, state_dict: Mapping[str, Any], stage: Stage) -> dict[str, str]:
         """Under which name a state has each of a stage's; the plain model's where it has none."""
@@ -160,3 +163,14 @@ class ModelState:
                 "state can't hold them all; save and load stage.submod of each stage, or name "
                 "their layers apart"
             )
+
+
+def _spread_as(mine: Any, value: Any) -> Any:
+    """A whole tensor as the one whose place it takes: sharded likewise, where that one is."""
+    if not hasattr(mine, "placements") or hasattr(value, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # whose import takes a second
+
+    # Every process has the whole, and takes its part of that.
+    where = mine.device_mesh, mine.placements
+    return distribute_tensor(value.to(mine.device), *where, src_data_rank=None)
