@@ -297,6 +297,10 @@ class Pipeline:
         """
         return self._state.state_dict(full=full)
 
+    def parameter_stages(self) -> dict[str, int]:
+        """By the name of each of this process's parameters, which stage of the model holds it."""
+        return self._state.parameter_stages()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this process's part of a plain model's state.
 

@@ -11,10 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Pipeline
+from penstock import Pipeline, PipelineStage
+from penstock.errors import PartitionError
 from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
-from tests.distributed.replicas import WRAPS, batch, make_meshes, whole
+from tests.distributed.replicas import CPU, WRAPS, batch, make_meshes, whole
 
 
 def make_model(seed: int) -> nn.Sequential:
@@ -122,3 +123,22 @@ def test_wrapped_stages_take_a_whole_state(wrap: str) -> None:
         for state in outcome.result():
             assert [*state] == [*expected]
             assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def save_common(rank: int, num_ranks: int, path: str) -> list[str]:
+    """Both ranks cut their stage by hand, and call its layer alike."""
+    stage = PipelineStage(nn.Sequential(nn.Linear(4, 4)), rank, num_ranks, CPU)
+    pipe = Pipeline([stage], loss_fn=F.mse_loss, n_microbatches=2)
+    told = []
+    for act in (lambda: save(path, pipe), lambda: pipe.state_dict(full=True)):
+        with pytest.raises(PartitionError) as caught:
+            act()
+        told.append(str(caught.value))
+    return told
+
+
+def test_stages_of_several_ranks_with_names_in_common_have_no_common_state(tmp_path: Path) -> None:
+    for outcome in run_ranks(save_common, 2, str(tmp_path / "it")):
+        for told in outcome.result():
+            assert "several stages have the names ['0.bias', '0.weight']" in told
+    assert not (tmp_path / "it").exists()

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_name
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_name
 
 from penstock.errors import PartitionError
+from penstock.training.model_state import names_in_common, told_of_common
 
 __all__ = ["Model", "load", "optimizer_state", "save"]
+
+T = TypeVar("T")
 
 _STATE = "optim.state."
 # How many faults a message lists.
@@ -67,8 +70,8 @@ def save(
         group: the processes that take part; all if None.
 
     Raises:
-        PartitionError: the optimizer holds a parameter that the model does not; on every rank,
-            and nothing was written.
+        PartitionError: the optimizer holds a parameter that the model does not, or stages have
+            names in common; on every rank, and nothing was written.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -80,6 +83,11 @@ def save(
         (True, True)
     """
     _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
+    # A plain module is no stage, and may be the same on every rank.
+    stages = getattr(type(model), "parameter_stages", None)
+    common = names_in_common(_gathered({} if stages is None else stages(model), group))
+    if common:
+        raise PartitionError(told_of_common(common))
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
@@ -241,6 +249,15 @@ def _read(
         load_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
 
 
+def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank has."""
+    if not _is_distributed():
+        return [mine]
+    everyones = [mine for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones
+
+
 def _raise_together(
     faults: list[str],
     group: dist.ProcessGroup | None,
@@ -248,9 +265,8 @@ def _raise_together(
 ) -> None:
     """Raise on every rank where there is a fault on any: nobody waits for one that stopped."""
     if _is_distributed():
-        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, faults, group=group)
-        faults = [f"rank {r}: {fault}" for r, found in enumerate(gathered) for fault in found]
+        everyones = enumerate(_gathered(faults, group))
+        faults = [f"rank {r}: {fault}" for r, found in everyones for fault in found]
     if faults:
         rest = len(faults) - _SHOWN
         more = [f"and {rest} more"] if rest > 0 else []
