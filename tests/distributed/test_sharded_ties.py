@@ -106,3 +106,17 @@ def test_they_train_as_the_plain_model_also_from_a_checkpoint(
         assert state.keys() == expected.keys()
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+def clip_over_all(rank: int, num_ranks: int) -> str:
+    pipe, *_ = make_pipe("1f1b", 0, "fsdp whole")
+    inputs, target = batch(0, 0)
+    pipe.step(inputs, target=target)
+    with pytest.raises(ValueError, match="pass the pipeline's group") as caught:
+        clip_grad_norm_(pipe.parameters(), MAX_NORM)
+    return str(caught.value)
+
+
+def test_a_norm_over_all_replicas_is_refused() -> None:
+    for outcome in run_ranks(clip_over_all, 4):
+        assert "has 4 ranks, and the pipeline of these parameters 2" in outcome.result()

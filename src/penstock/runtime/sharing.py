@@ -30,7 +30,7 @@ from penstock.runtime.shared_names import groups_of
 from penstock.runtime.torch_private import has_grad_hooks
 from penstock.runtime.transport import Transport
 from penstock.schedule.placement import Placement
-from penstock.stage.counted import set_counts_here
+from penstock.stage.counted import set_counts_here, set_pipeline_size
 from penstock.stage.stage import Stage
 
 __all__ = ["Sharing"]
@@ -118,6 +118,7 @@ class Sharing:
         self._seen = params
         for param in params:
             set_counts_here(param, True)
+            set_pipeline_size(param, self._placement.num_ranks if self._transport else 1)
         found = self._find()
         self._params = tuple(s for s in found if len(s.here) > 1 or len(s.ranks) > 1)
         rank = self._transport.rank if self._transport is not None else None

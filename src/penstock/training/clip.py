@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.runtime.torch_private import takes_cpu_tensors
-from penstock.stage.counted import counts_here
+from penstock.stage.counted import counts_here, pipeline_size
 from penstock.stage.device_streams import indexed
 
 __all__ = ["clip_grad_norm_"]
@@ -50,7 +50,8 @@ def clip_grad_norm_(
         The total norm before clipping, a scalar; the same on every rank.
 
     Raises:
-        ValueError: ``norm_type`` is not above 0.
+        ValueError: ``norm_type`` is not above 0; or no group was given, and the parameters are
+            those of a pipeline over some of the processes.
         StageError: the total norm is not finite, and that was to be an error; on every rank.
 
     Example:
@@ -65,6 +66,8 @@ def clip_grad_norm_(
     kinds = _by_mesh(mine)
     total = _norm_here(kinds, norm_type, foreach)
     if dist.is_available() and dist.is_initialized():
+        if group is None:
+            _refuse_other_ranks(mine, dist.get_world_size())
         total = _over_ranks(total, norm_type, group, _device(mine, group))
     if error_if_nonfinite and not torch.isfinite(total):
         raise StageError(
@@ -74,6 +77,16 @@ def clip_grad_norm_(
     for alike in kinds:
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total, foreach=foreach)
     return total
+
+
+def _refuse_other_ranks(parameters: Iterable[Tensor], num_ranks: int) -> None:
+    """Where there are replicas of a pipeline, the default group would count its gradients twice."""
+    sizes = {pipeline_size(param) for param in parameters} - {None, num_ranks}
+    if sizes:
+        raise ValueError(
+            f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
+            f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
+        )
 
 
 def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
