@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from penstock import Pipeline
+from penstock.errors import PartitionError
 from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
@@ -120,3 +123,32 @@ def clip_over_all(rank: int, num_ranks: int) -> str:
 def test_a_norm_over_all_replicas_is_refused() -> None:
     for outcome in run_ranks(clip_over_all, 4):
         assert "has 4 ranks, and the pipeline of these parameters 2" in outcome.result()
+
+
+def shard_otherwise(rank: int, num_ranks: int, other: str) -> str:
+    """The tied weight is sharded by rows on one side; on the other by columns, or not at all."""
+    pipeline, replicas = make_meshes()
+    pipe = Pipeline(
+        make_model(0), loss_fn=F.cross_entropy, n_microbatches=MICROBATCHES,
+        group=pipeline.get_group(), timeout_s=20,
+    )  # fmt: skip
+    (stage,) = pipe.stages
+    if pipeline.get_local_rank() and other == "whole":
+        stage.submod = WRAPS["ddp"](stage.submod, replicas)
+    else:
+        by_columns = pipeline.get_local_rank() == 1
+        fully_shard(
+            stage.submod,
+            mesh=replicas,
+            shard_placement_fn=lambda p: Shard(1 if by_columns and p.ndim > 1 else 0),
+        )
+    inputs, target = batch(0, 0)
+    with pytest.raises(PartitionError) as caught:
+        pipe.step(inputs, target=target)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["columns", "whole"])
+def test_places_that_are_sharded_otherwise_are_refused(other: str) -> None:
+    for outcome in run_ranks(shard_otherwise, 4, other):
+        assert "can't be shared: shapes, dtypes or shards differ" in outcome.result()
