@@ -297,10 +297,15 @@ class Pipeline:
         """
         return self._state.state_dict(full=full)
 
+    def parameter_stages(self) -> dict[str, int]:
+        """By the name of each of this process's parameters, which stage of the model holds it."""
+        return self._state.parameter_stages()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this process's part of a plain model's state.
 
-        Of a tied parameter any of its names will do.
+        Of a tied parameter any of its names will do. What stages hold sharded may be whole in the
+        state, as ``state_dict(full=True)`` gives it.
 
         Raises:
             PartitionError: a name of this process's is missing, or one is none of the model's:

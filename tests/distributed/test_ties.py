@@ -118,7 +118,7 @@ def test_a_checkpoint_of_shared_parameters_is_the_plain_models(tmp_path: Any) ->
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("shape", "can't be shared: shapes and dtypes differ"),
+        ("shape", "can't be shared: shapes, dtypes or shards differ"),
         ("name", "has neither a parameter nor a module 'nothing'"),
         ("stage", "names stage 7; there are stages 0 to 1"),
         ("one rank", "the ranks do not agree on what stages share"),

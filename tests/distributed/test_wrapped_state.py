@@ -11,10 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Pipeline
+from penstock import Pipeline, PipelineStage
+from penstock.errors import PartitionError
 from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
-from tests.distributed.replicas import WRAPS, batch, make_meshes, whole
+from tests.distributed.replicas import CPU, WRAPS, batch, make_meshes, whole
 
 
 def make_model(seed: int) -> nn.Sequential:
@@ -105,3 +106,39 @@ def test_wrapped_stages_are_saved_as_the_plain_model(wrap: str, tmp_path: Path) 
         dcp.load(state, checkpoint_id=str(tmp_path / "it"), no_dist=True)
     for name, tensor in saved.items():
         torch.testing.assert_close(state["model"][name], tensor)
+
+
+def load_whole(rank: int, num_ranks: int, wrap: str) -> list[dict[str, Tensor]]:
+    """The whole state of one pipeline, and what another one has that has loaded it."""
+    full = make_pipe(wrap, seed=0)[0].state_dict(full=True)
+    fresh, _ = make_pipe(wrap, seed=1)
+    fresh.load_state_dict(full)
+    return [full, fresh.state_dict(full=True)]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_wrapped_stages_take_a_whole_state(wrap: str) -> None:
+    expected = make_model(0).state_dict()
+    for outcome in run_ranks(load_whole, 4, wrap):
+        for state in outcome.result():
+            assert [*state] == [*expected]
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def save_common(rank: int, num_ranks: int, path: str) -> list[str]:
+    """Both ranks cut their stage by hand, and call its layer alike."""
+    stage = PipelineStage(nn.Sequential(nn.Linear(4, 4)), rank, num_ranks, CPU)
+    pipe = Pipeline([stage], loss_fn=F.mse_loss, n_microbatches=2)
+    told = []
+    for act in (lambda: save(path, pipe), lambda: pipe.state_dict(full=True)):
+        with pytest.raises(PartitionError) as caught:
+            act()
+        told.append(str(caught.value))
+    return told
+
+
+def test_stages_of_several_ranks_with_names_in_common_have_no_common_state(tmp_path: Path) -> None:
+    for outcome in run_ranks(save_common, 2, str(tmp_path / "it")):
+        for told in outcome.result():
+            assert "several stages have the names ['0.bias', '0.weight']" in told
+    assert not (tmp_path / "it").exists()

@@ -196,6 +196,43 @@ def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_settings_that_one_group_can_not_hold_are_told(tmp_path: Path) -> None:
+    model = plain_model(0)
+    weights, others = ([p for p in model.parameters() if (p.ndim > 1) is is_weight]
+                       for is_weight in (True, False))  # fmt: skip
+    groups = [{"params": weights, "lr": 0.5}, {"params": others, "lr": 0.25}]
+    save(tmp_path, model, torch.optim.SGD(groups))
+    fresh = plain_model(7)
+    before = {k: v.clone() for k, v in fresh.state_dict().items()}
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=1.0)
+    told = r"lr is 0\.5 for first\.weight and 0\.25 for first\.bias, which are in one group"
+    with pytest.raises(PartitionError, match=told):
+        load(tmp_path, fresh, optimizer)
+    assert same(dict(fresh.state_dict()), before)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
+    model = plain_model(0)
+    save(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0))
+    load(tmp_path, model, optimizer)
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+
+
+def load_missing(rank: int, num_ranks: int, path: str) -> str:
+    with pytest.raises(FileNotFoundError) as caught:
+        load(path + str(rank or ""), nn.Linear(1, 1))
+    return str(caught.value)
+
+
+def test_a_folder_that_one_rank_does_not_reach_is_told_on_all(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(1, 1))
+    for outcome in run_ranks(load_missing, 2, str(tmp_path), timeout_s=20):
+        assert "rank 1: " in outcome.result()
+        assert "is the folder not one that all ranks reach?" in outcome.result()
+
+
 def load_misfit(rank: int, num_ranks: int, path: str) -> str:
     mine = part(plain_model(7), rank, num_ranks)
     if rank == 1:

@@ -6,7 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.errors import StageError
 from penstock.testing.processes import run_ranks
@@ -73,17 +76,66 @@ def test_over_ranks_it_is_the_plain_models(num_ranks: int, norm_type: float) -> 
         torch.testing.assert_close(ours, theirs)
 
 
-def overflows(rank: int, num_ranks: int) -> str:
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
-    with pytest.raises(StageError) as caught:
-        clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
-    return str(caught.value)
+def overflows(rank: int, num_ranks: int) -> list[str]:
+    told = []
+    for fault, norm_type in ((math.inf, 2.0), (math.inf, math.inf), (math.nan, math.inf)):
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.tensor([1.0, fault if rank == 1 else 1.0])
+        with pytest.raises(StageError) as caught:
+            clip_grad_norm_([param], 1.0, norm_type, error_if_nonfinite=True)
+        told.append(str(caught.value))
+    return told
 
 
 def test_what_is_not_finite_on_one_rank_is_told_on_all() -> None:
     for outcome in run_ranks(overflows, 2):
-        assert "over all ranks, is inf" in outcome.result()
+        for told, fault in zip(outcome.result(), ("inf", "inf", "nan"), strict=True):
+            assert f"over all ranks, is {fault}" in told
+
+
+def of_two_dtypes(rank: int, num_ranks: int) -> Tensor:
+    dtype = torch.float32 if rank else torch.bfloat16
+    param = nn.Parameter(torch.zeros(2, dtype=dtype))
+    param.grad = torch.tensor([1.0, 1.75], dtype=dtype)
+    return clip_grad_norm_(param, 1.0)
+
+
+def test_ranks_of_other_dtypes_have_one_norm() -> None:
+    params = [nn.Parameter(torch.zeros(2, dtype=t)) for t in (torch.bfloat16, torch.float32)]
+    for param in params:
+        param.grad = torch.tensor([1.0, 1.75], dtype=param.dtype)
+    first, second = (outcome.result() for outcome in run_ranks(of_two_dtypes, 2))
+    assert torch.equal(first, second)
+    expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
+    torch.testing.assert_close(first, expected, rtol=2e-3, atol=0)
+    assert first.dtype == expected.dtype
+
+
+def partly_spread(rank: int, num_ranks: int, norm_type: float, foreach: bool) -> str:
+    """Gradients spread over one mesh, over another one, and whole: as in a stage that is tensor
+    parallel; what differs from the plain model's."""
+    plain = plain_model()
+    meshes = [init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))]
+    mine = plain_model()
+    for layer, mesh in zip(mine, meshes, strict=False):
+        spread = distribute_tensor(layer.weight.grad, mesh, [Shard(0)] * mesh.ndim)
+        layer.weight = nn.Parameter(torch.zeros_like(spread))
+        layer.weight.grad = spread
+    alone = dist.new_subgroups(1)[0]
+    params = [p for layer in mine for p in layer.parameters()]
+    total = clip_grad_norm_(params, 0.5, norm_type, foreach=foreach, group=alone)
+    expected = [p for layer in plain for p in layer.parameters()]
+    torch.testing.assert_close(total, nn.utils.clip_grad_norm_(expected, 0.5, norm_type))
+    for ours, theirs in zip(params, expected, strict=True):
+        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+        torch.testing.assert_close(grad, theirs.grad)
+    return ""
+
+
+@pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, True), (math.inf, False)])
+def test_gradients_may_be_spread_in_several_ways(norm_type: float, foreach: bool) -> None:
+    for outcome in run_ranks(partly_spread, 2, norm_type, foreach):
+        assert not outcome.result()
 
 
 def test_a_single_tensor_is_taken_too() -> None:

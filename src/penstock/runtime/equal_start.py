@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from penstock.errors import PartitionError
 from penstock.runtime.flat import flat_meta, flatten_tensors, unflatten_tensors
@@ -32,7 +33,8 @@ def equalize(
         transport: this rank's connection; None where one process plays all ranks.
 
     Raises:
-        PartitionError: shapes or dtypes differ, or a place has nothing; the same on every rank.
+        PartitionError: shapes, dtypes or shards differ, or a place has nothing; the same on
+            every rank.
     """
     _compare(every, groups, placement, transport)
     with torch.no_grad():
@@ -48,11 +50,7 @@ def equalize(
 def _compare(
     every: Sequence[Shared], groups: Groups, placement: Placement, transport: Transport | None
 ) -> None:
-    mine = [
-        [*shared.title, f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}", shared.label]
-        for shared in every
-        for t in shared.here
-    ]
+    mine = [[*shared.title, _described(t), shared.label] for shared in every for t in shared.here]
     notes = [json.dumps(mine).encode()]
     if transport is not None:
         notes = transport.gather_notes(notes[0])
@@ -75,11 +73,18 @@ def _compare(
             )
 
 
+def _described(tensor: Tensor) -> str:
+    told = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    # Of sharded ones (DTensor) what ranks hold is summed: it must be the same part.
+    shards = [str(p) for p in getattr(tensor, "placements", ()) if not p.is_replicate()]
+    return f"{told}, {tuple(local(tensor).shape)} by {', '.join(shards)}" if shards else told
+
+
 def _refuse_unlike(one: tuple[str, str], other: tuple[str, str]) -> None:
     if one[0] != other[0]:
         raise PartitionError(
-            f"{one[1]} ({one[0]}) and {other[1]} ({other[0]}) can't be shared: shapes and "
-            "dtypes differ"
+            f"{one[1]} ({one[0]}) and {other[1]} ({other[0]}) can't be shared: shapes, "
+            "dtypes or shards differ"
         )
 
 

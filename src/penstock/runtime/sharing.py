@@ -30,7 +30,7 @@ from penstock.runtime.shared_names import groups_of
 from penstock.runtime.torch_private import has_grad_hooks
 from penstock.runtime.transport import Transport
 from penstock.schedule.placement import Placement
-from penstock.stage.counted import set_counts_here
+from penstock.stage.counted import set_counts_here, set_pipeline_size
 from penstock.stage.stage import Stage
 
 __all__ = ["Sharing"]
@@ -63,7 +63,7 @@ class Sharing:
         self._placement = placement
         self._stages = stages
         self._transport = transports[0] if len(transports) < placement.num_ranks else None
-        self._submods: list[nn.Module] = []
+        self._seen: list[nn.Parameter] = []
         self._params: tuple[Shared, ...] = ()
         self._introduce()
         self._resolve()
@@ -111,14 +111,14 @@ class Sharing:
     # --- what is shared ----------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        """Find the parameters: again whenever a stage's module is another one."""
-        submods = [stage.submod for stage in self._stages.values()]
-        if len(submods) == len(self._submods) and all(map(_is, submods, self._submods)):
+        """Find the parameters: again whenever a stage has others, as when it is sharded."""
+        params = [param for stage in self._stages.values() for param in stage.submod.parameters()]
+        if len(params) == len(self._seen) and all(map(_is, params, self._seen)):
             return
-        self._submods = submods
-        for submod in submods:
-            for param in submod.parameters():
-                set_counts_here(param, True)
+        self._seen = params
+        for param in params:
+            set_counts_here(param, True)
+            set_pipeline_size(param, self._placement.num_ranks if self._transport else 1)
         found = self._find()
         self._params = tuple(s for s in found if len(s.here) > 1 or len(s.ranks) > 1)
         rank = self._transport.rank if self._transport is not None else None

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_name
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_name
 
 from penstock.errors import PartitionError
+from penstock.training.model_state import names_in_common, told_of_common
 
 __all__ = ["Model", "load", "optimizer_state", "save"]
+
+T = TypeVar("T")
 
 _STATE = "optim.state."
 # How many faults a message lists.
@@ -66,8 +70,8 @@ def save(
         group: the processes that take part; all if None.
 
     Raises:
-        PartitionError: the optimizer holds a parameter that the model does not; on every rank,
-            and nothing was written.
+        PartitionError: the optimizer holds a parameter that the model does not, or stages have
+            names in common; on every rank, and nothing was written.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -79,6 +83,11 @@ def save(
         (True, True)
     """
     _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
+    # A plain module is no stage, and may be the same on every rank.
+    stages = getattr(type(model), "parameter_stages", None)
+    common = names_in_common(_gathered({} if stages is None else stages(model), group))
+    if common:
+        raise PartitionError(told_of_common(common))
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
@@ -105,8 +114,11 @@ def load(
         group: the processes that take part; all if None.
 
     Raises:
-        PartitionError: the checkpoint lacks a name of the model's or of the optimizer's, or has
-            it in another shape; on every rank, and nothing was overwritten.
+        FileNotFoundError: there is no whole checkpoint in the folder, as some rank sees it; on
+            every rank.
+        PartitionError: the checkpoint lacks a name of the model's or of the optimizer's, has it
+            in another shape, or has other settings for parameters that are one group now; on
+            every rank, and nothing was overwritten.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -117,21 +129,26 @@ def load(
         >>> torch.equal(trained.weight, fresh.weight)
         True
     """
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = _described(path, group)
     state: dict[str, Any] = {"model": model.state_dict()}
+    settings: dict[str, Any] = {}
     faults = _faults(saved, {f"model.{name}": value for name, value in state["model"].items()})
     if optimizer is not None:
         faults += _strangers(model, optimizer)
         if not faults:
-            state["optim"] = _blank_optimizer_state(saved, model, optimizer)
-            settings = (key for key in state["optim"] if key.startswith("param_groups."))
+            settings = _blank_settings(saved, model, optimizer)
+            state["optim"] = _blank_state(saved, model, optimizer)
             faults += _faults(saved, {f"optim.{key}": None for key in settings})
     _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
-    with _quietly():
-        load_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
+    # What is read into the model overwrites it: whatever may be refused is read before.
+    _read(path, {"optim": settings}, group)
+    if optimizer is not None:
+        faults = _conflicts(model, optimizer, settings)
+    _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
+    _read(path, state, group)
     model.load_state_dict(state["model"])
     if optimizer is not None:
-        _fill_optimizer(model, optimizer, state["optim"])
+        _fill_optimizer(model, optimizer, {**state["optim"], **settings})
 
 
 def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -208,16 +225,52 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _raise_together(faults: list[str], group: dist.ProcessGroup | None) -> None:
+def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Mapping[str, object]:
+    """By name, what a checkpoint says of what is in it."""
+    missing = ""
+    metadata = None
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except FileNotFoundError as error:
+        missing = (
+            f"{error}; it is written last: was the saving interrupted, or is the folder not one "
+            "that all ranks reach?"
+        )
+    _raise_together([missing] if missing else [], group, FileNotFoundError)
+    assert metadata is not None, "it was read"
+    saved: Mapping[str, object] = metadata.state_dict_metadata
+    return saved
+
+
+def _read(
+    path: str | PathLike[str], state: dict[str, Any], group: dist.ProcessGroup | None
+) -> None:
+    with _quietly():
+        load_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
+
+
+def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank has."""
+    if not _is_distributed():
+        return [mine]
+    everyones = [mine for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones
+
+
+def _raise_together(
+    faults: list[str],
+    group: dist.ProcessGroup | None,
+    error: type[Exception] = PartitionError,
+) -> None:
     """Raise on every rank where there is a fault on any: nobody waits for one that stopped."""
     if _is_distributed():
-        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, faults, group=group)
-        faults = [f"rank {r}: {fault}" for r, found in enumerate(gathered) for fault in found]
+        everyones = enumerate(_gathered(faults, group))
+        faults = [f"rank {r}: {fault}" for r, found in everyones for fault in found]
     if faults:
         rest = len(faults) - _SHOWN
         more = [f"and {rest} more"] if rest > 0 else []
-        raise PartitionError("; ".join([*faults[:_SHOWN], *more]))
+        raise error("; ".join([*faults[:_SHOWN], *more]))
 
 
 def _faults(saved: Mapping[str, object], wanted: Mapping[str, Any]) -> list[str]:
@@ -236,31 +289,57 @@ def _faults(saved: Mapping[str, object], wanted: Mapping[str, Any]) -> list[str]
     return faults
 
 
-def _blank_optimizer_state(
+def _blank_settings(
+    saved: Mapping[str, object], model: Model, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Where the optimizer's settings are to be read into; most are plain values."""
+    keys = [
+        f"param_groups.{name}.{key}"
+        for name, _, group in _held(model, optimizer)
+        for key in _settings(group)
+    ]
+    return {key: _blank(saved.get(f"optim.{key}")) for key in keys}
+
+
+def _blank_state(
     saved: Mapping[str, object], model: Model, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """What is to be read, as the checkpoint describes it: an optimizer that has taken no step has
     no state yet to read into."""
-    held = {name: (param, group) for name, param, group in _held(model, optimizer)}
-    blank: dict[str, Any] = {
-        f"param_groups.{name}.{key}": None
-        for name, (_, group) in held.items()
-        for key in _settings(group)
-    }
+    held = {name: param for name, param, _ in _held(model, optimizer)}
+    blank: dict[str, Any] = {}
     for key, meta in saved.items():
         name, _, _ = key.removeprefix(_STATE).rpartition(".")
         if key.startswith(_STATE) and name in held:
-            blank[key.removeprefix("optim.")] = _blank(meta, held[name][0])
+            blank[key.removeprefix("optim.")] = _blank(meta, held[name])
     return blank
 
 
-def _blank(meta: object, param: Tensor) -> Tensor | None:
+def _blank(meta: object, param: Tensor | None = None) -> Tensor | None:
     if not isinstance(meta, TensorStorageMetadata):
         return None
-    if meta.size == param.shape:
+    if param is not None and meta.size == param.shape:
         # Like the parameter: on its device, and sharded as it is.
         return torch.empty_like(param, dtype=meta.properties.dtype, requires_grad=False)
     return torch.empty(meta.size, dtype=meta.properties.dtype)
+
+
+def _conflicts(
+    model: Model, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+) -> list[str]:
+    """Where parameters of one group were saved with different settings."""
+    first: dict[tuple[int, str], tuple[str, Any]] = {}
+    faults = []
+    for name, _, group in _held(model, optimizer):
+        for key in _settings(group):
+            value = settings[f"param_groups.{name}.{key}"]
+            of, other = first.setdefault((id(group), key), (name, value))
+            if value != other:
+                faults.append(
+                    f"{key} is {other} for {of} and {value} for {name}, which are in one group "
+                    "of this optimizer; make its groups as those of the one that was saved"
+                )
+    return faults
 
 
 def _fill_optimizer(
@@ -274,13 +353,17 @@ def _fill_optimizer(
             name, _, entry = rest.rpartition(".")
             states.setdefault(name, {})[entry] = value
     names = iter([name for name, _, _ in _held(model, optimizer)])
+    given: set[str] = set()
     plain = optimizer.state_dict()
     plain["state"] = {}
     for group in plain["param_groups"]:
         for position, index in enumerate(group["params"]):
             name = next(names)
             if name in states:
-                plain["state"][index] = states[name]
+                # Places of a shared parameter have one name, but each a state of its own.
+                own = deepcopy(states[name]) if name in given else states[name]
+                plain["state"][index] = own
+                given.add(name)
             if position == 0:
                 group.update({key: flat[f"param_groups.{name}.{key}"] for key in _settings(group)})
     optimizer.load_state_dict(plain)

@@ -8,8 +8,7 @@ It knows parameters and a process group; no stages, no schedules.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.runtime.torch_private import takes_cpu_tensors
-from penstock.stage.counted import counts_here
+from penstock.stage.counted import counts_here, pipeline_size
 from penstock.stage.device_streams import indexed
 
 __all__ = ["clip_grad_norm_"]
@@ -51,7 +50,8 @@ def clip_grad_norm_(
         The total norm before clipping, a scalar; the same on every rank.
 
     Raises:
-        ValueError: ``norm_type`` is not above 0.
+        ValueError: ``norm_type`` is not above 0; or no group was given, and the parameters are
+            those of a pipeline over some of the processes.
         StageError: the total norm is not finite, and that was to be an error; on every rank.
 
     Example:
@@ -63,21 +63,56 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
     mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in mine if p.grad is not None and counts_here(p)]
-    total = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-    # Of sharded gradients (DTensor, whose import takes a second) the norm is sharded too.
-    full_tensor = getattr(total, "full_tensor", None)
-    if full_tensor is not None:
-        total = full_tensor()
+    kinds = _by_mesh(mine)
+    total = _norm_here(kinds, norm_type, foreach)
     if dist.is_available() and dist.is_initialized():
+        if group is None:
+            _refuse_other_ranks(mine, dist.get_world_size())
         total = _over_ranks(total, norm_type, group, _device(mine, group))
     if error_if_nonfinite and not torch.isfinite(total):
         raise StageError(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
             "overflow in the forward, or pass error_if_nonfinite=False"
         )
-    torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total, foreach=foreach)
+    for alike in kinds:
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total, foreach=foreach)
     return total
+
+
+def _refuse_other_ranks(parameters: Iterable[Tensor], num_ranks: int) -> None:
+    """Where there are replicas of a pipeline, the default group would count its gradients twice."""
+    sizes = {pipeline_size(param) for param in parameters} - {None, num_ranks}
+    if sizes:
+        raise ValueError(
+            f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
+            f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
+        )
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those that have a gradient, by the mesh over which it is spread; torch takes no two together.
+
+    In a stage that is tensor parallel some are spread over one mesh, some over none.
+    """
+    kinds: dict[object, list[Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            kinds.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return [*kinds.values()]
+
+
+def _norm_here(kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of all gradients of this process's stages."""
+    norms = []
+    for alike in kinds:
+        grads = [p.grad for p in alike if p.grad is not None and counts_here(p)]
+        if not grads:
+            continue
+        norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+        # Of sharded gradients (DTensor, whose import takes a second) the norm is sharded too.
+        full_tensor = getattr(norm, "full_tensor", None)
+        norms.append(norm if full_tensor is None else full_tensor())
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
 
 
 def _device(parameters: list[Tensor], group: dist.ProcessGroup | None) -> torch.device:
@@ -92,13 +127,12 @@ def _device(parameters: list[Tensor], group: dist.ProcessGroup | None) -> torch.
 def _over_ranks(
     norm: Tensor, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tensor:
-    """The norm of the ranks' norms. Doubles: powers of a float32 norm may not fit float32."""
-    total = norm.to(device, torch.float64)
-    if math.isinf(norm_type):
-        dist.all_reduce(total, dist.ReduceOp.MAX, group)
-    else:
-        total = total**norm_type
-        dist.all_reduce(total, dist.ReduceOp.SUM, group)
-        total = total ** (1 / norm_type)
-    # Without gradients a rank has no dtype to go by; as in torch, its norm is then a float32.
-    return total.to(norm.dtype)
+    """The norm of the ranks' norms, the same on every rank."""
+    # Doubles: powers of a float32 norm may not fit float32. Gathered: a maximum that is taken on
+    # the way loses what is not a number.
+    mine = norm.to(device, torch.float64)
+    norms = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(norms, mine, group)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    # Ranks may have gradients of other dtypes, or none: no rank rounds it to its own.
+    return total.to(torch.promote_types(norm.dtype, torch.float32))

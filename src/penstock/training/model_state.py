@@ -10,7 +10,7 @@ This module knows no program, and writes no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from penstock.schedule.placement import Placement
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "names_in_common", "told_of_common"]
 
 
 class ModelState:
@@ -83,9 +83,13 @@ class ModelState:
         """Parameters and buffers; with ``full``, those of all ranks, whole, on the CPU.
 
         Raises:
-            PartitionError: stages have a name in common.
+            PartitionError: stages have a name in common; with ``full``, also on several ranks.
         """
         self._refuse_common_names()
+        if full and self._group is not None:
+            mine = {str(self._group.rank()): self.parameter_stages()}
+            common = names_in_common(gather_state(self._group, mine).values())
+            _refuse(common)
         state: dict[str, Any] = {}
         for stage in self._distinct_stages():
             submod = stage.submod
@@ -103,7 +107,10 @@ class ModelState:
         found = [self._names_in(state_dict, stage) for stage in self._stages]
         self._refuse_other_names(state_dict, found)
         for stage, names in zip(self._stages, found, strict=True):
-            stage.submod.load_state_dict({own: state_dict[name] for own, name in names.items()})
+            own = stage.submod.state_dict()
+            stage.submod.load_state_dict(
+                {name: _spread_as(own[name], state_dict[at]) for name, at in names.items()}
+            )
 
     def _names_in(self, state_dict: Mapping[str, Any], stage: Stage) -> dict[str, str]:
         """Under which name a state has each of a stage's; the plain model's where it has none."""
@@ -146,17 +153,67 @@ class ModelState:
             distinct.setdefault(self._model_stage(stage.stage_index), stage)
         return list(distinct.values())
 
+    def parameter_stages(self) -> dict[str, int]:
+        """By a parameter's name, which of the model's stages holds it.
+
+        What several stages hold together, under one name, is left out.
+        """
+        one = self._names_of_one
+        return {
+            name: self._model_stage(stage.stage_index)
+            for stage in self._distinct_stages()
+            for name, _ in named_plainly(stage.submod, buffers=False)
+            if name not in one
+        }
+
+    @property
+    def _names_of_one(self) -> set[str]:
+        """Stages of a captured model may each hold what all of them use."""
+        return {name for tie in self._ties for name in tie.values() if len({*tie.values()}) == 1}
+
     def _refuse_common_names(self) -> None:
         held: dict[str, set[int]] = {}
         for stage in self._distinct_stages():
             for name, value in stage.submod.state_dict(keep_vars=True).items():
                 held.setdefault(plain_name(stage.submod, name), set()).add(id(value))
-        # Stages of a captured model may each hold what all of them use.
-        one = {name for tie in self._ties for name in tie.values() if len({*tie.values()}) == 1}
-        common = sorted(name for name, each in held.items() if len(each) > 1 and name not in one)
-        if common:
-            raise PartitionError(
-                f"several stages have the names {common[:4]}{', …' if common[4:] else ''}, so one "
-                "state can't hold them all; save and load stage.submod of each stage, or name "
-                "their layers apart"
-            )
+        one = self._names_of_one
+        _refuse(sorted(name for name, each in held.items() if len(each) > 1 and name not in one))
+
+
+def names_in_common(everyones: Iterable[Mapping[str, int]]) -> list[str]:
+    """The names that parameters of several stages have, of all ranks' ``parameter_stages``.
+
+    Example:
+        >>> names_in_common([{"a": 0, "b": 0}, {"a": 1}, {"b": 0}])
+        ['a']
+    """
+    stages: dict[str, set[int]] = {}
+    for mine in everyones:
+        for name, stage in mine.items():
+            stages.setdefault(name, set()).add(stage)
+    return sorted(name for name, each in stages.items() if len(each) > 1)
+
+
+def told_of_common(common: Sequence[str]) -> str:
+    """What is said of names in common."""
+    return (
+        f"several stages have the names {[*common[:4]]}{', …' if common[4:] else ''}, so one "
+        "state can't hold them all; save and load stage.submod of each stage, or name "
+        "their layers apart"
+    )
+
+
+def _refuse(common: Sequence[str]) -> None:
+    if common:
+        raise PartitionError(told_of_common(common))
+
+
+def _spread_as(mine: Any, value: Any) -> Any:
+    """A whole tensor as the one whose place it takes: sharded likewise, where that one is."""
+    if not hasattr(mine, "placements") or hasattr(value, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # whose import takes a second
+
+    # Every process has the whole, and takes its part of that.
+    where = mine.device_mesh, mine.placements
+    return distribute_tensor(value.to(mine.device), *where, src_data_rank=None)
