@@ -350,6 +350,15 @@ def test_state_that_is_not_there() -> None:
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
 
 
+def test_state_of_another_shape() -> None:
+    pipe = Pipeline(named_model(), ranks=2, n_microbatches=2)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    changed = {name: value + 1 for name, value in before.items()} | {"head.bias": torch.ones(2)}
+    with pytest.raises(PartitionError, match=r"head\.bias has shape \(2,\), expected \(6,\)"):
+        pipe.load_state_dict(changed)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
 @pytest.mark.parametrize("left", ["embed.weight", "head.weight"])
 def test_a_tied_parameter_is_loaded_by_either_name(left: str) -> None:
     model = nn.Sequential(OrderedDict(embed=nn.Linear(DIM, DIM), head=nn.Linear(DIM, DIM)))

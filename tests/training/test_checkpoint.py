@@ -246,3 +246,10 @@ def test_a_fault_of_one_rank_is_told_on_all(checkpoints: list[str]) -> None:
     for outcome in run_ranks(load_misfit, 2, checkpoints[0]):
         assert "rank 1: " in outcome.result()
         assert "model.fourth.weight is missing" in outcome.result()
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+    save(tmp_path, trained()[0])
+    (tmp_path / ".metadata").write_bytes(b"123")
+    with pytest.raises(PartitionError, match="its metadata can't be read, UnpicklingError"):
+        load(tmp_path, plain_model(7))

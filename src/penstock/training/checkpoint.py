@@ -116,7 +116,7 @@ def load(
     Raises:
         FileNotFoundError: there is no whole checkpoint in the folder, as some rank sees it; on
             every rank.
-        PartitionError: the checkpoint lacks a name of the model's or of the optimizer's, has it
+        PartitionError: it can't be read, lacks a name of the model's or of the optimizer's, has it
             in another shape, or has other settings for parameters that are one group now; on
             every rank, and nothing was overwritten.
 
@@ -227,7 +227,7 @@ def _quietly() -> Iterator[None]:
 
 def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Mapping[str, object]:
     """By name, what a checkpoint says of what is in it."""
-    missing = ""
+    missing = damaged = ""
     metadata = None
     try:
         metadata = FileSystemReader(path).read_metadata()
@@ -236,7 +236,10 @@ def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Ma
             f"{error}; it is written last: was the saving interrupted, or is the folder not one "
             "that all ranks reach?"
         )
+    except Exception as error:  # it is pickled: anything may be wrong with it
+        damaged = f"{path}: its metadata can't be read, {type(error).__name__}: {error}"
     _raise_together([missing] if missing else [], group, FileNotFoundError)
+    _raise_together([damaged] if damaged else [], group)
     assert metadata is not None, "it was read"
     saved: Mapping[str, object] = metadata.state_dict_metadata
     return saved

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import shortened
@@ -100,14 +101,15 @@ class ModelState:
         """Load these stages' part of a plain model's state.
 
         Raises:
-            PartitionError: names are missing, or none of the model's, and nothing was loaded; or
-                stages have a name in common.
+            PartitionError: names are missing, or none of the model's, or of another shape, and
+                nothing was loaded; or stages have a name in common.
         """
         self._refuse_common_names()
         found = [self._names_in(state_dict, stage) for stage in self._stages]
         self._refuse_other_names(state_dict, found)
-        for stage, names in zip(self._stages, found, strict=True):
-            own = stage.submod.state_dict()
+        held = [stage.submod.state_dict() for stage in self._stages]
+        _refuse_other_shapes(state_dict, found, held)
+        for stage, names, own in zip(self._stages, found, held, strict=True):
             stage.submod.load_state_dict(
                 {name: _spread_as(own[name], state_dict[at]) for name, at in names.items()}
             )
@@ -206,6 +208,29 @@ def told_of_common(common: Sequence[str]) -> str:
 def _refuse(common: Sequence[str]) -> None:
     if common:
         raise PartitionError(told_of_common(common))
+
+
+def _refuse_other_shapes(
+    state_dict: Mapping[str, Any],
+    found: Sequence[Mapping[str, str]],
+    held: Sequence[Mapping[str, Any]],
+) -> None:
+    told = [
+        f"{at} has shape {tuple(state_dict[at].shape)}, expected {tuple(own[name].shape)}"
+        for names, own in zip(found, held, strict=True)
+        for name, at in names.items()
+        if _has_shape(own[name]) and _has_shape(state_dict[at])
+        if state_dict[at].shape != own[name].shape
+    ]
+    if told:
+        raise PartitionError(
+            f"the state does not fit the model: {'; '.join(told[:4])}{'; …' if told[4:] else ''}; "
+            "nothing was loaded"
+        )
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_lazy(value)
 
 
 def _spread_as(mine: Any, value: Any) -> Any:
