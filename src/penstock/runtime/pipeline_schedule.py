@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from penstock.errors import ScheduleError, StageError
 from penstock.partition.tied import Tie
-from penstock.runtime.batch import Batch
 from penstock.runtime.batching import Batching, Passed, Specs
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.engine import Engine, Options
@@ -303,24 +303,17 @@ class PipelineSchedule:
             PenstockError: this rank failed, or another one did; see its type.
             ValueError: the step is done, and the outputs can't be merged; the next one may follow.
         """
-        with self.engine.guard():
-            needs_autograd = self._trains and self._backward_requires_autograd
-            if needs_autograd and not torch.is_grad_enabled():
-                raise StageError("step() computes gradients, but runs under no_grad; use eval()")
-            check_losses(losses)
-            passed = Passed(
-                args=args,
-                kwargs=kwargs,
-                target=target,
-                arg_mbs=arg_mbs,
-                kwarg_mbs=kwarg_mbs,
-                target_mbs=target_mbs,
-                loss_kwargs=loss_kwargs,
-                return_outputs=return_outputs,
-            )
-            batch = self._batching.split(passed)
-            computed = self.engine.run(batch, train=self._trains)
-        return self._finish(batch, computed, losses, merge_outputs)
+        passed = Passed(
+            args=args,
+            kwargs=kwargs,
+            target=target,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            loss_kwargs=loss_kwargs,
+            return_outputs=return_outputs,
+        )
+        return self._run(passed, losses, merge_outputs, train=True)
 
     def eval(
         self,
@@ -340,29 +333,32 @@ class PipelineSchedule:
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
         """
-        with self.engine.guard(), torch.no_grad():
-            check_losses(losses)
-            passed = Passed(
-                args=args,
-                kwargs=kwargs,
-                target=target,
-                arg_mbs=arg_mbs,
-                kwarg_mbs=kwarg_mbs,
-                target_mbs=target_mbs,
-                loss_kwargs=loss_kwargs,
-                return_outputs=return_outputs,
-            )
-            batch = self._batching.split(passed)
-            computed = self.engine.run(batch, train=False)
-        return self._finish(batch, computed, losses, merge_outputs)
+        passed = Passed(
+            args=args,
+            kwargs=kwargs,
+            target=target,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            loss_kwargs=loss_kwargs,
+            return_outputs=return_outputs,
+        )
+        return self._run(passed, losses, merge_outputs, train=False)
 
-    def _finish(
-        self, batch: Batch, losses: Tensor | None, asked: list[Tensor] | None, merges: bool
+    def _run(
+        self, passed: Passed, losses: list[Tensor] | None, merges: bool, *, train: bool
     ) -> Any:
-        self.losses = self._batching.join_losses(losses)
+        with self.engine.guard(), nullcontext() if train else torch.no_grad():
+            trains = train and self._trains
+            if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
+                raise StageError("step() computes gradients, but runs under no_grad; use eval()")
+            check_losses(losses)
+            batch = self._batching.split(passed)
+            computed = self.engine.run(batch, train=trains)
+        self.losses = self._batching.join_losses(computed)
         self.metrics = batch.metrics if self.engine.has_last else []
-        if asked is not None:
-            asked[:] = () if self.losses is None else self.losses.unbind()
+        if losses is not None:
+            losses[:] = () if self.losses is None else self.losses.unbind()
         return self._batching.join_outputs(batch, merges=merges)
 
     def trace(self) -> Trace:
