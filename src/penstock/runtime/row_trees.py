@@ -25,13 +25,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from penstock.stage.torch_private import pytree_node
 from penstock.stage.trees import (
-    Context,
     Make,
     Open,
     attributes,
     flatten_in,
     how_to_open,
     is_carried,
+    register_in,
     same_value,
 )
 
@@ -47,23 +47,7 @@ def flatten_rows(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     Raises:
         ValueError: it holds a container that can't be made of other rows.
     """
-    return flatten_in(ROWS, value, lambda cls: _register(cls, *_how_to_open(cls)))
-
-
-def _register(cls: type[Any], open_: Open, make: Make) -> None:
-    def flatten_node(value: Any) -> tuple[Sequence[Any], Context]:
-        children, context = open_(value)
-        return tuple(children), Context(context)
-
-    def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
-        return make(children, context.value)
-
-    optree.register_pytree_node(
-        cls,
-        flatten_node,
-        unflatten_node,  # type: ignore[arg-type]  # what it makes is no Collection; optree takes it
-        namespace=ROWS,
-    )
+    return flatten_in(ROWS, value, lambda cls: register_in(ROWS, cls, *_how_to_open(cls)))
 
 
 def _how_to_open(cls: type[Any]) -> tuple[Open, Make]:
@@ -134,4 +118,4 @@ def _refuse_packed(_: Any) -> NoReturn:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # that it is a named tuple, too
-    _register(PackedSequence, _refuse_packed, lambda _, packed: _refuse_packed(packed))
+    register_in(ROWS, PackedSequence, _refuse_packed, lambda _, packed: _refuse_packed(packed))

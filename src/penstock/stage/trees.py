@@ -35,7 +35,6 @@ from penstock.stage.torch_private import pytree_node
 
 __all__ = [
     "NAMESPACE",
-    "Context",
     "Leaf",
     "Make",
     "Open",
@@ -48,6 +47,7 @@ __all__ = [
     "how_to_open",
     "is_carried",
     "is_container",
+    "register_in",
     "same_value",
 ]
 
@@ -195,26 +195,43 @@ _sketched: dict[int, _Sketch] = {}
 _registered: set[type[Any]] = set()
 
 
-def _register(cls: type[Any], open_: Open, make: Make) -> None:
+def register_in(namespace: str, cls: type[Any], open_: Open, make: Make) -> None:
+    """Let optree open a class and make it again, in one of its namespaces.
+
+    Args:
+        namespace: its name, as ``flatten_in`` takes it.
+        cls: the class.
+        open_: takes one apart, into children and context.
+        make: makes one of these.
+    """
+
     def flatten_node(value: Any) -> tuple[Sequence[Any], Context, Any]:
-        sketch = _sketched.get(id(value))
-        children, context = (sketch.children, sketch.context) if sketch else open_(value)
+        children, context = open_(value)
         # Of a dataclass the context is the names of its children, which paths are made of.
         are_names = isinstance(context, tuple) and len(context) == len(children)
         entries = context if dataclasses.is_dataclass(cls) and are_names else None
         return tuple(children), Context(context), entries
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
-        if _sketches.get():
-            return _Sketch(cls, context.value, children)
         return make(children, context.value)
 
     optree.register_pytree_node(
         cls,
         flatten_node,
         unflatten_node,  # type: ignore[arg-type]  # what it makes is no Collection; optree takes it
-        namespace=NAMESPACE,
+        namespace=namespace,
     )
+
+
+def _register(cls: type[Any], open_: Open, make: Make) -> None:
+    def opened(value: Any) -> tuple[Sequence[Any], Any]:
+        sketch = _sketched.get(id(value))
+        return (sketch.children, sketch.context) if sketch else open_(value)
+
+    def made(children: Sequence[Any], context: Any) -> Any:
+        return _Sketch(cls, context, children) if _sketches.get() else make(children, context)
+
+    register_in(NAMESPACE, cls, opened, made)
     _registered.add(cls)
 
 
