@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from penstock import (
     PenstockError,
@@ -56,10 +59,11 @@ def count_reductions(rank: int, num_ranks: int) -> dict[str, list[int]]:
 
 
 def test_gradients_are_reduced_once_per_step_and_stage() -> None:
+    # Under DDP one of the numbers that say which gradients there are, and one of the gradients.
     for outcome in run_ranks(count_reductions, 4):
         assert outcome.result() == {
-            "ddp": [2, 2],
-            "replicate": [2, 2],
+            "ddp": [4, 4],
+            "replicate": [4, 4],
             "fsdp whole": [2, 2],
         }
 
@@ -133,6 +137,74 @@ def test_large_gradients_in_half_precision_do_not_overflow() -> None:
         assert outcome.result().tolist() == [48_000.0, 48_000.0]
 
 
+def average_in_buckets(rank: int, num_ranks: int) -> list[tuple[int, bool, bool]]:
+    """Three gradients of 64, 16 and 16 bytes, in buckets of 32: what is reduced, and where."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (16, 4, 4)]
+    for param in params:
+        param.grad = torch.full_like(param, 1.0 + rank)
+    places = [param.grad.data_ptr() for param in params if param.grad is not None]
+    seen = []
+
+    def reduce(bucket: Any) -> torch.futures.Future[Any]:
+        buffer = bucket.buffer()
+        seen.append((buffer.numel(), bucket.is_last(), buffer.data_ptr() in places))
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    average_grads(params, dist.group.WORLD, reduce=reduce, bucket_bytes=32)
+    assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in params)  # type: ignore[arg-type]
+    assert places == [param.grad.data_ptr() for param in params if param.grad is not None]
+    return seen
+
+
+def test_gradients_go_in_buckets_and_large_ones_in_place() -> None:
+    for outcome in run_ranks(average_in_buckets, 2):
+        assert outcome.result() == [(16, False, True), (8, True, False)]
+
+
+# --- communication hooks ------------------------------------------------------------------------
+
+
+def note_and_return_ones(calls, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+    """A user's hook."""
+    shapes = [(tuple(g.shape), p.shape == g.shape) for g, p in gradients_of(bucket)]
+    calls.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(), shapes))
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(torch.ones_like(bucket.buffer()))
+    return future
+
+
+def gradients_of(bucket: Any) -> list[tuple[Tensor, nn.Parameter]]:
+    return list(zip(bucket.gradients(), bucket.parameters(), strict=True))
+
+
+def call_hooks(rank: int, num_ranks: int, wrap: str) -> list[Any]:
+    pipeline, replicas = make_meshes()
+    told: list[Any] = []
+    for hook in (None, allreduce_hook, fp16_compress_hook, note_and_return_ones):
+        schedule, (module,) = make_schedule("1f1b", wrap, pipeline, replicas)
+        calls: list[Any] = []
+        if hook is not None:
+            state: Any = calls if hook is note_and_return_ones else replicas.get_group()
+            module.register_comm_hook(state, hook)
+        for step in range(2):
+            run_step(schedule, step, pipeline, replicas)
+        told.append(([whole(p.grad) for p in module.parameters()], calls))
+    return told
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
+def test_communication_hooks_are_called_once_per_step_and_bucket(wrap: str) -> None:
+    outcomes = [o.result() for o in run_ranks(call_hooks, 4, wrap)]
+    for rank, ((plain, _), (same, _), (rounded, _), (ones, calls)) in enumerate(outcomes):
+        assert all(map(torch.equal, plain, same))
+        torch.testing.assert_close(rounded, plain, rtol=2e-2, atol=2e-3)
+        assert not all(map(torch.equal, rounded, plain))
+        assert all(map(torch.equal, rounded, outcomes[rank ^ 1][2][0]))
+        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in ones)
+        shapes = [(tuple(grad.shape), True) for grad in plain]
+        assert calls == 2 * [(0, True, sum(grad.numel() for grad in plain), shapes)]
+
+
 # --- what users do with DDP beside --------------------------------------------------------------
 
 
@@ -202,31 +274,32 @@ def test_parameters_without_gradients_and_ignored_ones() -> None:
         assert told["ignored"] == 1  # each its own
 
 
-def hooked(rank: int, num_ranks: int) -> list[str]:
-    """Communication hooks would not be called; FSDP1 reduces when it wants to."""
+def refused(rank: int, num_ranks: int) -> list[str]:
+    """What reduces when it wants to, or casts as it does."""
     pipeline, replicas = make_meshes()
     ddp = DistributedDataParallel(nn.Linear(DIM, DIM), process_group=replicas.get_group())
-    composed = replicate(nn.Linear(DIM, DIM), device_mesh=replicas)
-    for module in (ddp, composed):
-        module.register_comm_hook(None, allreduce_hook)
+    ddp.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
     sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(sharded)
     told = []
-    for module in (ddp, nn.Sequential(ddp), composed, nn.Sequential(sharded)):
+    for module in (ddp, nn.Sequential(sharded)):
         with pytest.raises(StageError) as caught:
-            stage = PipelineStage(
-                module, pipeline.get_local_rank(), 2, CPU, group=pipeline.get_group()
+            PipelineStage(module, pipeline.get_local_rank(), 2, CPU, group=pipeline.get_group())
+            get_schedule_class("1f1b")(  # type: ignore[call-arg]
+                PipelineStage(
+                    module, pipeline.get_local_rank(), 2, CPU, group=pipeline.get_group()
+                ),
+                4,
+                nn.functional.mse_loss,
             )
-            schedule = get_schedule_class("1f1b")(stage, 4, nn.functional.mse_loss)  # type: ignore[arg-type]
-            run_step(schedule, 0, pipeline, replicas)
         told.append(str(caught.value))
     return told
 
 
 def test_what_can_not_be_pipelined_is_refused() -> None:
-    for outcome in run_ranks(hooked, 4):
-        *hooks, fsdp1 = outcome.result()
-        assert all("has a communication hook, which is not called" in text for text in hooks)
+    for outcome in run_ranks(refused, 4):
+        ddp, fsdp1 = outcome.result()
+        assert "wrapped in DDP with mixed_precision=" in ddp
         assert "use torch.distributed.fsdp.fully_shard instead" in fsdp1
 
 

@@ -70,8 +70,8 @@ def replicas_of(module: nn.Module) -> Replicas | None:
     """How ``module``, or what it is made of, is replicated or sharded; None if nothing is.
 
     Raises:
-        StageError: a wrapper that can't be pipelined: DDP with a communication hook, which would
-            not be called, or FSDP1.
+        StageError: a wrapper that can't be pipelined: DDP with mixed precision of its own, or
+            FSDP1.
     """
     found = _find(module)
     return found[0] if len(found) == 1 else _Several(found) if found else None
@@ -80,10 +80,13 @@ def replicas_of(module: nn.Module) -> Replicas | None:
 def _find(module: nn.Module) -> list[Replicas]:
     """The outermost wrappers within ``module``, itself included."""
     if isinstance(module, DistributedDataParallel):
-        _refuse_hook(replica_private.ddp_has_comm_hook(module))
+        if replica_private.ddp_casts(module):
+            raise StageError(
+                "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
+                "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"
+            )
         return [_Ddp(module)]
     if replica_private.is_composable_ddp(module):
-        _refuse_hook(replica_private.composable_has_comm_hook(module))
         return [_Replicate(module)]
     if replica_private.is_fsdp(module):
         return [_Fsdp(module)]
@@ -93,14 +96,6 @@ def _find(module: nn.Module) -> list[Replicas]:
             "each backward; use torch.distributed.fsdp.fully_shard instead"
         )
     return [each for child in module.children() for each in _find(child)]
-
-
-def _refuse_hook(has_hook: bool) -> None:
-    if has_hook:
-        raise StageError(
-            "the stage's DDP module has a communication hook, which is not called in a "
-            "pipelined step; register none (the gradients are averaged by one all-reduce)"
-        )
 
 
 class _Several(Replicas):
@@ -144,7 +139,6 @@ class _Ddp(Replicas):
         self._shares_buffers = self._trains = False
 
     def begin(self) -> None:
-        _refuse_hook(replica_private.ddp_has_comm_hook(self._module))
         # What DDP's no_sync() does, for as long as the step takes.
         self._synced = self._module.require_backward_grad_sync
         self._module.require_backward_grad_sync = False
@@ -165,8 +159,13 @@ class _Ddp(Replicas):
 
     def average(self, sparse: Set[Tensor]) -> None:
         """Average the gradients, whether or not the user holds reductions back."""
-        params = replica_private.ddp_parameters(self._module)
-        average_grads(params, self._module.process_group, sparse)
+        average_grads(
+            replica_private.ddp_parameters(self._module),
+            self._module.process_group,
+            sparse,
+            reduce=replica_private.ddp_comm_hook(self._module),
+            bucket_bytes=self._module.bucket_bytes_cap,
+        )
 
     def end(self) -> None:
         self.end_as(synced=self._synced)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
@@ -17,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "broadcast_ddp_buffers",
-    "composable_has_comm_hook",
     "composable_syncs",
-    "ddp_has_comm_hook",
+    "ddp_casts",
+    "ddp_comm_hook",
     "ddp_parameters",
     "ddp_within",
     "fsdp_finish_backward",
@@ -59,9 +61,16 @@ def _replicate_state(module: ComposableDdp) -> Any:
     return replicate.state(module)  # type: ignore[arg-type]
 
 
-def ddp_has_comm_hook(module: DistributedDataParallel) -> bool:
-    """Whether the user registered a communication hook."""
-    return bool(getattr(module, "_comm_hooks", None))
+def ddp_casts(module: DistributedDataParallel) -> bool:
+    """Whether DDP itself casts parameters and gradients: it was given ``mixed_precision``."""
+    return module.mixed_precision is not None
+
+
+def ddp_comm_hook(module: DistributedDataParallel) -> Callable[[Any], Any] | None:
+    """The communication hook that the user registered, its state filled in."""
+    for hook, state in module._comm_hooks:
+        return partial(hook, state)
+    return None
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
@@ -98,14 +107,6 @@ def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
         state.lazy_init()
     ddp: DistributedDataParallel = state._ddp
     return ddp
-
-
-def composable_has_comm_hook(module: ComposableDdp) -> bool:
-    """The same of a module given to ``replicate``: its hooks wait for the DDP module."""
-    state = _replicate_state(module)
-    return bool(state._comm_hook_args) or (
-        state.has_initialized and ddp_has_comm_hook(ddp_within(module))
-    )
 
 
 def composable_syncs(module: ComposableDdp) -> bool:
