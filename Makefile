@@ -4,6 +4,7 @@
 PYTHON ?= python3
 RANKS ?= 2
 SCHEDULE ?= 1f1b
+MICROBATCHES ?= 8
 # More arguments for pip, such as PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # for the small CPU build of torch on Linux.
 PIP_ARGS ?=
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # A process per rank shares the machine's cores: one thread each.
 export OMP_NUM_THREADS := 1
-export SCHEDULE RANKS
+export SCHEDULE RANKS MICROBATCHES
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format bench browser clean
@@ -28,6 +29,8 @@ help: ## list the targets
 	@echo "          SCHEDULE=zbv RANKS=4 make demo"
 
 demo: $(VENV)/.demo-installed ## train a small GPT over pipeline stages (a few minutes)
+	@# What can't be built is told in a line, before any process starts.
+	@$(BIN)/penstock simulate "$(SCHEDULE)" --ranks $(RANKS) --microbatches $(MICROBATCHES) > /dev/null
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py
 
 test: browser ## run the test suite
