@@ -43,6 +43,8 @@ def test_it_looks_like_the_tensor() -> None:
         (lambda x, y: torch.stack(torch.broadcast_tensors(x, y)).softmax(0), (2, 2, 3)),
         (lambda x, y: x.to(torch.bfloat16) @ y.T.bfloat16(), (2, 2)),
         (lambda x, y: x.new_zeros(3).copy_(x[0]) * y, (2, 3)),
+        (lambda x, y: x[torch.arange(2), y.argmax(1)] + y[[0, 1], 2], (2,)),
+        (lambda x, y: x[torch.tensor([True, False])] + y[:1], (1, 3)),
     ],
 )
 def test_results_are_absent_too(function: Callable[..., Tensor], shape: tuple[int, ...]) -> None:

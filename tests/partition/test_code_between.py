@@ -165,6 +165,38 @@ def test_blocks_that_begin_in_place(
     assert any(way in line for line in caplog.messages)
 
 
+# --- at some places alone ----------------------------------------------------------------------
+
+
+class OfSome(NetBase):
+    """A loss of the rows that a mask keeps, as where the answers alone are to be learnt."""
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        return super().forward(x)[kept]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_mask_that_is_an_input(schedule: str, caplog: pytest.LogCaptureFixture) -> None:
+    """How many rows it keeps is known wherever it is, which may differ by microbatch."""
+    model = OfSome()
+    plain = copy.deepcopy(model)
+    kept = torch.tensor([True, False, True, True, False, True, True, True])
+    with caplog.at_level(logging.INFO, "penstock"):
+        pipe = Pipeline(
+            model,
+            loss_fn=square,
+            example=(X[:2], kept[:2]),
+            schedule=schedule,
+            ranks=2,
+            n_microbatches=4,
+        )
+    assert any("cut by module" in line for line in caplog.messages)
+    for mask in (kept, kept.flip(0), kept):
+        loss = pipe.step(X, mask)
+        assert torch.equal(loss, plain_step(plain, square, X, mask, n_microbatches=4).loss)
+        assert_same(snapshot(pipe), snapshot(plain))
+
+
 # --- modules that make their weights anew -------------------------------------------------------
 
 

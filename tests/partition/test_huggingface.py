@@ -114,6 +114,25 @@ def test_a_loss_outside_of_the_model() -> None:
     assert_same(snapshot(pipe), snapshot(plain))
 
 
+def test_a_classifier_that_looks_at_each_rows_last_token(caplog: pytest.LogCaptureFixture) -> None:
+    """``logits[rows, last]``: which token that is, is known on every stage, the logits are not."""
+    config: Any = LLAMA.model().config
+    config.num_labels = 3
+    model: Any = transformers.LlamaForSequenceClassification(config).train()
+    plain = copy.deepcopy(model)
+    batch = LLAMA.example(rows=4) | {"labels": torch.tensor([0, 2, 1, 1])}
+    batch["input_ids"] = batch["input_ids"] * batch["attention_mask"]
+    with caplog.at_level("INFO", logger="penstock.partition"):
+        pipe = Pipeline(model, example=batch, schedule="zbv", ranks=2, n_microbatches=2)
+    assert "cut by module" in caplog.text
+    loss = pipe.step(**batch)
+    expected = plain_step(plain, lambda out, _: own_loss(out), n_microbatches=2, **batch)
+    assert torch.equal(loss, expected.loss)
+    assert_same(snapshot(pipe), snapshot(plain))
+    logits = torch.cat([output.logits for output in expected.outputs])
+    assert torch.equal(pipe.eval(**batch).logits, logits)
+
+
 def test_layers_that_are_checkpointed() -> None:
     model = LLAMA.model()
     plain = copy.deepcopy(model)

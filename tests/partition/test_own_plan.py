@@ -99,6 +99,33 @@ def test_a_trunk_that_would_be_found_otherwise() -> None:
     assert "".join(block.kind.value for block in measured.blocks) == "EttttL"
 
 
+class Wrapped(nn.Module):
+    """Answers for the model that it wraps, as those with adapters do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self.inner(**inputs)
+
+
+def test_the_plan_of_a_model_in_a_wrapper(caplog: pytest.LogCaptureFixture) -> None:
+    """Its names are those in the model, wherever that stands."""
+    case = REAL_MODELS["llama"]
+    model = Wrapped(Wrapped(case.model()))
+    assert OwnPlan.of(model).trunks == ("inner.inner.model.layers",)
+    with caplog.at_level(logging.INFO, logger="penstock.partition"):
+        agrees(model, case, ranks=2)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
 class Shuffled(nn.Module):
     """Defined in another order than it runs in, with a plan that tells."""
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.partition.torch_private import (
+    by_positions,
     copied_shell,
     has_no_forward,
     is_data_dependent,
@@ -20,9 +21,28 @@ aten = torch.ops.aten
 
 
 def test_tags_of_operations() -> None:
-    assert is_data_dependent(aten._local_scalar_dense.default)
-    assert is_data_dependent(aten.nonzero.default)
-    assert not is_data_dependent(aten.add.Tensor)
+    x = torch.ones(2)
+    assert is_data_dependent(aten._local_scalar_dense.default, (x,))
+    assert is_data_dependent(aten.nonzero.default, (x,))
+    assert not is_data_dependent(aten.add.Tensor, (x, x))
+    assert is_data_dependent(aten.index.Tensor, (x, [x > 0]))
+    assert not is_data_dependent(aten.index.Tensor, (x, [None, x.long()]))
+
+
+def test_masks_as_positions() -> None:
+    x = torch.rand(2, 3, 4)
+    mask, rows, many = x[..., 0] > 0.5, torch.tensor([1, 0]), torch.rand(()) > 0
+    two = torch.tensor([True, False, True])
+    for indices in ([mask], [None, two], [rows, two], [two.new_zeros(2)], [rows, None, rows]):
+        known = by_positions(aten.index.Tensor, (x, indices), lambda _: True)
+        assert not is_data_dependent(aten.index.Tensor, known)
+        on_meta = [None if index is None else index.to("meta") for index in known[1]]
+        expected = aten.index.Tensor(x, indices)
+        assert torch.equal(aten.index.Tensor(*known), expected)
+        assert aten.index.Tensor(x.to("meta"), on_meta).shape == expected.shape
+    for index in (mask, many):
+        unknown = by_positions(aten.index.Tensor, (x, [index]), lambda tensor: tensor is many)
+        assert unknown[1][0] is index  # one without dimensions is none of any positions
 
 
 def test_calls_that_draw_random_numbers() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping, Sequence
+from inspect import getattr_static
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -106,7 +107,8 @@ def published_plan(model: nn.Module) -> dict[str, PlanEntry]:
     found: dict[str, PlanEntry] = {}
     planned: list[str] = []
     for name, module in model.named_modules():
-        plan = getattr(module, "_pp_plan", None)
+        # A wrapper may answer for what it wraps, with names as they are in there.
+        plan = getattr_static(module, "_pp_plan", None)
         if not isinstance(plan, dict) or not plan:
             continue
         if any(name.startswith(each) for each in planned):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 __all__ = [
     "as_fake",
     "autocast_state",
+    "by_positions",
     "copied_shell",
     "fake_mode",
     "forward_of",
@@ -188,11 +189,36 @@ def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
     )
 
 
-def is_data_dependent(func: Any) -> bool:
-    """Whether what an operation of ATen returns, beside tensors of known shape, needs values."""
+def is_data_dependent(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call of an operation of ATen needs values, if only for its result's shape."""
+    if func is torch.ops.aten.index.Tensor:  # by positions the shape is known
+        return any(is_mask(index) for index in args[1])
     return (
         torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     )
+
+
+def is_mask(index: Any) -> bool:
+    """Whether what a tensor is indexed by says of each element whether to take it."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor], bool]) -> Any:
+    """The arguments of a call of ATen, in which masks of known value have become positions.
+
+    Example:
+        >>> mask = torch.tensor([True, False, True])
+        >>> index = torch.ops.aten.index.Tensor
+        >>> by_positions(index, (torch.ones(3), [mask]), lambda tensor: True)[1]
+        [tensor([0, 2])]
+    """
+    if func is not torch.ops.aten.index.Tensor:
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        known = is_mask(index) and index.dim() > 0 and has_value(index)
+        indices += index.nonzero().unbind(1) if known else [index]
+    return (args[0], indices)
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

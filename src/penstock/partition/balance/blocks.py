@@ -159,8 +159,9 @@ def settle(groups: list[tuple[BlockKind, list[Unit]]], between: Sequence[Unit]) 
 def place_uncalled(
     groups: list[tuple[BlockKind, list[Unit]]], units: Sequence[Unit], called: set[str]
 ) -> None:
-    """Put units that never run with those that are registered before them."""
-    place = {unit.name: group for _, group in groups for unit in group}
+    """Put units that never run with those with parameters that are registered before them."""
+    # What has none (a rotary table) may be registered far from where it runs.
+    place = {unit.name: group for _, group in groups for unit in group if unit.parameters}
     group = groups[0][1]
     for unit in units:
         group = place.get(unit.name, group)

@@ -25,6 +25,7 @@ from torch.utils import swap_tensors
 
 from penstock.errors import PartitionError
 from penstock.partition.torch_private import (
+    by_positions,
     is_data_dependent,
     is_random,
     is_shared,
@@ -215,11 +216,12 @@ def named(sources: Iterable[Source]) -> str:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, tree = leaves_of(args, kwargs)
-    absent = [leaf for leaf in leaves if type(leaf) is Absent]
+    absent = [leaf for leaf in leaves_of(args, kwargs)[0] if type(leaf) is Absent]
     sources = sources_of(absent)
     valueless = any(each.body.is_meta for each in absent)
-    if valueless and is_data_dependent(func):
+    if valueless:
+        args = by_positions(func, args, _has_value)
+    if valueless and is_data_dependent(func, args):
         raise PartitionError(
             f"the code between the model's parts needs the value of {named(sources)} ({func}), "
             "which is on another stage; cut elsewhere, or move that code into a module"
@@ -234,6 +236,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for target in written:
         target.origin.sources |= sources
         target.origin.written = True
+    leaves, tree = leaves_of(args, kwargs)
     lowered: Any = optree.tree_unflatten(tree, [_inner(leaf, valueless) for leaf in leaves])
     inner_args, inner_kwargs = lowered
     if valueless and inner_kwargs.get("device") is not None:
@@ -251,6 +254,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Absent(leaf, torch.device(device), origin)
 
     return optree.tree_map(wrap, result, none_is_leaf=True)
+
+
+def _has_value(tensor: Tensor) -> bool:
+    return type(tensor) is not Absent and not tensor.is_meta
 
 
 def _inner(leaf: Any, valueless: bool) -> Any:

@@ -18,8 +18,9 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan, shortened
-from penstock.partition.modules.find_crossings import first_uses
+from penstock.partition.modules.find_crossings import Homes, first_uses
 from penstock.partition.modules.recorded import DryRun
+from penstock.partition.modules.shared_parts import known_names
 from penstock.partition.modules.units import Units, find_blocks
 
 __all__ = ["Cuts", "Wish", "find_homes"]
@@ -133,8 +134,12 @@ def find_homes(
     if wish.stages:
         params = dict(model.named_parameters(remove_duplicate=False))
         _refuse_left_over([name for name in unnamed if name in params], wish)
-    uses = {} if seen is None or not unnamed else first_uses(seen, homes, wish.num_stages)
-    homes |= {name: uses.get(name, 0) for name in unnamed}
+    uncalled = [name for name in stored if homes[name] is None]
+    if seen is not None and (unnamed or uncalled):
+        uses = first_uses(seen, homes, wish.num_stages)
+        homes |= _where_used(model, [*unnamed, *uncalled], uses)
+    homes |= {name: 0 for name in unnamed if name not in homes}
+    homes |= _beside(stored, homes)
     for stage in range(wish.num_stages):
         if stage not in homes.values():
             raise PartitionError(
@@ -199,13 +204,38 @@ def _counted(
                 "run after it; name them in the order in which they run"
             )
     homes: dict[str, int | None] = {}
-    stage = 0
     for name in parts.units:
-        if name in order:
-            stage = sum(first <= order[name] for first in firsts)
-        if name in stored:  # one that is never called stays with what is defined before it
-            homes[name] = stage
+        if name in order and name in stored:
+            homes[name] = sum(first <= order[name] for first in firsts)
     return homes
+
+
+def _where_used(
+    model: nn.Module, parts: Sequence[str], uses: Mapping[str, int]
+) -> dict[str, int | None]:
+    """The parts whose parameters the code between the parts computes with, where it does first.
+
+    A head whose weight goes to a fused loss is one, which is never called itself.
+    """
+    found: dict[str, int | None] = {}
+    known = {name: names[0] for names in known_names(model) for name in names}
+    for part in parts:
+        inside = (known[name] for name in known if name == part or name.startswith(f"{part}."))
+        at = [uses[name] for name in inside if name in uses]
+        if at:
+            found[part] = min(at)
+    return found
+
+
+def _beside(stored: Sequence[str], homes: Homes) -> dict[str, int | None]:
+    """All that is stored; what nobody uses, with what is defined before it."""
+    found: dict[str, int | None] = {}
+    stage = 0
+    for name in stored:
+        at = homes[name]
+        stage = stage if at is None else at
+        found[name] = stage
+    return found
 
 
 def _first_call(parts: Units, name: str, order: Mapping[str, int]) -> int:

@@ -76,6 +76,7 @@ class ModuleStage(nn.Module):
         object.__setattr__(self, "_shell", shell)
         self._own_units = OwnUnits(self, shell, parts, own, player)
         self._own_state = own_places(model, parts, own)
+        self._ties = {names[0]: names for names in known_names(model)}
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
@@ -196,14 +197,15 @@ class ModuleStage(nn.Module):
         return output
 
     def _lend(self, values: dict[Source, Tensor]) -> list[tuple[Any, str, Any]]:
-        """Put parameters that come from other stages in their places, for one microbatch."""
+        """Put parameters that come from other stages in all their places, for one microbatch."""
         lent = []
         for source, value in values.items():
             if source.kind is Kind.PARAMETER:
-                registry, name = registry_of(self._shell, source.name)
-                if type(registry[name]) is Absent:  # else it is here, under another name
-                    lent.append((registry, name, registry[name]))
-                    registry[name] = value
+                for place in self._ties[source.name]:
+                    registry, name = registry_of(self._shell, place)
+                    if type(registry[name]) is Absent:  # else it is here, under another name
+                        lent.append((registry, name, registry[name]))
+                        registry[name] = value
         return lent
 
     def _carry(self, source: Source, values: dict[Source, Tensor]) -> Tensor:
