@@ -43,8 +43,6 @@ from penstock.trace import Trace
 
 __all__ = ["Engine", "Options"]
 
-_AMONG_REPLICAS = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -359,8 +357,6 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         return error
     if (call.waits or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
-    if action.op in _AMONG_REPLICAS and isinstance(error, RuntimeError):
-        return error  # a wait that broke, most likely
     placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)
     placed.__cause__ = error
     return placed
