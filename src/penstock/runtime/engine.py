@@ -22,6 +22,7 @@ from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
 from penstock.runtime.agreement import digest, hold_together
 from penstock.runtime.batch import Batch
+from penstock.runtime.blocks import BlockFunction
 from penstock.runtime.call import Call
 from penstock.runtime.nccl import channels_of
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
@@ -228,6 +229,10 @@ class Engine:
             self._sharding = self._wrappers.sharding
             self.program = _lowered(self.asked, self._sharding, self._channels)
             self._train.rebind(self.program)
+
+    def play_blocks_by(self, function: BlockFunction) -> None:
+        """Let ``function`` play the blocks of training steps, see ``runtime/blocks.py``."""
+        self._train.play_blocks_by(function)
 
     def guard(self) -> _Guard:
         """A step runs in this: whatever is raised in it, every rank gets to know.
