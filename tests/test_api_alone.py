@@ -54,8 +54,6 @@ def test_a_program_is_loaded_as_what_it_is(tmp_path: Path) -> None:
         empty._load_csv(path)
     assert empty.engine is before
     empty.step(torch.ones(4, DIM), target=torch.ones(4, DIM))
-    with pytest.raises(penstock.ScheduleError, match=r"overlap=True plays .* side by side"):
-        empty.register_custom_function("OVERLAP_F_B", print)
 
 
 def test_a_traced_stage_knows_where_its_outputs_go() -> None:

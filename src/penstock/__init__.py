@@ -182,7 +182,7 @@ _HOLDS = {
         "ScheduleZBVZeroBubble",
         "get_schedule_class",
     ),
-    "penstock.schedule.action": ("Action", "Op"),
+    "penstock.schedule.action": ("Action", "Op", "Overlap"),
     "penstock.schedule.catalog": ("build", "schedules"),
     "penstock.schedule.check": ("check",),
     "penstock.schedule.program": ("CheckedProgram", "Program"),
@@ -199,6 +199,7 @@ _HOME = {name: module for module, names in _HOLDS.items() for name in names}
 
 # Names that torch writes as its own and users import all the same → what they are here.
 _OF_TORCH = {
+    "OVERLAP_F_B": "Overlap",
     "_CustomReducer": "Reducer",
     "_PipelineSchedule": "PipelineSchedule",
     "_PipelineScheduleRuntime": "PipelineScheduleRuntime",

@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from penstock import PipelineStage, Schedule1F1B
 from penstock.testing.processes import run_ranks
@@ -95,6 +97,32 @@ def test_a_silent_replica_is_not_waited_for_beyond_the_deadline(wrap: str) -> No
         assert broken.kind == "PeerError"
         assert "within 1 s" in broken.message
         assert broken.elapsed_s < (SOON_S if process != 1 else 10)
+
+
+class NoReduction:
+    """In place of FSDP's reduction: one that torch refuses, as gloo does some."""
+
+    def allocate(self, size: tuple[int, ...], **like: Any) -> torch.Tensor:
+        return torch.empty(*size, **like)
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise RuntimeError("no such reduction")
+
+
+def reduce_badly(process: int, num: int) -> tuple[object, ...]:
+    module = nn.Linear(DIM, DIM)
+    step = make_step(module, "fsdp", timeout_s=60)
+    assert isinstance(module, FSDPModule)
+    module.set_custom_reduce_scatter(NoReduction())
+    return tuple(attempt(step))
+
+
+def test_a_reduction_that_torch_refuses_is_not_a_dead_replica() -> None:
+    outcomes = [Attempt(*outcome.result()) for outcome in run_ranks(reduce_badly, NUM_PROCESSES)]
+    assert "StageError" in {broken.kind for broken in outcomes}
+    for broken in outcomes:
+        assert "REDUCE_GRAD: RuntimeError: no such reduction" in broken.message
+        assert "died" not in broken.message
 
 
 def lag(process: int, num: int, culprit: int) -> tuple[object, ...] | None:

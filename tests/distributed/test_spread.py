@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,7 +34,9 @@ def layers(num: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double() for _ in range(num)]
 
 
-def train(rank: int, num_ranks: int, name: str, between: str, says_mesh: bool) -> list[str]:
+def train(
+    rank: int, num_ranks: int, name: str, between: str, says_mesh: bool, spreads_loss: bool = False
+) -> list[str]:
     """Two ranks per stage share its weights and what it passes on; returns what came."""
     meshes = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("pipeline", "tensor"))
     mesh, group = meshes["tensor"], meshes["pipeline"].get_group()
@@ -47,13 +49,21 @@ def train(rank: int, num_ranks: int, name: str, between: str, says_mesh: bool) -
     for i in program.placement.stages_of(group.rank()):
         colwise = ColwiseParallel(input_layouts=placed) if i else ColwiseParallel()
         rowwise = RowwiseParallel()
-        if i < last:
+        if i < last or spreads_loss:
             rowwise = RowwiseParallel(output_layouts=placed, use_local_output=False)
         module = parallelize_module(plain[i], mesh, {"0": colwise, "2": rowwise})
         module.register_forward_pre_hook(lambda _, args: came.append(type(args[0]).__name__))
         get_mesh = (lambda names, layout: meshes[names]) if says_mesh else None
         stages.append(PipelineStage(module, i, last + 1, CPU, group=group, get_mesh=get_mesh))
-    schedule = ScheduleProgram(stages, program, F.mse_loss)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if not spreads_loss:
+            return F.mse_loss(output, target)
+        target = distribute_tensor(target, mesh, [placed])
+        # Of a mean over parts torch's own gradients are as many times too large.
+        return F.mse_loss(output, target, reduction="sum") / target.numel()
+
+    schedule = ScheduleProgram(stages, program, loss_fn)
     for step in range(2):
         torch.manual_seed(step)
         inputs, target = torch.randn(2, 8, 6, dtype=torch.float64)
@@ -63,6 +73,7 @@ def train(rank: int, num_ranks: int, name: str, between: str, says_mesh: bool) -
         losses: list[Tensor] = []
         schedule.step(inputs, target=target, losses=losses)
         torch.testing.assert_close(torch.stack(losses).mean(), expected.loss)
+        assert not any(isinstance(loss, DTensor) for loss in losses)
     for stage in stages:
         wanted = dict(reference[stage.stage_index].named_parameters())
         for path, param in stage.submod.named_parameters():
@@ -80,6 +91,12 @@ def test_stages_of_two_ranks_each_train_as_one_device_does(
         # In a V the ranks of the first stage hold the last one, too.
         first = {"Tensor"} if name == "1f1b" else {"Tensor", "DTensor"}
         assert set(outcome.result()) == (first if rank < 2 else {"DTensor"})
+
+
+@pytest.mark.parametrize("between", ["rows", "whole"])
+def test_a_loss_may_be_spread_and_is_told_in_full(between: str) -> None:
+    for outcome in run_ranks(train, 4, "zbv", between, False, True):
+        outcome.result()
 
 
 class Passes(nn.Linear):

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from penstock.errors import ScheduleError, StageError, Where
 from penstock.runtime.batch import Batch
+from penstock.runtime.blocks import BlockFunction, played_by
 from penstock.runtime.call import Call
 from penstock.runtime.executor import Executor
 from penstock.runtime.inbox import Inbox
-from penstock.runtime.lanes import Lanes, has_blocks, why_in_turn
+from penstock.runtime.lanes import Lanes, can_overlap, has_blocks, why_in_turn
 from penstock.runtime.outputs import join_outputs
 from penstock.runtime.player import Player
 from penstock.runtime.role import Role
@@ -92,6 +93,7 @@ class Act:
         self._loss_dtype: torch.dtype | None = None
         self._told_later: str | None = None
         self._streams = streams
+        self._block_function: BlockFunction | None = None
         self._lanes = self._make_lanes(streams)
         self.players = self._make_players()
         self.executor = Executor(self._bind(), streams)
@@ -104,6 +106,11 @@ class Act:
         self._program = program
         if self._lanes is not None:
             self._lanes = self._make_lanes(self._streams)
+        self.executor = Executor(self._bind(), self._streams)
+
+    def play_blocks_by(self, function: BlockFunction) -> None:
+        """Let ``function`` play the program's blocks from now on, see ``runtime/blocks.py``."""
+        self._block_function, self._lanes, self._told_later = function, None, None
         self.executor = Executor(self._bind(), self._streams)
 
     def _make_lanes(self, streams: DeviceStreams | None) -> Lanes | None:
@@ -179,15 +186,18 @@ class Act:
         plans = self._lanes.plan(steps, program.placement) if self._lanes is not None else None
         calls: list[Call] = []
         for number, step in enumerate(steps):
-            for part, action in enumerate(step.parts):
-                bound = self.players[action.stage].bind(action)
+            bound = [self.players[action.stage].bind(action) for action in step.parts]
+            if self._block_function is not None and can_overlap(step):
+                calls += played_by(self._block_function, step, bound)
+                continue
+            for part, of_part in enumerate(bound):
                 if plans is not None:
                     first, others = plans[number][part]
-                    bound = [
+                    of_part = [
                         replace(call, enter=others if place else first)
-                        for place, call in enumerate(bound)
+                        for place, call in enumerate(of_part)
                     ]
-                calls += bound
+                calls += of_part
         return calls
 
     def open(self, batch: Batch, num_steps: int) -> None:

@@ -22,6 +22,7 @@ from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
 from penstock.runtime.agreement import digest, hold_together
 from penstock.runtime.batch import Batch
+from penstock.runtime.blocks import BlockFunction
 from penstock.runtime.call import Call
 from penstock.runtime.nccl import channels_of
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
@@ -42,8 +43,6 @@ from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
 __all__ = ["Engine", "Options"]
-
-_AMONG_REPLICAS = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +230,10 @@ class Engine:
             self.program = _lowered(self.asked, self._sharding, self._channels)
             self._train.rebind(self.program)
 
+    def play_blocks_by(self, function: BlockFunction) -> None:
+        """Let ``function`` play the blocks of training steps, see ``runtime/blocks.py``."""
+        self._train.play_blocks_by(function)
+
     def guard(self) -> _Guard:
         """A step runs in this: whatever is raised in it, every rank gets to know.
 
@@ -359,8 +362,6 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         return error
     if (call.waits or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
-    if action.op in _AMONG_REPLICAS and isinstance(error, RuntimeError):
-        return error  # a wait that broke, most likely
     placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)
     placed.__cause__ = error
     return placed

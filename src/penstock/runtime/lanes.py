@@ -31,7 +31,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.rules import TRANSFERS
 from penstock.stage.device_streams import DeviceStreams, Stream
 
-__all__ = ["Lanes", "has_blocks", "why_in_turn"]
+__all__ = ["Lanes", "can_overlap", "has_blocks", "why_in_turn"]
 
 _SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 _BACKWARD = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})

@@ -11,14 +11,17 @@ to pass. The program of a kind itself, rather than of a schedule of it, is loade
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from penstock.errors import ScheduleError
 from penstock.partition.tied import Tie
+from penstock.runtime.blocks import BlockFunction
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, LossFn, PipelineSchedule
-from penstock.schedule.action import Step
+from penstock.schedule.action import Overlap, Step
+from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, save_csv
 from penstock.stage.announcing import announced
 from penstock.stage.manual import PipelineStage
@@ -149,6 +152,8 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         >>> schedule._load_csv("mine.csv")                                   # doctest: +SKIP
     """
 
+    _block_function: BlockFunction | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # When a receive is posted changes no result, and every one is posted as late as it may be.
         kwargs.pop("defer_pp_recv", None)
@@ -164,18 +169,64 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         super()._dump_csv(filename, format)
 
     def register_custom_function(
-        self, computation_type: object, custom_function: object
-    ) -> NoReturn:
-        """Not here: a custom function stands in for an action inside of torch's runtime.
+        self, computation_type: object, custom_function: BlockFunction
+    ) -> None:
+        """Let a function play the blocks of a forward and a backward (DualPipeV's, for instance).
+
+        It may run the two side by side in threads of its own, so that layers that communicate can
+        take turns. What the parts need has come when it is called; what they give is sent when it
+        has returned. A trace shows the block as its first part.
+
+        Args:
+            computation_type: ``OVERLAP_F_B``; other actions have no such functions.
+            custom_function: ``function(block, forward, backward)`` calls each of the last two
+                once, in whichever thread, and returns when both are done. ``block.parts`` are
+                their actions; the order of the callables is that of these.
 
         Raises:
-            ScheduleError: always; the message says what to use.
+            ScheduleError: it is for another kind of action, or takes other arguments.
+
+        Example:
+            >>> def side_by_side(block, forward, backward):                  # doctest: +SKIP
+            ...     thread = threading.Thread(target=backward)
+            ...     thread.start()
+            ...     forward()
+            ...     thread.join()
+            >>> schedule.register_custom_function(OVERLAP_F_B, side_by_side)  # doctest: +SKIP
         """
-        raise ScheduleError(
-            "an action can't be given a function of one's own, which would work on the inside of "
-            "torch's runtime; overlap=True plays a forward and a backward side by side, and "
-            "another order is a program of one's own (penstock.schedule, or a CSV file)"
-        )
+        if computation_type not in (Overlap, "OVERLAP_F_B"):
+            raise ScheduleError(
+                f"{computation_type} can't be given a function of one's own, only OVERLAP_F_B, "
+                "a block of a forward and a backward; what a stage's forward and backward do is "
+                "its module's affair, and another order is a program of one's own "
+                "(penstock.schedule, or a CSV file)"
+            )
+        if not _takes(custom_function, 3):
+            raise ScheduleError(
+                f"{custom_function!r} does not take (block, forward, backward), of which it calls "
+                "the last two; torch's own takes (action, ctx), the inside of torch's runtime"
+            )
+        self._block_function = custom_function
+        if self._engine is not None:
+            self._engine.play_blocks_by(custom_function)
+
+    def _play(self, program: Program) -> None:
+        super()._play(program)
+        if self._block_function is not None:
+            self.engine.play_blocks_by(self._block_function)
+
+
+def _takes(function: object, num: int) -> bool:
+    """Whether ``function`` can be called with so many positional arguments."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(num))
+    except TypeError:
+        return False
+    except ValueError:  # functions written in C have no signature
+        return True
+    return True
 
 
 def refuse_other_format(format: str) -> None:

@@ -20,7 +20,17 @@ from torch import Tensor
 
 from penstock.errors import BoundaryError
 
-__all__ = ["MeshOf", "Spread", "find_mesh", "local_part", "spread_of", "unknown_mesh", "whole"]
+__all__ = [
+    "MeshOf",
+    "Spread",
+    "find_mesh",
+    "in_full",
+    "is_spread",
+    "local_part",
+    "spread_of",
+    "unknown_mesh",
+    "whole",
+]
 
 _MODULE = "torch.distributed.tensor"
 
@@ -75,7 +85,7 @@ def spread_of(tensor: Tensor) -> Spread | None:
     Raises:
         BoundaryError: it is spread in a way that has no name here.
     """
-    if not _is_spread(tensor):
+    if not is_spread(tensor):
         return None
     spread: Any = tensor
     return Spread(
@@ -86,7 +96,8 @@ def spread_of(tensor: Tensor) -> Spread | None:
     )
 
 
-def _is_spread(tensor: Tensor) -> bool:
+def is_spread(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is one of several parts."""
     if type(tensor) is Tensor:
         return False
     kinds = sys.modules.get(_MODULE)
@@ -95,11 +106,20 @@ def _is_spread(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, with its graph; a whole tensor as it is."""
-    if not _is_spread(tensor):
+    if not is_spread(tensor):
         return tensor
     spread: Any = tensor
     part: Tensor = spread.to_local()
     return part
+
+
+def in_full(tensor: Tensor) -> Tensor:
+    """What a tensor is in all; each rank of its mesh, if it has one, calls and gets it."""
+    if not is_spread(tensor):
+        return tensor
+    spread: Any = tensor
+    full: Tensor = spread.full_tensor()
+    return full
 
 
 def whole(part: Tensor, spread: Spread, mesh: Any) -> Tensor:
@@ -128,7 +148,7 @@ def unknown_mesh(spread: Spread) -> Any:
 
 def find_mesh(spread: Spread, tensors: Iterable[Tensor]) -> Any:
     """The mesh with dimensions of these names over which one of ``tensors`` is spread, if any."""
-    for tensor in filter(_is_spread, tensors):
+    for tensor in filter(is_spread, tensors):
         found: Any = tensor
         mesh = found.device_mesh
         if mesh.mesh_dim_names is not None and _dimensions(mesh) == spread.mesh:

@@ -1,0 +1,170 @@
+"""Blocks played by a function of the user's: gradients are the same, and its mistakes are told."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from penstock import OVERLAP_F_B, PipelineStage, ScheduleDualPipeV, _PipelineScheduleRuntime
+from penstock.errors import PenstockError, ScheduleError
+from penstock.testing.compare import plain_step
+
+CPU = torch.device("cpu")
+DIM, MICROBATCHES = 4, 4
+
+Part = Callable[[], None]
+
+
+def make_layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2)]
+
+
+def make_schedule(layers: list[nn.Module]) -> ScheduleDualPipeV:
+    stages = [PipelineStage(layer, i, 2, CPU) for i, layer in enumerate(layers)]
+    return ScheduleDualPipeV(stages, MICROBATCHES, mse_loss)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(step)
+    return torch.randn(8, DIM), torch.randn(8, DIM)
+
+
+def in_threads(block: Any, forward: Part, backward: Part) -> None:
+    thread = threading.Thread(target=backward)
+    thread.start()
+    forward()
+    thread.join()
+
+
+def train(layers: list[nn.Module], schedule: Any) -> None:
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    for step in range(2):
+        inputs, target = batch(step)
+        expected = plain_step(plain, mse_loss, inputs, target=target, n_microbatches=MICROBATCHES)
+        schedule.step(inputs, target=target)
+        assert torch.equal(schedule.losses.mean(), expected.loss)
+    for mine, wanted in zip(nn.Sequential(*layers).parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+def test_the_parts_of_a_block_may_run_in_two_threads_that_meet() -> None:
+    meeting = threading.Barrier(2)
+    seen: list[str] = []
+
+    def meet(block: Any, forward: Part, backward: Part) -> None:
+        def run_backward() -> None:
+            meeting.wait(10)
+            backward()
+
+        thread = threading.Thread(target=run_backward)
+        thread.start()
+        meeting.wait(10)
+        forward()
+        thread.join()
+        seen.append(str(block))
+
+    layers = make_layers()
+    schedule = make_schedule(layers)
+    schedule.register_custom_function(OVERLAP_F_B, meet)
+    train(layers, schedule)
+    assert seen == [str(step) for step in schedule.program.ranks[0] if len(step.parts) > 1] * 2
+    assert seen[0].endswith("OVERLAP_F_B")
+    schedule.eval(batch(0)[0])
+    schedule.trace()
+
+
+def test_it_is_kept_for_a_program_that_is_read_later(tmp_path: Path) -> None:
+    layers = make_layers()
+    make_schedule(layers)._dump_csv(tmp_path / "v.csv", format="compute_only")
+    stages = [PipelineStage(layer, i, 2, CPU) for i, layer in enumerate(layers)]
+    schedule = _PipelineScheduleRuntime(stages, MICROBATCHES, mse_loss)
+    played: list[str] = []
+
+    def note(block: Any, first: Part, second: Part) -> None:
+        played.append(str(block))
+        first()
+        second()
+
+    schedule.register_custom_function("OVERLAP_F_B", note)
+    schedule._load_csv(tmp_path / "v.csv")
+    train(layers, schedule)
+    assert played
+
+
+class Bursts(nn.Module):
+    """Fails in its second backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self.count)
+        return x
+
+    def count(self, grad: Tensor) -> None:
+        self.num_backwards += 1
+        if self.num_backwards == 2:
+            raise ValueError("it burst")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_a_part_raises_in_a_thread_is_raised_at_its_place() -> None:
+    layers = [*make_layers()[:1], nn.Sequential(Bursts(), nn.Linear(DIM, DIM))]
+    schedule = make_schedule(layers)
+    schedule.register_custom_function(OVERLAP_F_B, in_threads)
+    inputs, target = batch(0)
+    with pytest.raises(PenstockError, match="ValueError: it burst") as raised:
+        schedule.step(inputs, target=target)
+    assert raised.value.where.action == "1B1"
+
+
+def raises(block: Any, forward: Part, backward: Part) -> None:
+    raise ValueError("mine")
+
+
+def forgets(block: Any, forward: Part, backward: Part) -> None:
+    forward()
+
+
+def repeats(block: Any, forward: Part, backward: Part) -> None:
+    forward()
+    forward()
+
+
+@pytest.mark.parametrize(
+    ("function", "told", "at"),
+    [
+        (raises, "ValueError: mine", 0),
+        (forgets, "has returned without calling it; it calls each part once", 1),
+        (repeats, r"has called \d+F\d+ twice", 0),
+    ],
+)
+def test_mistakes_of_the_function_are_told(
+    function: Callable[..., None], told: str, at: int
+) -> None:
+    schedule = make_schedule(make_layers())
+    schedule.register_custom_function(OVERLAP_F_B, function)
+    block = next(step for step in schedule.program.ranks[0] if len(step.parts) > 1)
+    inputs, target = batch(0)
+    with pytest.raises(PenstockError, match=told) as raised:
+        schedule.step(inputs, target=target)
+    assert raised.value.where.action == str(block.parts[at])
+
+
+def test_what_is_no_function_for_blocks_is_refused() -> None:
+    schedule = make_schedule(make_layers())
+    with pytest.raises(ScheduleError, match=r"FORWARD can't be given .* only OVERLAP_F_B"):
+        schedule.register_custom_function("FORWARD", in_threads)
+    for other in (lambda action, ctx: None, "no function"):
+        with pytest.raises(ScheduleError, match=r"does not take \(block, forward, backward\)"):
+            schedule.register_custom_function(OVERLAP_F_B, other)
