@@ -149,6 +149,11 @@ class Engine:
             )
 
     @property
+    def _is_alone(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self.transports) == self.program.num_ranks
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches per step."""
         return self.program.num_microbatches
@@ -241,8 +246,11 @@ class Engine:
             PeerError: an earlier step failed.
         """
         if self.failure is not None:
+            anew = "start the processes again, from a checkpoint"
+            if self._is_alone:
+                anew = "make a new one, over the same model"
             raise PeerError(
-                f"an earlier step failed, and this schedule can't go on: {self.failure}"
+                f"an earlier step failed, and this schedule can't go on; {anew}: {self.failure}"
             ) from self.failure
         self._last.executor.marks = []
         return _Guard(self._failed)
@@ -250,7 +258,7 @@ class Engine:
     def _failed(self, error: BaseException) -> BaseException | None:
         """What to raise for ``error``, where that is another one; the others are told."""
         act = self._last
-        if not act.executor.marks and len(self.transports) == self.program.num_ranks:
+        if not act.executor.marks and self._is_alone:
             return None  # nothing has run, and nobody else is concerned
         call = act.executor.failed
         placed = _placed(error, call, self.program) if call is not None else error
@@ -294,7 +302,7 @@ class Engine:
         """What ran when in the last step, on all ranks. Every rank calls it."""
         placement = self.program.placement
         spans = spans_of(self._last.executor, placement, self._streams)
-        if len(self.transports) < self.program.num_ranks:
+        if not self._is_alone:
             transport = self.transports[0]
             transport.begin()
             notes = transport.gather_notes(encode_spans(spans))

@@ -10,8 +10,6 @@ name, so that DCP alone reads it. This module knows neither stages nor schedules
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from os import PathLike
@@ -22,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_by_name
-from torch.distributed.checkpoint.state_dict_saver import save as save_by_name
 
 from penstock.errors import PartitionError
+from penstock.training.files import cut_short, is_distributed, read, write
 from penstock.training.model_state import names_in_common, told_of_common
 
 __all__ = ["Model", "load", "optimizer_state", "save"]
@@ -64,7 +61,7 @@ def save(
 
     Args:
         path: a folder that all ranks reach; it is made if there is none, and a checkpoint that
-            is in it is overwritten.
+            is in it is replaced, as soon as this one is whole.
         model: a pipeline, or a plain module.
         optimizer: of the model's parameters, all of which it holds; left out if None.
         group: the processes that take part; all if None.
@@ -72,6 +69,8 @@ def save(
     Raises:
         PartitionError: the optimizer holds a parameter that the model does not, or stages have
             names in common; on every rank, and nothing was written.
+        OSError: some rank could not write; on every rank. A checkpoint that was in the folder is
+            there still.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -91,8 +90,7 @@ def save(
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
-    with _quietly():
-        save_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
+    write(path, state, group)
 
 
 def load(
@@ -116,9 +114,9 @@ def load(
     Raises:
         FileNotFoundError: there is no whole checkpoint in the folder, as some rank sees it; on
             every rank.
-        PartitionError: it can't be read, lacks a name of the model's or of the optimizer's, has it
+        PartitionError: it is damaged, lacks a name of the model's or of the optimizer's, has it
             in another shape, or has other settings for parameters that are one group now; on
-            every rank, and nothing was overwritten.
+            every rank, and nothing was overwritten, but for damage that only reading finds.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -141,11 +139,11 @@ def load(
             faults += _faults(saved, {f"optim.{key}": None for key in settings})
     _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
     # What is read into the model overwrites it: whatever may be refused is read before.
-    _read(path, {"optim": settings}, group)
+    read(path, {"optim": settings}, group)
     if optimizer is not None:
         faults = _conflicts(model, optimizer, settings)
     _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
-    _read(path, state, group)
+    read(path, state, group)
     model.load_state_dict(state["model"])
     if optimizer is not None:
         _fill_optimizer(model, optimizer, {**state["optim"], **settings})
@@ -212,25 +210,14 @@ def _settings(group: Mapping[str, Any]) -> list[str]:
     return [key for key in group if key not in ("params", "param_names")]
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """DCP warns of a single process, and of a checkpoint that is overwritten, both meant so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield
-
-
 def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Mapping[str, object]:
     """By name, what a checkpoint says of what is in it."""
     missing = damaged = ""
+    cut: list[str] = []
     metadata = None
     try:
         metadata = FileSystemReader(path).read_metadata()
+        cut = cut_short(path, metadata)
     except FileNotFoundError as error:
         missing = (
             f"{error}; it is written last: was the saving interrupted, or is the folder not one "
@@ -239,22 +226,15 @@ def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Ma
     except Exception as error:  # it is pickled: anything may be wrong with it
         damaged = f"{path}: its metadata can't be read, {type(error).__name__}: {error}"
     _raise_together([missing] if missing else [], group, FileNotFoundError)
-    _raise_together([damaged] if damaged else [], group)
+    _raise_together([damaged] if damaged else cut, group)
     assert metadata is not None, "it was read"
     saved: Mapping[str, object] = metadata.state_dict_metadata
     return saved
 
 
-def _read(
-    path: str | PathLike[str], state: dict[str, Any], group: dist.ProcessGroup | None
-) -> None:
-    with _quietly():
-        load_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
-
-
 def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     """What every rank has."""
-    if not _is_distributed():
+    if not is_distributed():
         return [mine]
     everyones = [mine for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyones, mine, group=group)
@@ -267,7 +247,7 @@ def _raise_together(
     error: type[Exception] = PartitionError,
 ) -> None:
     """Raise on every rank where there is a fault on any: nobody waits for one that stopped."""
-    if _is_distributed():
+    if is_distributed():
         everyones = enumerate(_gathered(faults, group))
         faults = [f"rank {r}: {fault}" for r, found in everyones for fault in found]
     if faults:
