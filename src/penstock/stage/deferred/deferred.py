@@ -110,9 +110,7 @@ class DeferredWeights(TorchFunctionMode):
         self.depth -= 1
         if not self.depth:
             self.forwarded = True
-            # Derived weights are known by identity, and only while nobody else can be given
-            # their identity: within one forward.
-            self.ledger.expressions.clear()
+            self.ledger.end_forward()
         pop_mode()
 
     @property
