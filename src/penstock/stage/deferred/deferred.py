@@ -75,6 +75,7 @@ class DeferredWeights(TorchFunctionMode):
     def __init__(self, excluded: Iterable[Parameter] = ()) -> None:
         super().__init__()
         self.ledger = Ledger(frozenset(map(id, excluded)) if excluded else frozenset())
+        self.looked_into: set[Callable[..., Any]] = set()  # whose twins are running
         self.depth = 0
         self.forwarded = False  # the first time in is F, the next is I
         self.differentiated = False

@@ -42,6 +42,7 @@ class Interception(AbstractContextManager[Any], Protocol):
 
     ledger: Ledger
     forwarded: bool
+    looked_into: set[Func]
 
 
 # They save no tensors, so that their graph is never recomputed with a checkpointed region.
@@ -179,10 +180,15 @@ def intercept_any(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
         ledger.express(result, weights)
         return result
     twin = twin_of(func)
-    if twin is not None:
+    # A function may offer itself again from a helper, as torch.meshgrid does.
+    if twin is None or func in mode.looked_into:
+        return substitute(mode, func, args, kwargs)
+    mode.looked_into.add(func)
+    try:
         with mode:
             return twin(*args, **kwargs)
-    return substitute(mode, func, args, kwargs)
+    finally:
+        mode.looked_into.remove(func)
 
 
 def weights_only(func: Func, args: Args, weight: Weight, others: list[Tensor]) -> bool:
