@@ -122,6 +122,21 @@ def test_a_view_of_a_parameter_crosses_in_training_and_in_evaluation() -> None:
         both.eval(inputs)
 
 
+def test_an_evaluation_passes_on_what_takes_gradients_in_training() -> None:
+    """A parameter, by a stage that makes nothing of it; told first in an evaluation."""
+    both = Twins(
+        [GivesWeight(), nn.Identity(), TakesWeight()],
+        F.mse_loss,
+        schedule="1f1b",
+        ranks=3,
+        n_microbatches=4,
+    )
+    inputs, target = features(8, 0)
+    for _ in range(2):
+        both.eval(inputs)
+        both.step(inputs, target=target)
+
+
 def test_keyword_arguments_reach_every_stage() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, *, scale: Tensor, power: int) -> Tensor:

@@ -157,3 +157,22 @@ def test_forwards_alone_keep_nothing_to_recompute() -> None:
     pipe = Pipeline(mlp(2), loss_fn=F.mse_loss, schedule=program)
     assert pipe.eval(features(8, 0)[0]).shape == (8, 6)
     assert {a.op for a in replace(program).actions()} >= {Op.RECOMPUTE}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["conjugated", "negated", "nested"])
+def test_what_is_saved_in_another_way_than_it_lies_in_memory(kind: str) -> None:
+    """A conjugated tensor, its negated imaginary part, and one of rows of several lengths."""
+    use = {
+        "conjugated": lambda x: (torch.complex(x, x.cos()).conj() * torch.complex(x, x)).abs(),
+        "negated": lambda x: torch.complex(x, x.cos()).conj().imag * x,
+        "nested": lambda x: torch.nested.as_nested_tensor([*x]).relu().to_padded_tensor(0.0),
+    }[kind]
+
+    class Using(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return use(super().forward(x))
+
+    program = offload(build("gpipe", ranks=2, microbatches=4))
+    both = Twins([Using(6, 6), nn.Linear(6, 6)], F.mse_loss, schedule=program)
+    both.step(features(8, 0)[0], target=features(8, 0)[1])

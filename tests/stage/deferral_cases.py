@@ -334,6 +334,11 @@ def function_cases() -> dict[str, Case]:
         ),
         "no gradient inside": of(no_grad_inside, x(3, 4), l=nn.Linear(4, 4)),
         "mask token": of(mask_token, x(2, 3, 4), token=weight(1, 1, 4), l=nn.Linear(4, 4)),
+        "grid of a weight and a constant": of(
+            lambda m, t: t * torch.meshgrid(m.w, torch.arange(4.0), indexing="ij")[0],
+            x(3, 4),
+            w=weight(3),
+        ),
         "view of a changed weight": of(changed_view, x(4), w=weight(3, 4)),
         "buffer filled in": of(buffer_filled, x(3, 4), w=weight(4)),
         "gradient replaced by a hook": of(hooked, x(3, 4), l=nn.Linear(4, 4)),

@@ -157,7 +157,7 @@ class Shelf:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if not _is_as_in_memory(tensor):
             return tensor
         address = _address(tensor)
         if tensor.device != self._device or address == 0 or address in self._stays:
@@ -216,6 +216,17 @@ class Shelf:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_as_in_memory(tensor: Tensor) -> bool:
+    """Whether memory, dtype, shape and strides say all of a tensor."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def _address(tensor: Tensor) -> int:

@@ -109,7 +109,9 @@ class Stage:
     def enter(self, slot: Slot, tensors: Sequence[Tensor], spec: BoundarySpec) -> tuple[Any, ...]:
         """Received tensors as this stage's arguments; those that take gradients become leaves."""
         slot.in_spec = self.inputs_spec = spec
-        slot.leaves = [tensors[i].requires_grad_() for i in spec.grad_slots]
+        # In an evaluation there is no graph to be leaves of, whatever comes out of parameters.
+        grad_slots = spec.grad_slots if torch.is_grad_enabled() else ()
+        slot.leaves = [tensors[i].requires_grad_() for i in grad_slots]
         if slot.leaves and self._writer.may_write(self.submod):
             tensors = self._writer.lend(tensors)
         return spec.arguments(tensors, self.mesh_of)

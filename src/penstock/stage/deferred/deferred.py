@@ -75,6 +75,7 @@ class DeferredWeights(TorchFunctionMode):
     def __init__(self, excluded: Iterable[Parameter] = ()) -> None:
         super().__init__()
         self.ledger = Ledger(frozenset(map(id, excluded)) if excluded else frozenset())
+        self.looked_into: set[Callable[..., Any]] = set()  # whose twins are running
         self.depth = 0
         self.forwarded = False  # the first time in is F, the next is I
         self.differentiated = False
@@ -110,9 +111,7 @@ class DeferredWeights(TorchFunctionMode):
         self.depth -= 1
         if not self.depth:
             self.forwarded = True
-            # Derived weights are known by identity, and only while nobody else can be given
-            # their identity: within one forward.
-            self.ledger.expressions.clear()
+            self.ledger.end_forward()
         pop_mode()
 
     @property

@@ -42,6 +42,7 @@ class Interception(AbstractContextManager[Any], Protocol):
 
     ledger: Ledger
     forwarded: bool
+    looked_into: set[Func]
 
 
 # They save no tensors, so that their graph is never recomputed with a checkpointed region.
@@ -108,10 +109,12 @@ TWINS: dict[Func, Func | None] = {}
 
 def may_hold_weight(ledger: Ledger, args: Iterable[Any]) -> bool:
     """Whether any of ``args`` could be, or contain, a weight; quick, and sure when it says no."""
-    known = ledger.expressions
+    known, recalls = ledger.expressions, ledger.recalled is not None
     for arg in args:
         kind = type(arg)
         if kind is Parameter or (known and id(arg) in known):
+            return True
+        if recalls and kind is Tensor and ledger.derived(arg) is not None:
             return True
         # Sizes and dimensions come in lists as well.
         if (kind is tuple or kind is list) and not (arg and type(arg[0]) is int):
@@ -168,7 +171,7 @@ def intercept_any(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
     if in_place and ledger.weight(args[0] if args else None) is not None:
         result = run(func, args, kwargs)
         # Whatever shares memory with the changed weight may depend on activations now.
-        ledger.expressions.clear()
+        ledger.forget_expressions()
         return result
     if not others or weights_only(func, args, weights[0], others):
         if saved_tensor_hooks_active() and func not in VIEWS:
@@ -177,10 +180,15 @@ def intercept_any(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
         ledger.express(result, weights)
         return result
     twin = twin_of(func)
-    if twin is not None:
+    # A function may offer itself again from a helper, as torch.meshgrid does.
+    if twin is None or func in mode.looked_into:
+        return substitute(mode, func, args, kwargs)
+    mode.looked_into.add(func)
+    try:
         with mode:
             return twin(*args, **kwargs)
-    return substitute(mode, func, args, kwargs)
+    finally:
+        mode.looked_into.remove(func)
 
 
 def weights_only(func: Func, args: Args, weight: Weight, others: list[Tensor]) -> bool:

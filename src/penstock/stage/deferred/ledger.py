@@ -17,12 +17,16 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from penstock.errors import StageError
 from penstock.stage.deferred.rules import Expression, Rule, Weight, proxy_grads
-from penstock.stage.torch_private import observe_grad, saved_tensor_hooks_active
+from penstock.stage.torch_private import (
+    deferrable_now,
+    observe_grad,
+    saved_tensor_hooks_active,
+)
 
 __all__ = ["CannotDeferError", "Ledger", "Record", "refuse"]
 
@@ -52,7 +56,7 @@ class Ledger:
         excluded: ids of parameters to leave to autograd.
     """
 
-    __slots__ = ("excluded", "expressions", "proxies", "records")
+    __slots__ = ("excluded", "expressions", "proxies", "recalled", "records")
 
     def __init__(self, excluded: frozenset[int] = frozenset()) -> None:
         self.excluded = excluded
@@ -60,14 +64,50 @@ class Ledger:
         # id → (the tensor, kept so that its id stays its own; what it is)
         self.expressions: dict[int, tuple[Tensor, Expression]] = {}
         self.proxies: dict[int, tuple[Weight, Tensor]] = {}
+        # After the forward: (node, output) → what leaves the graph there; see ``recall``.
+        self.recalled: dict[tuple[Node, int], Expression] | None = None
 
     def weight(self, value: object) -> Weight | None:
         """``value`` as a weight whose gradient can be put off, or None if it is none."""
         if type(value) is Parameter:
             deferrable = value.requires_grad and id(value) not in self.excluded
             return value if deferrable else None
-        known = self.expressions.get(id(value)) if self.expressions else None
-        return known[1] if known else None
+        return self.derived(value)
+
+    def derived(self, value: object) -> Weight | None:
+        """``value`` likewise where it is no ``Parameter`` itself."""
+        if self.expressions:
+            known = self.expressions.get(id(value))
+            if known is not None:
+                return known[1]
+        if self.recalled is not None and type(value) is Tensor and value.requires_grad:
+            return self.recall(value, self.recalled)
+        return None
+
+    def recall(self, value: Tensor, recalled: dict[tuple[Node, int], Expression]) -> Weight | None:
+        """``value`` as the weight that it was in the forward, where regions are recomputed.
+
+        What a checkpoint was given as arguments it has saved, and gets other tensors back, at the
+        same place of the graph. Taken for another thing than in the forward, an operation would
+        save other tensors, and the checkpoint hand these to the forward's backward.
+        """
+        if value.grad_fn is not None:
+            return recalled.get((value.grad_fn, value.output_nr))
+        if not deferrable_now():
+            return None
+        owner = getattr(get_gradient_edge(value).node, "variable", None)
+        return self.weight(owner) if type(owner) is Parameter else None
+
+    def end_forward(self) -> None:
+        """Know derived weights by their places in the graph from now on.
+
+        By identity they are known while nobody else can be given it: within one forward.
+        """
+        if self.recalled is None:
+            self.recalled = {}
+            for _, expression in self.expressions.values():
+                self.recalled[expression.edge.node, expression.edge.output_nr] = expression
+        self.expressions.clear()
 
     def express(self, result: object, sources: Iterable[Weight]) -> None:
         """Remember the tensors in ``result``, computed from ``sources`` alone, as weights."""
@@ -85,6 +125,14 @@ class Ledger:
                 leaves=leaves,
             )
             self.expressions[id(result)] = (result, expression)
+            if self.recalled is not None:
+                self.recalled[expression.edge.node, expression.edge.output_nr] = expression
+
+    def forget_expressions(self) -> None:
+        """From now on no tensor but a parameter is a weight: activations may be in others."""
+        self.expressions.clear()
+        if self.recalled is not None:
+            self.recalled.clear()
 
     def tap(
         self,
@@ -140,6 +188,7 @@ class Ledger:
         self.records = []
         self.proxies.clear()
         self.expressions.clear()
+        self.recalled = None
         return records
 
     def forget_strays(self) -> None:

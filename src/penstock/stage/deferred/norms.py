@@ -36,7 +36,7 @@ NORMS: tuple[Func, ...] = (
 def norm(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``F.layer_norm`` and its kin: with proxies, and without a look inside."""
     ledger = mode.ledger
-    if type(args[0]) is not Tensor or (ledger.expressions and ledger.weight(args[0]) is not None):
+    if type(args[0]) is not Tensor or ledger.derived(args[0]) is not None:
         return intercept_any(mode, func, args, kwargs)
     if not deferrable_now():
         return run(func, args, kwargs)

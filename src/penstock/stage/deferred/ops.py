@@ -80,7 +80,7 @@ def linear(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:
         w_ref is None
         or (b is not None and b_ref is None)
         or not plain_activation(x)
-        or (ledger.expressions and ledger.weight(x) is not None)
+        or ledger.derived(x) is not None
         or not deferrable_now()
         or x.dim() < 2
     ):

@@ -1,0 +1,63 @@
+"""Weights that a checkpointed region is given, and not the parameters themselves.
+
+The region is run again in I, and has to save what it saved in the forward: else the forward's
+backward is given other tensors, of which torch compares shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.stage.deferral_cases import Calls, assert_same, plain, split, weight, x
+
+Region = Callable[[Tensor, Tensor], Tensor]
+
+# On square matrices, so that shapes tell nothing.
+REGIONS: dict[str, Region] = {
+    "on the left": lambda t, w: w @ t,
+    "addmm": lambda t, w: torch.addmm(w, t, w),
+    "einsum": lambda t, w: torch.einsum("ij,jk->ik", t, w),
+    "linear": lambda t, w: F.linear(F.linear(t, w).tanh(), w.T),
+    "scale": lambda t, w: t * w,
+    "norm": lambda t, w: F.layer_norm(t, (4,), w[0], w[1]),
+    "rows": lambda t, w: w[torch.tensor([0, 2, 2, 3])] @ t,
+    "also as an activation": lambda t, w: F.linear(w, w) + t @ w,
+}
+# How the region comes by the weight.
+GIVEN: dict[str, Callable[[Region, Tensor, Tensor], Tensor]] = {
+    "as an argument": lambda region, t, w: checkpoint(region, t, w[:], use_reentrant=False),
+    "computed, as an argument": lambda region, t, w: checkpoint(
+        region, t, torch.stack([w, w * 2]).unbind()[1], use_reentrant=False
+    ),
+    "by closure": lambda region, t, w: by_closure(region, t, w * 2),
+    "through hooks": lambda region, t, w: through_hooks(region, t, w),
+    "within another region": lambda region, t, w: checkpoint(
+        lambda u, v: checkpoint(region, u, v.T, use_reentrant=False), t, w[:], use_reentrant=False
+    ),
+}
+
+
+def by_closure(region: Region, t: Tensor, w: Tensor) -> Tensor:
+    inside: Tensor = checkpoint(lambda u: region(u, w), t, use_reentrant=False)
+    return inside + t @ w
+
+
+def through_hooks(region: Region, t: Tensor, w: Tensor) -> Tensor:
+    """As around a stage whose activations are offloaded: the parameter comes back as another."""
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+        whole: Tensor = checkpoint(region, t, w, use_reentrant=False)
+        return whole
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_region_is_recomputed_as_it_was_computed(region: str, given: str) -> None:
+    module = Calls(lambda m, t: GIVEN[given](REGIONS[region], t * 2, m.w), w=weight(4, 4))
+    inputs = (x(4, 4),)
+    assert_same(split(module, inputs, 2), plain(module, inputs, 2), exact=False)
