@@ -91,17 +91,22 @@ def test_dualpipe_bubbles_and_peaks(ranks: int) -> None:
         assert max(result.peak_in_flight) == peak
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_chimera_bubble_ratios(ranks: int) -> None:
-    """N = D, forward and backward equally long: (D - 2) / (2N + D - 2); DAPPLE as GPipe.
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 10, 16])
+@pytest.mark.parametrize("units", [1, 2, 3, 5])
+def test_chimera_bubble_ratios_and_memory(ranks: int, units: int) -> None:
+    """Forward and backward equally long: (D - 2) / (2N + D - 2); DAPPLE (D - 1) / (N + D - 1).
+
+    Activations are held D/2 + 1 to D times.
 
     Source: arXiv:2107.06925, table 2.
     """
-    equal = (2, 1, 1)
-    chimera = run("chimera", ranks, ranks, 1, *equal)
-    assert chimera.bubble_ratio == pytest.approx((ranks - 2) / (3 * ranks - 2))
-    dapple = run("1f1b", ranks, ranks, 1, *equal)
-    assert dapple.bubble_ratio == pytest.approx((ranks - 1) / (2 * ranks - 1))
+    equal, microbatches = (2, 1, 1), units * ranks
+    chimera = run("chimera", ranks, microbatches, 1, *equal)
+    ratio = (ranks - 2) / (2 * microbatches + ranks - 2)
+    assert chimera.bubble_ratio == pytest.approx(ratio)
+    assert set(chimera.peak_in_flight) == set(range(ranks // 2 + 1, ranks + 1))
+    dapple = run("1f1b", ranks, microbatches, 1, *equal)
+    assert dapple.bubble_ratio == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
 
 
 @pytest.mark.parametrize("ranks", [6, 12, 18])

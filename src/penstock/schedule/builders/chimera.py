@@ -9,14 +9,14 @@ stages, and the weights are there twice:
     rank 2  .. f1 F0 f3 F2 .. B0 -- b1 -- B2 -- b3 -- .. ..
     rank 3  f1 f3 .. F0 B0 -- F2 B2 -- .. b1 -- .. .. b3 --
 
-A unit is P microbatches, half of them in each direction; both directions are 1F1B, laid over each
-other in slots of one forward or one backward. Further units follow 2P slots behind one another,
-so that the forwards of one fill the bubble at the end of the one before.
+Each direction is 1F1B, which holds at most P/2 activations per stage (P - s on the s-th, where that
+is less). Both are laid over each other in slots of one forward or one backward: a rank runs what
+is ready, of two steps the older microbatch's.
 
-For M = P the bubble is (P - 2)·max(tF, tB + tW), where 1F1B's is (P - 1)(tF + tB + tW). Ranks hold
-P/2 + 1 activations (the outermost) to P (those in the middle) at their peaks. After a step the
-gradients of the two copies are summed, once for each of the P/2 pairs of ranks that hold the same
-stages.
+The bubble is (P - 2)·max(tF, tB + tW) for M = P, where 1F1B's is (P - 1)(tF + tB + tW), and for any
+multiple of P where forwards and backwards take equally long. Ranks hold P/2 + 1 activations (the
+outermost) to P (those in the middle) at their peaks. After a step the gradients of the two copies
+are summed, once for each of the P/2 pairs of ranks that hold the same stages.
 
 P even, M ≥ 2.
 
@@ -26,7 +26,7 @@ Source: arXiv:2107.06925, sec. 3.1 and 3.3 (direct concatenation).
 from __future__ import annotations
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.placement import bidirectional
+from penstock.schedule.placement import Placement, bidirectional
 from penstock.schedule.program import Program
 
 __all__ = ["chimera", "nearest"]
@@ -43,7 +43,7 @@ def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
 
 
 def chimera(*, ranks: int, microbatches: int) -> Program:
-    """Each rank's steps by the slots that they have in their own direction.
+    """Both directions, played slot by slot.
 
     Args:
         ranks: number of ranks, even.
@@ -54,31 +54,54 @@ def chimera(*, ranks: int, microbatches: int) -> Program:
         '0F0 3F1 3B1 0B0 0F2 3F3 3B3 0B2'
     """
     placement = bidirectional(ranks)
-    steps: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(ranks)]
-    for stage in range(placement.num_stages):
-        copy, place = placement.copy_of(stage), placement.model_stage(stage)
-        for microbatch in range(copy, microbatches, 2):
-            unit, within = divmod(microbatch // 2, ranks // 2)
-            start = 2 * ranks * unit
-            # Of two steps that fall on one slot, a backward goes first, then the older microbatch.
-            older = (microbatch // 2, copy)
-            forward, backward = _slots(place, within, ranks)
-            steps[placement.rank_of(stage)] += [
-                ((start + backward, 0, *older), action(stage, Op.FULL_BACKWARD, microbatch)),
-                ((start + forward, 1, *older), action(stage, Op.FORWARD, microbatch)),
-            ]
+    play = _Play(placement, microbatches)
+    programs: list[list[Action]] = [[] for _ in range(ranks)]
+    while any(len(steps) < 2 * microbatches for steps in programs):
+        slot = [play.next_step(rank) for rank in range(ranks)]
+        for steps, act in zip(programs, slot, strict=True):
+            if act is not None:
+                steps.append(act)
+                play.done[act.op][act.stage] += 1
     return Program(
         name="chimera",
         placement=placement,
         num_microbatches=microbatches,
-        ranks=tuple(
-            tuple(act for _, act in sorted(mine, key=lambda timed: timed[0])) for mine in steps
-        ),
+        ranks=tuple(map(tuple, programs)),
     )
 
 
-def _slots(place: int, microbatch: int, ranks: int) -> tuple[int, int]:
-    """When 1F1B runs a forward and its backward, where either takes one slot."""
-    warm_up = microbatch < ranks - place
-    forward = place + (microbatch if warm_up else 2 * microbatch)
-    return forward, 2 * ranks - 1 - place + 2 * microbatch
+class _Play:
+    """Which steps are ready, from how many forwards and backwards each stage has done."""
+
+    def __init__(self, placement: Placement, microbatches: int) -> None:
+        self._placement = placement
+        self._microbatches = microbatches
+        self.done = {op: [0] * placement.num_stages for op in (Op.FORWARD, Op.FULL_BACKWARD)}
+
+    def next_step(self, rank: int) -> Action | None:
+        """Of what is ready on a rank, the oldest microbatch's; a backward before a forward."""
+        found = [
+            (number, op is Op.FORWARD, stage)
+            for stage in self._placement.stages_of(rank)
+            for op in self.done
+            if self._is_ready(stage, op, number := self.done[op][stage])
+        ]
+        if not found:
+            return None
+        number, is_forward, stage = min(found)
+        copies, copy = self._placement.copies, self._placement.copy_of(stage)
+        op = Op.FORWARD if is_forward else Op.FULL_BACKWARD
+        return action(stage, op, copies * number + copy)
+
+    def _is_ready(self, stage: int, op: Op, number: int) -> bool:
+        placement, (forwards, backwards) = self._placement, self.done.values()
+        if placement.copies * number + placement.copy_of(stage) >= self._microbatches:
+            return False
+        offset = -1 if op is Op.FORWARD else +1
+        other = placement.neighbour(stage, offset)
+        if other is not None and self.done[op][other] <= number:
+            return False
+        if op is Op.FULL_BACKWARD:
+            return forwards[stage] > number
+        half, place = placement.num_ranks // 2, placement.model_stage(stage)
+        return number - backwards[stage] < min(half, placement.num_ranks - place)
