@@ -286,16 +286,19 @@ class Pipeline:
         """This process's buffers, under the plain model's names."""
         return self._state.named_buffers()
 
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, *, full: bool = False, keep: Callable[[str], bool] = lambda _: True
+    ) -> dict[str, Any]:
         """This process's parameters and buffers, under the plain model's names.
 
         Args:
             full: whether to gather those of all ranks, on the CPU; every rank calls it then.
+            keep: by a name, whether it is wanted: of a model with adapters these alone, say.
 
         Raises:
             PartitionError: stages cut by hand have a name in common.
         """
-        return self._state.state_dict(full=full)
+        return self._state.state_dict(full=full, keep=keep)
 
     def parameter_stages(self) -> dict[str, int]:
         """By the name of each of this process's parameters, which stage of the model holds it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -316,6 +318,14 @@ def test_a_model_that_does_something_else_than_in_its_dry_run() -> None:
     Fickle.skip = True
     with pytest.raises(PartitionError, match=r"calls blocks\.2 where its dry run called blocks\.1"):
         split.stages[0](**batch("NetBase"))
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stage_is_not_copied(act: Callable[[nn.Module], object]) -> None:
+    """What runs would be the modules of the one that it is a copy of, or nothing."""
+    for stage in split_by_module(NetBase(), [2, 2], batch("NetBase")).stages:
+        with pytest.raises(TypeError, match=r"can't be copied or pickled; .* copy its parameters"):
+            act(stage)
 
 
 def test_gradients_that_would_be_lost() -> None:

@@ -175,10 +175,24 @@ class OfSome(NetBase):
         return super().forward(x)[kept]
 
 
+class HeadOfSome(NetBase):
+    """The head sees them alone."""
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x[kept])
+        return y
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_mask_that_is_an_input(schedule: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("net", [OfSome, HeadOfSome])
+def test_a_mask_that_is_an_input(
+    net: type[NetBase], schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """How many rows it keeps is known wherever it is, which may differ by microbatch."""
-    model = OfSome()
+    model = net()
     plain = copy.deepcopy(model)
     kept = torch.tensor([True, False, True, True, False, True, True, True])
     with caplog.at_level(logging.INFO, "penstock"):
@@ -195,6 +209,24 @@ def test_a_mask_that_is_an_input(schedule: str, caplog: pytest.LogCaptureFixture
         loss = pipe.step(X, mask)
         assert torch.equal(loss, plain_step(plain, square, X, mask, n_microbatches=4).loss)
         assert_same(snapshot(pipe), snapshot(plain))
+
+
+class BlockOfSome(NetBase):
+    """A block sees them alone, and what it makes of them crosses."""
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(x)[kept])
+        for block in self.blocks[1:]:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_a_mask_that_changes_what_crosses_is_refused() -> None:
+    kept = torch.tensor([True, False, True, True])
+    split = split_by_module(BlockOfSome(), [2, 2], (X[:2], kept[:2]))
+    with pytest.raises(PartitionError, match=r"output 0 of blocks.0 is .*\(2, 6\), .* \(1, 6\)"):
+        split.stages[0](X[:2], kept[2:])
 
 
 # --- modules that make their weights anew -------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock import PartitionError, Pipeline, SplitPoint, pipeline
 from penstock.partition.modules.materialize import materialize
@@ -147,3 +148,51 @@ def test_a_hugging_face_model_initializes_itself() -> None:
         torch.cat([plain(**{k: v[i : i + 2] for k, v in case.example().items()}).logits
                    for i in (0, 2)]).detach(),
     )  # fmt: skip
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update, which begins with none; what is new, is told as in
+    peft."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return y
+
+
+def test_what_adapters_begin_with_is_not_the_models_to_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of random numbers the model that they adapt would begin as another one."""
+    case = REAL_MODELS["llama"]
+    with torch.device("meta"):
+        model: Any = case.model()
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    pipe = Pipeline(model, example=case.example(), ranks=2, n_microbatches=2)
+    assert "initialized by nobody: " in caplog.text and "lora_B.weight" in caplog.text
+    assert "base_layer" not in caplog.text
+    for name, param in pipe.named_parameters():
+        assert ("lora_" in name) == bool(param.isnan().all()), name
+
+
+def test_what_adapters_begin_with_is_the_users_to_say() -> None:
+    def init_fn(module: nn.Module) -> None:
+        if isinstance(module, Adapted):
+            nn.init.zeros_(module.lora_B.weight)
+        elif isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Adapted(nn.Linear(DIM, DIM)) for _ in range(2)))
+    pipe = Pipeline(model, init_fn=init_fn, ranks=2, n_microbatches=2)
+    for name, param in pipe.named_parameters():
+        assert ("lora_B" in name) != bool(param.any()), name

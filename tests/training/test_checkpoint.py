@@ -161,6 +161,28 @@ def test_the_optimizer_may_be_left_alone(tmp_path: Path) -> None:
     assert same(dict(model.state_dict()), dict(trained()[0].state_dict()))
 
 
+def test_what_is_frozen_may_be_left_out(tmp_path: Path) -> None:
+    """A checkpoint of what is trained alone, read into a model that has the rest."""
+
+    def keep(name: str) -> bool:
+        return name.startswith("third.")
+
+    model = plain_model(0)
+    optimizer = adamw(model.get_submodule("third"))
+    train(model, optimizer)
+    save(tmp_path, model, optimizer, keep=keep)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    saved = {name for name in metadata if name.startswith("model.")}
+    assert saved == {"model.third.weight", "model.third.bias"}
+    resumed = plain_model(0)
+    resumed_optimizer = adamw(resumed.get_submodule("third"))
+    with pytest.raises(PartitionError, match=r"model\.first\.weight is missing"):
+        load(tmp_path, resumed, resumed_optimizer)
+    load(tmp_path, resumed, resumed_optimizer, keep=keep)
+    assert same(dict(resumed.state_dict()), dict(model.state_dict()))
+    assert same(optimizer_state(resumed, resumed_optimizer), optimizer_state(model, optimizer))
+
+
 def test_a_name_that_is_not_there_is_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
     save(tmp_path, trained()[0])
     bigger = plain_model(7)

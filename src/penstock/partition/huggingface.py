@@ -9,7 +9,8 @@ A part that runs on another stage appends nothing there, and the auxiliary loss 
 number. So what a part appends is taken for one of its outputs: it can cross, and where the part
 is absent, it is appended in its place. And the cache of keys and values, which serves generation,
 but is filled in training as well unless it is turned off: the parts would write into it on
-different stages. And the plans for pipelines that many of them bring along. Seen to work on
+different stages. And the plans for pipelines that many of them bring along; and the adapters that
+peft puts into their layers. Seen to work on
 transformers 5.23 (``tests/partition/test_huggingface.py`` says so again on each run). Nothing is
 imported here: where transformers is not loaded, there is nothing to know.
 """
@@ -27,6 +28,7 @@ from torch import nn
 __all__ = [
     "Captured",
     "PlanEntry",
+    "adapters",
     "capture_since",
     "collector",
     "install_hooks",
@@ -90,6 +92,15 @@ def without_cache(module: nn.Module) -> None:
         quiet = copy.copy(config)
         quiet.use_cache = False
         module.config = quiet
+
+
+def adapters(module: nn.Module) -> Sequence[str]:
+    """The children of a layer that were added to it, to be trained in its stead: those of peft.
+
+    What they begin with (zeros, a copy of the layer's weight) is known to who made them alone.
+    """
+    names: Sequence[str] = getattr_static(module, "adapter_layer_names", ())
+    return names
 
 
 def published_plan(model: nn.Module) -> dict[str, PlanEntry]:

@@ -10,7 +10,7 @@ name, so that DCP alone reads it. This module knows neither stages nor schedules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from os import PathLike
 from typing import Any, Protocol, TypeVar
@@ -55,6 +55,7 @@ def save(
     model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    keep: Callable[[str], bool] = lambda _: True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint. Every rank calls it; each writes what it holds.
@@ -64,6 +65,8 @@ def save(
             is in it is replaced, as soon as this one is whole.
         model: a pipeline, or a plain module.
         optimizer: of the model's parameters, all of which it holds; left out if None.
+        keep: by the name of a parameter or buffer, whether to write it: what is frozen, and
+            comes from elsewhere, may be left out.
         group: the processes that take part; all if None.
 
     Raises:
@@ -87,7 +90,7 @@ def save(
     common = names_in_common(_gathered({} if stages is None else stages(model), group))
     if common:
         raise PartitionError(told_of_common(common))
-    state: dict[str, Any] = {"model": model.state_dict()}
+    state: dict[str, Any] = {"model": _kept(model.state_dict(), keep)}
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
     write(path, state, group)
@@ -98,6 +101,7 @@ def load(
     model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    keep: Callable[[str], bool] = lambda _: True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Read a checkpoint. Every rank calls it; each reads what it holds.
@@ -109,6 +113,7 @@ def load(
         model: a pipeline, or a plain module, that is overwritten.
         optimizer: of the model's parameters; its state and settings are overwritten. Not
             touched if None.
+        keep: by the name of a parameter or buffer, whether to read it; others stay as they are.
         group: the processes that take part; all if None.
 
     Raises:
@@ -128,7 +133,8 @@ def load(
         True
     """
     saved = _described(path, group)
-    state: dict[str, Any] = {"model": model.state_dict()}
+    held = model.state_dict()
+    state: dict[str, Any] = {"model": _kept(held, keep)}
     settings: dict[str, Any] = {}
     faults = _faults(saved, {f"model.{name}": value for name, value in state["model"].items()})
     if optimizer is not None:
@@ -144,7 +150,7 @@ def load(
         faults = _conflicts(model, optimizer, settings)
     _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
     read(path, state, group)
-    model.load_state_dict(state["model"])
+    model.load_state_dict({**held, **state["model"]})
     if optimizer is not None:
         _fill_optimizer(model, optimizer, {**state["optim"], **settings})
 
@@ -179,6 +185,10 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
         for key in _settings(group):
             flat[f"param_groups.{name}.{key}"] = group[key]
     return flat
+
+
+def _kept(state: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if keep(name)}
 
 
 def _strangers(model: Model, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -10,7 +10,7 @@ This module knows no program, and writes no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -80,8 +80,11 @@ class ModelState:
                     seen.add(id(buffer))
                     yield name, buffer
 
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        """Parameters and buffers; with ``full``, those of all ranks, whole, on the CPU.
+    def state_dict(
+        self, *, full: bool = False, keep: Callable[[str], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        """Parameters and buffers that ``keep`` says yes to; with ``full``, those of all ranks,
+        whole, on the CPU.
 
         Raises:
             PartitionError: stages have a name in common; with ``full``, also on several ranks.
@@ -95,6 +98,7 @@ class ModelState:
         for stage in self._distinct_stages():
             submod = stage.submod
             state.update((plain_name(submod, n), v) for n, v in submod.state_dict().items())
+        state = {name: value for name, value in state.items() if keep(name)}
         return gather_state(self._group, state) if full else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

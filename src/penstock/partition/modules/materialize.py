@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.balance.plan import shortened
+from penstock.partition.huggingface import adapters
 
 __all__ = ["materialize"]
 
@@ -49,7 +50,7 @@ def materialize(
         init_fn: called under ``no_grad`` as ``model.apply(init_fn)`` would, with every module in
             which there is something new, children first. If None, the ``_init_weights`` of the
             model is, or of the model within it that a module belongs to; without one, modules
-            that have ``reset_parameters`` call it.
+            that have ``reset_parameters`` call it. Neither knows what adapters begin with.
         model: the whole model that the stages were cut from, for parents may initialize their
             children; the modules themselves if None.
 
@@ -135,8 +136,10 @@ def _initialize(
     done.add(id(module))
     if not is_given:
         init_fn = _own_init(module) or init_fn
-    for child in module.children():
-        _initialize(child, init_fn, fresh, done, is_given=is_given)
+    left = () if is_given else adapters(module)
+    for name, child in module.named_children():
+        if name not in left:
+            _initialize(child, init_fn, fresh, done, is_given=is_given)
     own = [t for registry in _registries(module) for t in registry.values() if t is not None]
     # One that holds what had its values before would overwrite that, unless it is its own duty.
     held = list(module.parameters())

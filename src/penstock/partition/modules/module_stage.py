@@ -11,7 +11,7 @@ A stage runs the model's forward up to its own last part. It knows neither sched
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -114,6 +114,13 @@ class ModuleStage(nn.Module):
                 )
             return output
         return data, tuple(self._carry(source, values) for source in plan.carried[self._index])
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: what runs is a tree that reports to this stage alone."""
+        raise TypeError(
+            "a stage cut by module can't be copied or pickled; save its state_dict(), and for "
+            "averages of weights copy its parameters()"
+        )
 
     # --- what is known of the inputs ---------------------------------------------------------
 

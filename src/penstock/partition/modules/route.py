@@ -37,6 +37,7 @@ class Route:
         wanted: what it hands on of which leaf of which call.
         crossing: the calls that it hands something on of.
         again: the calls up to which earlier stages run the code between the parts too.
+        alone: the call from which on no other stage does.
     """
 
     def __init__(self, plan: Crossings, index: int, device: torch.device) -> None:
@@ -47,6 +48,7 @@ class Route:
         self.wanted = {(s.call, s.leaf): s for s in carried if s.kind is Kind.OUTPUT}
         # Until there, the code between the parts has run on earlier stages too.
         self.again = max((plan.last_call(i) + 1 for i in range(index)), default=-1)
+        self.alone = max(self.again, 0) if is_last else self.end
         self.crossing = {call for call, _ in self.wanted}
         self._device = device
         self._kept: dict[int, tuple[str, ...]] = {}
