@@ -17,6 +17,8 @@ def _spread(by_use: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, use
 
 
+_NOTHING = "nothing, since shapes are learned from microbatches, and may change between steps"
+
 # What to use → the names that it stands for.
 OF_MODULE = dict(
     _spread(
@@ -45,6 +47,11 @@ OF_SCHEDULE = dict(
             "n_microbatches": "_n_microbatches",
             "program.num_stages": "_num_stages",
             "has_loss": "_has_backward",
+            "losses": "_internal_losses _maybe_compute_loss _maybe_get_loss",
+            "pipeline_order": "_get_pipeline_order",
+            "penstock.split_args_kwargs_into_chunks": "_split_inputs",
+            "penstock.merge_chunks": "_merge_outputs",
+            _NOTHING: "_initialize_stage _initialize_stages",
             "step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)": "_step_microbatches",
             "penstock.check, and ScheduleProgram": "_prepare_schedule_with_comms",
             "program and trace()": (
@@ -68,6 +75,10 @@ OF_STAGE = dict(
             ),
             "stage_index": "node",
             "get_stage_index_of_submod": "submod_to_stage_index",
+            _NOTHING: (
+                "inputs_meta _outputs_meta _configure_outputs_meta _prepare_forward_infra "
+                "_prepare_backward_infra _shape_inference"
+            ),
         }
     )
 )
