@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
 from penstock.stage.announcing import announced, default_group
 from penstock.stage.manual import PipelineStage
+from penstock.torch_names import OF_SCHEDULE, no_attribute
 from penstock.trace import Trace
 
 __all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSchedule"]
@@ -360,6 +361,11 @@ class PipelineSchedule:
         if losses is not None:
             losses[:] = () if self.losses is None else self.losses.unbind()
         return self._batching.join_outputs(batch, merges=merges)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise no_attribute(self, name, OF_SCHEDULE)
 
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""

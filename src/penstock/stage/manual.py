@@ -15,7 +15,7 @@ and what runs without microbatches in ``graph_driven.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -30,6 +30,7 @@ from penstock.stage.graph_driven import GraphDrivenStage
 from penstock.stage.replica_step import ReplicaStep
 from penstock.stage.slots import Phase, Slot
 from penstock.stage.trees import flatten
+from penstock.torch_names import OF_STAGE, no_attribute
 
 __all__ = ["PipelineStage"]
 
@@ -285,6 +286,11 @@ class PipelineStage(GraphDrivenStage):
         """Forget all microbatches, and a step driven by hand that is not over."""
         self._slots.clear()
         self._replica_step.end(reduce=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise no_attribute(self, name, OF_STAGE)
 
 
 def _without_graph(output: Any) -> Any:
