@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,8 @@ MAX_SETTLE_S = 30.0
 MAX_ANSWER_S = 10.0
 # Torch counts timeouts in whole numbers.
 MAX_TIMEOUT_S = 1e7
+# How many schedules over a group have failed in this process: each may leave connections broken.
+_num_failed: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Receipt:
@@ -123,6 +126,8 @@ class C10dTransport(ControlPlane):
         self._up = self._down = self._control = group
         # Whether the groups are made, all ranks are connected over them, and have made a step.
         self._connected = self._is_joined = self._has_stepped = False
+        # As this one's last good step has found it.
+        self._num_failed = 0
         self._held: defaultdict[int, _Held] = defaultdict(_Held)
         self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # Ranks with which connections are still to be made.
@@ -304,6 +309,7 @@ class C10dTransport(ControlPlane):
                 error = self._broken_wait(error, waited_for[1])
             found = cause_of(error, self.rank, self._processes)
         # Also what was found: it may not have been told yet wherever this rank is heard.
+        _num_failed[self._group] = _num_failed.get(self._group, 0) + 1
         cause = found
         stands = self._asked(lambda: self._board.write(cause)) or cause
         if self._on_cuda:  # or the device would wait for messages for ever, and the host for it
@@ -337,10 +343,9 @@ class C10dTransport(ControlPlane):
             told = f"reducing or gathering over {name} failed; one of them may have died ({error})"
         else:
             told = f"the connection to {name} broke; its process may have died"
-            if not self._has_stepped and self._asked(self._follows_a_failure):
-                told += (
-                    ", or it broke when an earlier schedule over this process group failed: then "
-                )
+            failed_since = _num_failed.get(self._group, 0) > self._num_failed
+            if failed_since or (not self._has_stepped and self._asked(self._follows_a_failure)):
+                told += ", or it broke when another schedule over this process group failed: then "
                 told += "make stages over a new one (torch.distributed.new_group), on every rank"
             told += f" ({error})"
         raised = PeerError(told, where=Where(rank=self.rank))
@@ -388,6 +393,7 @@ class C10dTransport(ControlPlane):
 
     def end(self) -> None:
         self._has_stepped = True
+        self._num_failed = _num_failed.get(self._group, 0)
         self._watcher.rest()
         if self._streams is not None:
             self._last_step = self._last_step or self._streams.event()
