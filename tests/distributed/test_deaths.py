@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from penstock import PipelineStage, Schedule1F1B
 from penstock.runtime import c10d
 from penstock.runtime.breaking import break_pairs
+from penstock.runtime.watcher import LOOK_INTERVAL_S
 from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 
@@ -98,6 +101,45 @@ def test_a_rank_is_not_waited_for_beyond_the_deadline(culprit: int) -> None:
     # It learns, once awake, that nobody has waited.
     assert told[culprit].kind == "PeerError"
     assert f"no word from rank {culprit}" in told[culprit].message
+
+
+def be_stopped(rank: int, num_ranks: int, timeout_s: float) -> list[tuple[object, ...]]:
+    """Rank 0, which holds the store, is stopped for a while: it answers nothing, nothing breaks."""
+    once = [lambda: os.kill(os.getpid(), signal.SIGSTOP)]
+    first = _pids(rank, num_ranks)[0]
+    module = At(lambda: once and once.pop()(), 5) if rank == 0 else nn.Linear(DIM, DIM)
+    step = make_step(rank, num_ranks, module, timeout_s=timeout_s)
+    told = [tuple(attempt(step))]
+    if rank == 1:
+        # So long that the other one has asked the store.
+        waking = threading.Thread(target=_continue, args=(first, 4 * LOOK_INTERVAL_S))
+        if timeout_s > 1:
+            waking.start()
+    told.append(tuple(attempt(step)))
+    if rank == 1 and timeout_s < 1:
+        waking.start()
+    return told
+
+
+def _continue(pid: int, after_s: float) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc who is stopped")
+def test_a_store_that_keeps_silent_holds_nobody_beyond_the_deadline() -> None:
+    _, second = run_ranks(be_stopped, 2, 0.5)
+    whole, broken = (Attempt(*told) for told in second.result())
+    assert whole.kind is None, whole.message
+    assert "no word from rank 0 within 0.5 s, nor does the store" in broken.message
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc who is stopped")
+def test_a_store_may_keep_silent_for_less() -> None:
+    for outcome in run_ranks(be_stopped, 2, 60.0):
+        assert [Attempt(*told).message for told in outcome.result()] == ["", ""]
 
 
 def interrupt(rank: int, num_ranks: int, culprit: int) -> list[tuple[object, ...]]:

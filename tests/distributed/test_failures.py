@@ -259,5 +259,28 @@ def test_after_a_failure_another_group_serves() -> None:
     for first, again, anew in played((Again(),), 3)[Again()]:
         assert "it burst" in first.message
         assert again.kind == "PeerError"
-        assert "its process may have died, or it broke when an earlier schedule" in again.message
+        assert "its process may have died, or it broke when another schedule" in again.message
         assert anew.kind is None, anew.message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Two schedules over one group; one fails, and both have stepped before."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        def stepping(module: nn.Module) -> Run:
+            stage = PipelineStage(module, rank, group.size(), CPU, group=group)
+            batch = torch.ones(4, DIM)
+            schedule = Schedule1F1B(stage, 2, nn.functional.mse_loss)
+            return lambda: schedule.step(*((batch,) if rank == 0 else ()), target=batch)
+
+        failing = stepping(Faulty("forward", Bomb(3)) if rank == 1 else nn.Linear(DIM, DIM))
+        other = stepping(nn.Linear(DIM, DIM))
+        return [failing, other, failing, other]
+
+
+def test_a_schedule_beside_one_that_failed_says_so() -> None:
+    for *whole, failed, other in played((Beside(),), 2)[Beside()]:
+        assert [each.kind for each in whole] == [None, None]
+        assert "it burst" in failed.message
+        assert "its process may have died, or it broke when another schedule" in other.message

@@ -74,3 +74,28 @@ def test_an_idle_watcher_ends_without_another_look(monkeypatch: pytest.MonkeyPat
     before = board.num_reads
     watcher.stop()
     assert board.num_reads == before
+
+
+class SilentStore:
+    """Answers nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.is_over.wait()
+        return False
+
+
+def test_a_silent_store_does_not_keep_a_wait_from_its_end() -> None:
+    store, woken = SilentStore(), threading.Event()
+    place = Place(store=store, key="a")
+    watcher = Watcher(2 * watching.LOOK_INTERVAL_S, lambda whom: woken.set())
+    watcher.look_at(Board([place], place), always=False)
+    watcher.start()
+    watcher.waiting_for = ((), 1)
+    assert woken.wait(20)
+    assert watcher.timed_out
+    assert watcher.lost_the_store
+    assert watcher.stop() == ((), 1)
+    store.is_over.set()

@@ -124,3 +124,19 @@ def test_damage_that_only_reading_finds_is_told(tmp_path: Path) -> None:
         PartitionError, match=r"can't be read \(rank 0: \w+: .*may have been loaded"
     ):
         load(tmp_path, layer(7.0))
+
+
+def save_two(rank: int, num_ranks: int, path: str) -> str:
+    """Two models side by side, one per rank."""
+    groups = [torch.distributed.new_group([each]) for each in range(num_ranks)]
+    with pytest.raises(PartitionError) as caught:
+        save(f"{path}/{rank}", layer(1.0 + rank))
+    save(f"{path}/{rank}", layer(1.0 + rank), group=groups[rank])
+    return str(caught.value)
+
+
+def test_checkpoints_side_by_side_need_their_groups(tmp_path: Path) -> None:
+    for outcome in run_ranks(save_two, 2, str(tmp_path)):
+        assert f"(rank 0: {tmp_path}/0, rank 1: {tmp_path}/1)" in outcome.result()
+        assert "as group=" in outcome.result()
+    assert [loaded(tmp_path / "0"), loaded(tmp_path / "1")] == [{1.0}, {2.0}]

@@ -17,7 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch import Tensor
 from penstock.cause import as_error, cause_of
 from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime import torch_private
+from penstock.runtime.answer import Answer, poll
 from penstock.runtime.breaking import abort_all, break_pairs
 from penstock.runtime.control_plane import ControlPlane
 from penstock.runtime.failure import Board, Place
@@ -38,6 +40,8 @@ from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["C10dTransport"]
 
+T = TypeVar("T")
+
 DATA_TAG = 0x5E7
 # Sends to one peer may pile up to so many bytes (and at least two, and at most so many) before the
 # oldest is waited for: held sends are memory, but waiting costs a switch of threads, which small
@@ -49,8 +53,12 @@ MAX_AHEAD_BYTES = 512 << 20
 # How long a device may take, after a failure, to end the step before: what it has computed there
 # has been returned already.
 MAX_SETTLE_S = 30.0
+# How long the store may take, after a failure, to say who was first.
+MAX_ANSWER_S = 10.0
 # Torch counts timeouts in whole numbers.
 MAX_TIMEOUT_S = 1e7
+# How many schedules over a group have failed in this process: each may leave connections broken.
+_num_failed: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Receipt:
@@ -118,6 +126,8 @@ class C10dTransport(ControlPlane):
         self._up = self._down = self._control = group
         # Whether the groups are made, all ranks are connected over them, and have made a step.
         self._connected = self._is_joined = self._has_stepped = False
+        # As this one's last good step has found it.
+        self._num_failed = 0
         self._held: defaultdict[int, _Held] = defaultdict(_Held)
         self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # Ranks with which connections are still to be made.
@@ -290,28 +300,41 @@ class C10dTransport(ControlPlane):
             broken = self._watcher.has_woken or torch_private.is_lost_connection(error.__cause__)
             waited_for = ((), Others.REPLICAS) if broken and self._replicas else None
         self._board.is_lost |= self._watcher.lost_the_store
-        found = self._board.read()
+        found = self._asked(self._board.read)
         if found is None and waited_for is not None and not self._watcher.timed_out:
             # A wait broke: its peer may have failed a moment before it could say so.
-            found = _poll(self._board.read, for_s=2.0)
+            found = poll(lambda: self._asked(self._board.read), for_s=2.0)
         if found is None:
             if waited_for is not None:
                 error = self._broken_wait(error, waited_for[1])
             found = cause_of(error, self.rank, self._processes)
         # Also what was found: it may not have been told yet wherever this rank is heard.
-        stands = self._board.write(found)
+        _num_failed[self._group] = _num_failed.get(self._group, 0) + 1
+        cause = found
+        stands = self._asked(lambda: self._board.write(cause)) or cause
         if self._on_cuda:  # or the device would wait for messages for ever, and the host for it
             self._give_up((self._up, self._down))
         if (stands.rank, stands.processes) != (self.rank, self._processes):
             return as_error(stands, self._processes)
         return error if isinstance(error, PeerError) else None
 
+    def _asked(self, ask: Callable[[], T]) -> T | None:
+        """What the store has to say; one that keeps silent is lost."""
+        answer = Answer(ask)
+        if answer.is_there(within_s=MAX_ANSWER_S):
+            return answer.value
+        self._board.is_lost = True
+        return None
+
     def _broken_wait(self, error: BaseException, whom: Whom) -> PeerError:
         name = whom.value if isinstance(whom, Others) else f"rank {whom}"
         if self._watcher.timed_out:
+            others = "and no rank reports a failure"
+            if self._board.is_lost:
+                others = "nor does the store that joins the ranks answer"
             told = (
-                f"no word from {name} within {self._watcher.timeout_s:g} s, and no rank reports a "
-                "failure; pass a longer timeout_s if a step may take so long"
+                f"no word from {name} within {self._watcher.timeout_s:g} s, {others}; pass a "
+                "longer timeout_s if a step may take so long"
             )
         elif self._board.is_lost:
             told = "the store that joins the ranks is gone; the process that holds it (the group's "
@@ -320,10 +343,9 @@ class C10dTransport(ControlPlane):
             told = f"reducing or gathering over {name} failed; one of them may have died ({error})"
         else:
             told = f"the connection to {name} broke; its process may have died"
-            if not self._has_stepped and self._follows_a_failure():
-                told += (
-                    ", or it broke when an earlier schedule over this process group failed: then "
-                )
+            failed_since = _num_failed.get(self._group, 0) > self._num_failed
+            if failed_since or (not self._has_stepped and self._asked(self._follows_a_failure)):
+                told += ", or it broke when another schedule over this process group failed: then "
                 told += "make stages over a new one (torch.distributed.new_group), on every rank"
             told += f" ({error})"
         raised = PeerError(told, where=Where(rank=self.rank))
@@ -357,7 +379,7 @@ class C10dTransport(ControlPlane):
         streams, last = self._streams, self._last_step
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
-                _poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
+                poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
         abort_all(groups)
 
     def close(self) -> None:
@@ -371,21 +393,11 @@ class C10dTransport(ControlPlane):
 
     def end(self) -> None:
         self._has_stepped = True
+        self._num_failed = _num_failed.get(self._group, 0)
         self._watcher.rest()
         if self._streams is not None:
             self._last_step = self._last_step or self._streams.event()
             self._streams.mark(self._last_step, self._streams.current())
-
-
-def _poll(read: Callable[[], Any], *, for_s: float) -> Any:
-    """What ``read`` finds within ``for_s`` seconds, or None."""
-    end = time.monotonic() + for_s
-    while time.monotonic() < end:
-        found = read()
-        if found is not None:
-            return found
-        time.sleep(0.05)
-    return None
 
 
 def _until(done: Callable[[], bool]) -> None:

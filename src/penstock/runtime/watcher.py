@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
+from penstock.runtime.answer import Answer
 from penstock.runtime.failure import Board
 
 __all__ = ["Others", "Wait", "Watcher", "Whom"]
@@ -26,6 +27,8 @@ IDLE_INTERVAL_S = 0.8
 # How long the process's end waits for a look that is under way: Python ends threads by force, which
 # aborts the process where one is in torch's code. A store that is lost may take minutes to say so.
 MAX_LAST_LOOK_S = 10.0
+# How long a watcher that is stopped waits for it; most take milliseconds.
+MAX_LOOK_S = 1.0
 
 
 class Others(Enum):
@@ -55,7 +58,7 @@ class Watcher:
             main thread need not look at the clock.
         has_woken: whether it has broken a wait.
         timed_out: whether a wait took longer than it may.
-        lost_the_store: whether the store is gone.
+        lost_the_store: whether the store is gone, or has kept silent until the wait's deadline.
     """
 
     def __init__(self, timeout_s: float, wake: Callable[[Whom], None]) -> None:
@@ -70,6 +73,8 @@ class Watcher:
         self._stopped = threading.Event()
         self._board: Board | None = None
         self._looks_always = False
+        # A look that is under way: in a thread of its own, since the store may never answer.
+        self._asked: Answer[bool] | None = None
 
     def start(self) -> None:
         """A step begins: look from now on."""
@@ -112,6 +117,8 @@ class Watcher:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(for_s)
+            if self._asked is not None and not self.lost_the_store:
+                self._asked.is_there(within_s=for_s or MAX_LOOK_S)
 
     def _look(self) -> None:
         seen: Wait | None = None
@@ -130,7 +137,7 @@ class Watcher:
                 self._look_after(waiting, time.monotonic() - since, board)
             elif self._looks_always and time.monotonic() - looked_s > IDLE_INTERVAL_S:
                 # Sharded parameters are gathered by torch itself, within forwards.
-                if board.read(patient=True) is None and not board.is_lost:
+                if not self._is_told(board):
                     looked_s = time.monotonic()
                 elif was_told:
                     self.lost_the_store = board.is_lost
@@ -143,11 +150,20 @@ class Watcher:
     def _look_after(self, waiting: Wait, waited_s: float, board: Board) -> None:
         if waited_s > self.timeout_s:
             self.timed_out = True
-        elif board.read(patient=True) is None and not board.is_lost:
+        elif not self._is_told(board):
             return
-        self.lost_the_store = board.is_lost
+        self.lost_the_store = board.is_lost or self._asked is not None
         if self.waiting_for is waiting:
             self._break(waiting[1])
+
+    def _is_told(self, board: Board) -> bool:
+        """Whether the board tells of a failure, or is gone; as long as it does not answer, no."""
+        if self._asked is None:
+            self._asked = Answer(lambda: board.read(patient=True) is not None or board.is_lost)
+        if not self._asked.is_there(within_s=LOOK_INTERVAL_S):
+            return False
+        told, self._asked = self._asked.value, None
+        return told
 
     def _break(self, whom: Whom) -> None:
         self.has_woken = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -67,11 +67,12 @@ def save(
         optimizer: of the model's parameters, all of which it holds; left out if None.
         keep: by the name of a parameter or buffer, whether to write it: what is frozen, and
             comes from elsewhere, may be left out.
-        group: the processes that take part; all if None.
+        group: the processes that take part; all if None. Where there are several pipelines with a
+            checkpoint each, the pipeline's.
 
     Raises:
-        PartitionError: the optimizer holds a parameter that the model does not, or stages have
-            names in common; on every rank, and nothing was written.
+        PartitionError: the optimizer holds a parameter that the model does not, stages have names
+            in common, or ranks give other paths; on every rank, and nothing was written.
         OSError: some rank could not write; on every rank. A checkpoint that was in the folder is
             there still.
 
@@ -87,7 +88,15 @@ def save(
     _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
     # A plain module is no stage, and may be the same on every rank.
     stages = getattr(type(model), "parameter_stages", None)
-    common = names_in_common(_gathered({} if stages is None else stages(model), group))
+    mine = ({} if stages is None else stages(model), fspath(path))
+    named, folders = zip(*_gathered(mine, group), strict=True)
+    if len(set(folders)) > 1:
+        told = ", ".join(f"rank {rank}: {folder}" for rank, folder in enumerate(folders[:_SHOWN]))
+        raise PartitionError(
+            f"the ranks do not save to one folder ({told}); where each pipeline is to have a "
+            "checkpoint of its own, pass its process group as group="
+        )
+    common = names_in_common(named)
     if common:
         raise PartitionError(told_of_common(common))
     state: dict[str, Any] = {"model": _kept(model.state_dict(), keep)}
