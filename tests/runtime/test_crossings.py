@@ -137,6 +137,23 @@ def test_an_evaluation_passes_on_what_takes_gradients_in_training() -> None:
         both.step(inputs, target=target)
 
 
+class Gapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x).real.unflatten(1, (2, DIM // 2)).transpose(1, 2)
+
+
+class Viewed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.transpose(1, 2) * 2).view(len(x), DIM)
+
+
+def test_dimensions_keep_their_order_in_memory_where_gaps_lie_between() -> None:
+    modules = [nn.Sequential(nn.Linear(DIM, DIM), Gapped()), Viewed()]
+    both = Twins(modules, F.mse_loss, schedule="gpipe", ranks=2, n_microbatches=2)
+    inputs, target = features(4, 0)
+    both.step(inputs, target=target)
+
+
 def test_keyword_arguments_reach_every_stage() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, *, scale: Tensor, power: int) -> Tensor:

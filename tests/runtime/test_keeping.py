@@ -160,12 +160,16 @@ def test_forwards_alone_keep_nothing_to_recompute() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("kind", ["conjugated", "negated", "nested"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("kind", ["conjugated", "negated", "nested", "forward-mode"])
 def test_what_is_saved_in_another_way_than_it_lies_in_memory(kind: str) -> None:
-    """A conjugated tensor, its negated imaginary part, and one of rows of several lengths."""
+    """Conjugated, a negated imaginary part, rows of several lengths, a value with its tangent."""
     use = {
         "conjugated": lambda x: (torch.complex(x, x.cos()).conj() * torch.complex(x, x)).abs(),
         "negated": lambda x: torch.complex(x, x.cos()).conj().imag * x,
+        "forward-mode": lambda x: sum(
+            torch.func.jvp(lambda t: (t @ torch.ones(6, 6)).tanh(), (x,), (torch.ones_like(x),))
+        ),
         "nested": lambda x: torch.nested.as_nested_tensor([*x]).relu().to_padded_tensor(0.0),
     }[kind]
 

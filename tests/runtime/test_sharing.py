@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import PartitionError, Pipeline, PipelineStage
+from penstock import PartitionError, Pipeline, PipelineStage, StageError
 from penstock.runtime.loopback import loopback
 from penstock.runtime.sharing import Sharing
 from penstock.schedule.placement import bidirectional
@@ -200,6 +200,20 @@ def test_one_object_is_left_to_autograd(caplog: pytest.LogCaptureFixture) -> Non
     inputs, target = tokens(8, 0)
     both.step(inputs, target=target)
     assert all(counts_here(param) for param in both.pipe.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_an_optimizer_in_the_backward_of_a_tied_parameter_is_refused(schedule: str) -> None:
+    """Each stage's backward would step it with a part of the gradient."""
+    modules: Any = make_modules()
+    modules[3].weight = modules[0].weight
+    pipe = Pipeline(modules, loss_fn=token_loss, schedule=schedule, n_microbatches=4)
+    inputs, target = tokens(8, 0)
+    next(modules[1].parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    pipe.step(inputs, target=target)
+    modules[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(StageError, match=r"weight of stage 0 is shared .* post-accumulate-grad"):
+        pipe.step(inputs, target=target)
 
 
 def test_statistics_of_copies_in_several_processes_are_warned_of(

@@ -342,6 +342,7 @@ def function_cases() -> dict[str, Case]:
         "view of a changed weight": of(changed_view, x(4), w=weight(3, 4)),
         "buffer filled in": of(buffer_filled, x(3, 4), w=weight(4)),
         "gradient replaced by a hook": of(hooked, x(3, 4), l=nn.Linear(4, 4)),
+        "hook on a view of a changed result": of(hooked_view, x(3, 4), l=nn.Linear(4, 4)),
         "gradient replaced at the node": of(hooked_node, x(3, 4), l=nn.Linear(4, 4)),
         "custom function": of(custom_function, x(3, 4), w=weight(4), l=nn.Linear(4, 4)),
         "inner gradient, kept": of(inner_gradient, x(3, 4), l=nn.Linear(4, 4)),
@@ -434,6 +435,14 @@ def hooked(m: Calls, t: Tensor) -> Tensor:
     y = m.l(t)
     y.register_hook(lambda grad: grad * 3)
     return y * 2
+
+
+def hooked_view(m: Calls, t: Tensor) -> Tensor:
+    y = m.l(t)
+    row = y[0]
+    row.register_hook(lambda grad: grad * 3)
+    y.mul_(2)
+    return row
 
 
 def hooked_node(m: Calls, t: Tensor) -> Tensor:

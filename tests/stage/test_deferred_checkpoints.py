@@ -14,7 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.stage.deferral_cases import Calls, assert_same, plain, split, weight, x
+from penstock.stage.deferred.deferred import DeferredWeights
+from tests.stage.deferral_cases import (
+    Calls,
+    assert_same,
+    gradients,
+    outputs_of,
+    plain,
+    some_grads,
+    split,
+    weight,
+    x,
+)
 
 Region = Callable[[Tensor, Tensor], Tensor]
 
@@ -61,3 +72,18 @@ def test_a_region_is_recomputed_as_it_was_computed(region: str, given: str) -> N
     module = Calls(lambda m, t: GIVEN[given](REGIONS[region], t * 2, m.w), w=weight(4, 4))
     inputs = (x(4, 4),)
     assert_same(split(module, inputs, 2), plain(module, inputs, 2), exact=False)
+
+
+def test_setting_a_gradient_changes_no_weight() -> None:
+    """As the first microbatch's I does to hold back what comes past the deferral."""
+    module = Calls(lambda m, t: by_closure(REGIONS["on the left"], t * 2, m.w.T), w=weight(4, 4))
+    inputs = (x(4, 4),)
+    expected = plain(module, inputs)
+    work = DeferredWeights()
+    with work:
+        outputs = outputs_of(module(*inputs))
+    with work:
+        module.w.grad = None
+        torch.autograd.backward(outputs, some_grads(outputs))
+    work.accumulate()
+    assert_same(gradients(module, inputs), expected, exact=False)

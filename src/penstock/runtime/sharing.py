@@ -65,6 +65,7 @@ class Sharing:
         self._transport = transports[0] if len(transports) < placement.num_ranks else None
         self._seen: list[nn.Parameter] = []
         self._params: tuple[Shared, ...] = ()
+        self._tied: list[Shared] = []
         self._introduce()
         self._resolve()
         self._tell()
@@ -119,7 +120,8 @@ class Sharing:
         for param in params:
             set_counts_here(param, True)
             set_pipeline_size(param, self._placement.num_ranks if self._transport else 1)
-        found = self._find()
+        found = list(self._find())
+        self._tied = [s for s in found if s.title[0] < self._groups.num_ties]
         self._params = tuple(s for s in found if len(s.here) > 1 or len(s.ranks) > 1)
         rank = self._transport.rank if self._transport is not None else None
         for shared in self._params:
@@ -154,15 +156,18 @@ class Sharing:
                 see a part of it.
         """
         self._resolve()
+        # One object that stages on one rank share is summed by autograd, but stage by stage.
+        for shared in (*self._params, *self._tied):
+            if any(map(has_grad_hooks, shared.here)):
+                raise StageError(
+                    f"{shared.label} is shared with other stages and has a post-accumulate-grad "
+                    "hook, which would see the gradient of one stage alone; step the optimizer "
+                    "after step() instead"
+                )
         if not self._params:
             yield
             return
         params = [param for shared in self._params for param in shared.here]
-        if any(has_grad_hooks(param) for param in params):
-            raise StageError(
-                "a parameter that several ranks share has a post-accumulate-grad hook, which would "
-                "see the gradient of one rank alone; step the optimizer after step() instead"
-            )
         earlier = {id(param): param.grad for param in params}
         for param in params:
             param.grad = None

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
+from penstock.stage.torch_private import has_memory
 
 __all__ = ["Copier", "Shelf"]
 
@@ -226,6 +227,7 @@ def _is_as_in_memory(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and has_memory(tensor)
     )
 
 

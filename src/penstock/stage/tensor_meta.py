@@ -93,8 +93,11 @@ def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
     strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
-    return order if tensor.permute(order).is_contiguous() else None
+    if 0 in strides:
+        return None
+    in_order = tuple(range(tensor.dim()))
+    order = tuple(sorted(in_order, key=lambda i: -strides[i]))
+    return None if order == in_order else order
 
 
 _PLAIN: dict[type[Any], str] = {

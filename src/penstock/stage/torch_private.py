@@ -23,6 +23,7 @@ __all__ = [
     "WRAPPERS_KEEP_UNDER",
     "autocast_enabled",
     "deferrable_now",
+    "has_memory",
     "in_transform",
     "observe_grad",
     "pop_mode",
@@ -163,6 +164,16 @@ def in_transform(value: object) -> bool:
         False
     """
     return isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there is memory behind ``tensor``: not where it stands for zeros, as tangents do.
+
+    Example:
+        >>> has_memory(torch.ones(())), has_memory(torch._efficientzerotensor(()))
+        (True, False)
+    """
+    return not tensor._is_zerotensor()
 
 
 class ObserverLast(dict[Any, Callable[..., Any]]):

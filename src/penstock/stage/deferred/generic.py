@@ -109,7 +109,7 @@ TWINS: dict[Func, Func | None] = {}
 
 def may_hold_weight(ledger: Ledger, args: Iterable[Any]) -> bool:
     """Whether any of ``args`` could be, or contain, a weight; quick, and sure when it says no."""
-    known, recalls = ledger.expressions, ledger.recalled is not None
+    known, recalls = ledger.expressions, ledger.recalls
     for arg in args:
         kind = type(arg)
         if kind is Parameter or (known and id(arg) in known):
@@ -171,7 +171,7 @@ def intercept_any(mode: Interception, func: Func, args: Args, kwargs: Kwargs) ->
     if in_place and ledger.weight(args[0] if args else None) is not None:
         result = run(func, args, kwargs)
         # Whatever shares memory with the changed weight may depend on activations now.
-        ledger.forget_expressions()
+        ledger.forget_changed()
         return result
     if not others or weights_only(func, args, weights[0], others):
         if saved_tensor_hooks_active() and func not in VIEWS:

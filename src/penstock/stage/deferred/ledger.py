@@ -34,6 +34,14 @@ __all__ = ["CannotDeferError", "Ledger", "Record", "refuse"]
 # the result. A plain tuple: one is made per operation and microbatch, on the hot path.
 Record: TypeAlias = tuple[Rule, tuple[Weight, ...], Tensor | None, int, Any, Any]
 
+# A node of the graph, and which of its results.
+Place: TypeAlias = tuple[Node | None, int]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where a tensor leaves the graph; another place once it was changed in place."""
+    return tensor.grad_fn, tensor.output_nr
+
 
 class CannotDeferError(StageError):
     """The module's forward does what deferral by operation can't give right gradients for."""
@@ -56,7 +64,7 @@ class Ledger:
         excluded: ids of parameters to leave to autograd.
     """
 
-    __slots__ = ("excluded", "expressions", "proxies", "recalled", "records")
+    __slots__ = ("excluded", "expressions", "places", "proxies", "recalls", "records")
 
     def __init__(self, excluded: frozenset[int] = frozenset()) -> None:
         self.excluded = excluded
@@ -64,8 +72,9 @@ class Ledger:
         # id → (the tensor, kept so that its id stays its own; what it is)
         self.expressions: dict[int, tuple[Tensor, Expression]] = {}
         self.proxies: dict[int, tuple[Weight, Tensor]] = {}
-        # After the forward: (node, output) → what leaves the graph there; see ``recall``.
-        self.recalled: dict[tuple[Node, int], Expression] | None = None
+        # The same by where they leave the graph, which is asked once the forward is over.
+        self.places: dict[Place, Expression] = {}
+        self.recalls = False
 
     def weight(self, value: object) -> Weight | None:
         """``value`` as a weight whose gradient can be put off, or None if it is none."""
@@ -80,11 +89,11 @@ class Ledger:
             known = self.expressions.get(id(value))
             if known is not None:
                 return known[1]
-        if self.recalled is not None and type(value) is Tensor and value.requires_grad:
-            return self.recall(value, self.recalled)
+        if self.recalls and type(value) is Tensor and saved_tensor_hooks_active():
+            return self.recall(value) if value.requires_grad else None
         return None
 
-    def recall(self, value: Tensor, recalled: dict[tuple[Node, int], Expression]) -> Weight | None:
+    def recall(self, value: Tensor) -> Weight | None:
         """``value`` as the weight that it was in the forward, where regions are recomputed.
 
         What a checkpoint was given as arguments it has saved, and gets other tensors back, at the
@@ -92,21 +101,18 @@ class Ledger:
         save other tensors, and the checkpoint hand these to the forward's backward.
         """
         if value.grad_fn is not None:
-            return recalled.get((value.grad_fn, value.output_nr))
+            return self.places.get(place_of(value))
         if not deferrable_now():
             return None
         owner = getattr(get_gradient_edge(value).node, "variable", None)
         return self.weight(owner) if type(owner) is Parameter else None
 
     def end_forward(self) -> None:
-        """Know derived weights by their places in the graph from now on.
+        """From now on know derived weights by their places in the graph.
 
         By identity they are known while nobody else can be given it: within one forward.
         """
-        if self.recalled is None:
-            self.recalled = {}
-            for _, expression in self.expressions.values():
-                self.recalled[expression.edge.node, expression.edge.output_nr] = expression
+        self.recalls = True
         self.expressions.clear()
 
     def express(self, result: object, sources: Iterable[Weight]) -> None:
@@ -125,14 +131,15 @@ class Ledger:
                 leaves=leaves,
             )
             self.expressions[id(result)] = (result, expression)
-            if self.recalled is not None:
-                self.recalled[expression.edge.node, expression.edge.output_nr] = expression
+            self.places[place_of(result)] = expression
 
-    def forget_expressions(self) -> None:
-        """From now on no tensor but a parameter is a weight: activations may be in others."""
-        self.expressions.clear()
-        if self.recalled is not None:
-            self.recalled.clear()
+    def forget_changed(self) -> None:
+        """Know as weights no longer what was changed in place, itself or through a view."""
+        self.expressions = {
+            key: known
+            for key, known in self.expressions.items()
+            if self.places.get(place_of(known[0])) is known[1]
+        }
 
     def tap(
         self,
@@ -188,7 +195,8 @@ class Ledger:
         self.records = []
         self.proxies.clear()
         self.expressions.clear()
-        self.recalled = None
+        self.places.clear()
+        self.recalls = False
         return records
 
     def forget_strays(self) -> None:

@@ -255,6 +255,8 @@ ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "is_cuda"),
     *("is_sparse", "is_nested", "is_quantized", "is_meta", "grad", "output_nr", "_version"),
 )
+# The engine itself sets hooks, while it holds the lock of a tensor's place in the graph.
+SETTERS = ("grad", "requires_grad", "_backward_hooks")
 METHODS = (
     *("size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex"),
     "data_ptr",
@@ -264,6 +266,7 @@ METHODS = (
 def getters() -> dict[Func, Handler]:
     """Attributes of tensors that are facts, not tensors."""
     facts: dict[Func, Handler] = {getattr(Tensor, name).__get__: PASS for name in ATTRIBUTES}
+    facts |= {getattr(Tensor, name).__set__: PASS for name in SETTERS}
     return facts | {getattr(Tensor, name): PASS for name in METHODS}
 
 
