@@ -98,10 +98,16 @@ class BoundarySpec:
         """
         if given is None:
             return
-        mine = [(tuple(m.shape), m.dtype) for m in self.metas]
-        theirs = [(tuple(m.shape), m.dtype) for m in given.metas]
-        if mine != theirs:
-            raise BoundaryError(f"the {what}s are {mine}, but {what}_args says {theirs}")
+        if len(self.metas) != len(given.metas):
+            raise BoundaryError(
+                f"there are {len(self.metas)} {what} tensors, but {what}_args says "
+                f"{len(given.metas)}: {', '.join(meta.kind for meta in given.metas)}"
+            )
+        for slot, meta, wanted in zip(self.tensor_leaves, self.metas, given.metas, strict=True):
+            if (meta.shape, meta.dtype) != (wanted.shape, wanted.dtype):
+                raise BoundaryError(
+                    f"{what} {slot} is {meta.kind}, expected {wanted.kind} as {what}_args says"
+                )
 
     def check_received(self, tensors: Sequence[Tensor]) -> None:
         """Hold what arrived against the spec (shapes and dtypes; gradients are this side's own).

@@ -82,10 +82,14 @@ class TensorMeta:
             and (self.requires_grad or not tensor.requires_grad)
         )
 
+    @property
+    def kind(self) -> str:
+        """``float32 (4, 512)``."""
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+
     def __str__(self) -> str:
         """``float32 (4, 512), with gradient``."""
-        name = str(self.dtype).removeprefix("torch.")
-        told = f"{name} {tuple(self.shape)}, {'with' if self.requires_grad else 'no'} gradient"
+        told = f"{self.kind}, {'with' if self.requires_grad else 'no'} gradient"
         return told if self.spread is None else f"{told}, {self.spread}"
 
 
