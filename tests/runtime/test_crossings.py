@@ -361,12 +361,14 @@ class Local:
     pass
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("value", "told"),
     [
         (lambda: Local(), "Local, which can't cross"),
         (lambda: {"deep": [object()]}, "object, which can't cross"),
         (lambda: torch.eye(3).to_sparse(), "sparse"),
+        (lambda: torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)]), "is nested"),
         (lambda: {("a", "b"): 1}, "dict key"),
         (lambda: {1, 2}, "set, which can't cross"),
         (lambda: len, "which can't cross"),

@@ -214,10 +214,11 @@ def _is_one_tuple(tree: optree.PyTreeSpec) -> bool:
 
 def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
     if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            how = "is nested" if leaf.is_nested else f"has layout {leaf.layout}"
             raise BoundaryError(
-                f"output {slot} has layout {leaf.layout}, which can't cross between stages; "
-                "return it as dense tensors (indices and values, for instance)"
+                f"output {slot} {how}, which can't cross between stages; return it as dense "
+                "tensors (indices and values, or values and lengths, for instance)"
             )
         return TensorMeta.of(leaf)
     if plain_tag(leaf) is None:
