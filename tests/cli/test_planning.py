@@ -57,9 +57,14 @@ def test_simulate_draws_the_timeline_and_tells_the_figures(penstock: Command) ->
     )
 
 
-def test_simulate_writes_in_colour_to_a_terminal() -> None:
+@pytest.mark.parametrize(
+    ("terminal", "code", "colours"),
+    # Of F, I and W, shaded for two stages; and without shades, where those would be the same.
+    [("xterm-256color", r"38;5;\d+;48;5;\d+", 6), ("xterm", r"(?:30|97);(?:4|10)\d", 3)],
+)
+def test_simulate_writes_in_colour_to_a_terminal(terminal: str, code: str, colours: int) -> None:
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    environment = {**os.environ, "TERM": terminal, "COLUMNS": "80"}
     for name in ("NO_COLOR", "COLORTERM", "FORCE_COLOR"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "penstock", "simulate", "zbv", "-p", "2", "-m", "4"]
@@ -68,7 +73,7 @@ def test_simulate_writes_in_colour_to_a_terminal() -> None:
         told = b"".join(iter(lambda: _read(ours), b"")).decode()
     os.close(ours)
     assert process.returncode == 0
-    assert len(set(re.findall(r"\x1b\[38;5;\d+;48;5;\d+m", told))) == 6  # F, I, W; shades of two
+    assert len(set(re.findall(rf"\x1b\[({code})m", told))) == colours
     for word in ("forward", "input gradient", "weight gradient", "rank 1"):
         assert word in told
 
