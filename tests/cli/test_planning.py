@@ -60,7 +60,7 @@ def test_simulate_draws_the_timeline_and_tells_the_figures(penstock: Command) ->
 @pytest.mark.parametrize(
     ("terminal", "code", "colours"),
     # Of F, I and W, shaded for two stages; and without shades, where those would be the same.
-    [("xterm-256color", r"38;5;\d+;48;5;\d+", 6), ("xterm", r"(?:30|97);(?:4|10)\d", 3)],
+    [("xterm-256color", r"38;5;\d+;48;5;\d+", 6), ("xterm", r"97;44|30;106|30;42", 3)],
 )
 def test_simulate_writes_in_colour_to_a_terminal(terminal: str, code: str, colours: int) -> None:
     ours, theirs = pty.openpty()
