@@ -32,6 +32,12 @@ def test_importing_and_planning_loads_no_torch() -> None:
         "import sys, penstock\n"
         "program = penstock.build('1f1b', ranks=2, microbatches=4)\n"
         "assert penstock.simulate(program, penstock.Costs(latency=1)).makespan > 0\n"
+        "families = penstock.schedules()\n"
+        "assert len(families) >= 25\n"
+        "for each in families:\n"
+        "    program = penstock.build(each.name, ranks=4, microbatches=8)\n"
+        "    result = penstock.simulate(penstock.check(program))\n"
+        "    assert result.makespan > 0 and result.program.name == each.name\n"
         "assert 'torch' not in sys.modules\n"
     )
 

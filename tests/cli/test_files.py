@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.progress import Progress, TaskID
 from torch.nn import functional as F
 
 from penstock import Costs, Pipeline, build, check, load_csv, simulate
@@ -13,6 +16,7 @@ from penstock.schedule.catalog import family
 from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
 from penstock.schedule.text import save_csv, to_json
+from penstock.search.budget import Budget
 from penstock.simulate.measured import costs_of, program_of
 from penstock.trace import Span, Trace
 from penstock.view.perfetto import from_perfetto, load_perfetto, save_perfetto
@@ -103,6 +107,31 @@ def test_render_writes_what_the_ending_says(penstock: Command, tmp_path: Path) -
     assert "cdn.bokeh.org" not in page
     wrong = penstock("render", "zbv", "-o", str(tmp_path / "page.gif"))
     assert (wrong.code, "don't know how to write '.gif'; take .html" in wrong.err) == (2, True)
+
+
+def test_a_program_in_a_csv_file_is_drawn_as_it_is(penstock: Command, tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    save_csv(build("zbv", ranks=2, microbatches=4), file)
+    for name in ("x.html", "x.png", "x.svg", "x.json"):
+        path = tmp_path / name
+        said = penstock("render", str(file), "-o", str(path))
+        assert (said.code, said.out) == (0, f"wrote {path}\n")
+    trace = load_perfetto(tmp_path / "x.json")
+    assert (trace.name, trace.num_ranks, len(trace.spans)) == ("mine", 2, 48)
+    assert re.findall(r">([FIW]\d)</text>", (tmp_path / "x.svg").read_text()).count("W3") == 4
+    assert "mine" in (tmp_path / "x.html").read_text()
+
+
+def test_what_is_drawn_takes_the_costs_that_are_given(penstock: Command, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    asked = ("render", "1f1b", "-p", "2", "-m", "2", "--forward", "3", "--latency", "1")
+    assert penstock(*asked, "-o", str(path)).code == 0
+    program = build("1f1b", ranks=2, microbatches=2)
+    wanted = simulate(program, Costs(forward=3, latency=1)).trace
+    for drawn, span in zip(load_perfetto(path).spans, wanted.spans, strict=True):
+        assert (drawn.rank, drawn.action) == (span.rank, span.action)
+        assert (drawn.start, drawn.end) == pytest.approx((span.start, span.end))
+    assert wanted.makespan > simulate(program).makespan
 
 
 def measured() -> Trace:
@@ -226,6 +255,56 @@ def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> No
     assert impossible.err.startswith("error: ")
     assert "no program meets --memory 0" in impossible.err
     assert penstock("search", "-o", "x.gif").code == 2
+
+
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work alone ends a search, however slow the machine is."""
+    monkeypatch.setattr(Budget, "left_s", property(lambda self: 1e6))
+
+
+@pytest.mark.usefixtures("no_clock")
+def test_search_prints_time_against_memory(penstock: Command) -> None:
+    asked = ("search", "-p", "4", "-m", "8", "--objective", "span", "--pareto", "--seed", "3")
+    said = penstock(*asked, "--time-limit", "1")
+    assert said.code == 0
+    assert re.search(r"^ peak +span +found by", said.out, re.M)
+    rows = re.findall(r"^ +(\d+) +(\d+) +\S", said.out, re.M)
+    peaks, values = zip(*((int(peak), int(value)) for peak, value in rows), strict=True)
+    assert list(peaks) == sorted(set(peaks)) and list(values) == sorted(set(values), reverse=True)
+    assert (peaks[0], peaks[-1], values[-1]) == (1, 7, 24)
+    assert said.out.startswith("span 24, ")
+
+
+@pytest.mark.usefixtures("no_clock")
+def test_search_takes_a_seed_and_a_limit_in_bytes(penstock: Command, tmp_path: Path) -> None:
+    asked = (
+        "search", "-p", "2", "-m", "4", "-v", "2", "--cost", "activation_bytes=100", "--forward",
+        "1.1,0.8,1.3,0.9", "--time-limit", "1", "--seed", "7",
+    )  # fmt: skip
+    for name in ("one", "two"):
+        path = str(tmp_path / f"{name}.csv")
+        assert penstock(*asked, "--memory", "350", "-o", path).code == 0
+    one, two = (load_csv(tmp_path / f"{name}.csv") for name in ("one", "two"))
+    assert one.ranks == two.ranks
+    assert max(simulate(check(one), Costs(activation_bytes=100)).peak_bytes) <= 350
+    refused = penstock(*asked, "--memory", "99")
+    assert refused.code == 2 and "no program meets --memory 99" in refused.err
+
+
+def test_search_tells_how_far_it_is(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first program there is a bound alone; then both."""
+    told: list[str] = []
+    update = Progress.update
+
+    def noted(bar: Progress, task: TaskID, **fields: Any) -> None:
+        told.append(fields.get("best", ""))
+        update(bar, task, **fields)
+
+    monkeypatch.setattr(Progress, "update", noted)
+    assert penstock("search", "-p", "4", "-m", "8", "--time-limit", "1").code == 0
+    assert told[0] == "none is below 27"
+    assert "best 27, none is below 27" in told
 
 
 def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command) -> None:

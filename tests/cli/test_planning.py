@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -16,14 +18,19 @@ from penstock.schedule.text import save_csv, to_json
 from .conftest import Command
 
 
-def test_every_schedule_is_listed_with_its_rules(penstock: Command) -> None:
+def test_every_schedule_is_listed_with_its_rules(
+    penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
     said = penstock("schedules")
     assert (said.code, said.err) == (0, "")
     for each in schedules():
-        (line,) = (ln for ln in said.out.splitlines() if ln.split()[:1] == [each.name])
-        assert each.arrangement.value in line
+        (rules,) = re.findall(rf"^ {each.name} +(.+?)   ", said.out, re.M)
+        assert each.arrangement.value in rules and f"{each.virtuals_text} per rank" in rules
+        assert ("per rank and direction" in rules) == (each.copies > 1)
+        assert each.rule in rules
         for option in each.options:
-            assert option in said.out
+            assert f"{option}=" in rules
     assert penstock("schedules", "--names").out.split() == [each.name for each in schedules()]
 
 
@@ -32,6 +39,8 @@ def test_a_schedule_is_told_with_its_timeline_and_source(penstock: Command) -> N
     assert said.code == 0 and "    rank 0  F0 F1 F2 f0 i0 w0" in said.out
     for each in schedules():
         assert "rank 0  " in each.doc and "Source: " in each.doc
+        assert re.search(r"\bbubble", each.doc, re.I), each.name
+        assert re.search(r"\b(holds?|memory)\b.*\b(activation|piece)", each.doc, re.S), each.name
     assert "did you mean 'zbv'" in penstock("schedules", "zbvv").err
 
 
@@ -46,6 +55,35 @@ def test_simulate_draws_the_timeline_and_tells_the_figures(penstock: Command) ->
         "makespan 9, bubble 33.33%; span 9, bubble 33.33%; 4 messages\n"
         "peak activations per rank: 2,1\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("terminal", "code", "colours"),
+    # Of F, I and W, shaded for two stages; and without shades, where those would be the same.
+    [("xterm-256color", r"38;5;\d+;48;5;\d+", 6), ("xterm", r"97;44|30;106|30;42", 3)],
+)
+def test_simulate_writes_in_colour_to_a_terminal(terminal: str, code: str, colours: int) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": terminal, "COLUMNS": "80"}
+    for name in ("NO_COLOR", "COLORTERM", "FORCE_COLOR"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "penstock", "simulate", "zbv", "-p", "2", "-m", "4"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        told = b"".join(iter(lambda: _read(ours), b"")).decode()
+    os.close(ours)
+    assert process.returncode == 0
+    assert len(set(re.findall(rf"\x1b\[({code})m", told))) == colours
+    for word in ("forward", "input gradient", "weight gradient", "rank 1"):
+        assert word in told
+
+
+def _read(terminal: int) -> bytes:
+    """What comes from a terminal; nothing once its other end is closed."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # so Linux says that
+        return b""
 
 
 def test_json_is_one_object_with_the_figures(penstock: Command) -> None:

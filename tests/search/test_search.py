@@ -369,6 +369,14 @@ def test_progress_is_told() -> None:
     assert {"closed forms", "building blocks"} <= {each.method for each in told}
 
 
+@pytest.mark.usefixtures("no_clock")
+def test_methods_are_at_work_in_the_order_that_is_documented() -> None:
+    told: list[Progress] = []
+    search(UNEVEN, ranks=4, microbatches=6, memory_limit=4, time_limit_s=1, progress=told.append)
+    order = list(dict.fromkeys(each.method for each in told[:-1]))
+    assert order == ["closed forms", "building blocks", "exchanges", "exact"]
+
+
 # --- time against memory -----------------------------------------------------------------------
 
 

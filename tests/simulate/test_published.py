@@ -43,6 +43,20 @@ def test_megatron_bubble_rates(ranks: int, times: int, virtual: int) -> None:
     assert rate == Fraction(ranks - 1, virtual * microbatches)
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("virtual", [2, 3, 4])
+def test_memory_of_interleaving(ranks: int, virtual: int) -> None:
+    """The first rank holds 1 + (p - 1) / (p v) of what 1F1B's does, its stages a v-th as large.
+
+    Source: arXiv:2205.05198, of the schedule of arXiv:2104.04473.
+    """
+    peaks = run("interleaved-1f1b", ranks, 2 * ranks, virtual, 1, 1, 1).peak_in_flight
+    plain = run("1f1b", ranks, 2 * ranks, 1, 1, 1, 1).peak_in_flight
+    share = Fraction(max(peaks), virtual) / max(plain)
+    assert peaks[0] == max(peaks)
+    assert share == 1 + Fraction(ranks - 1, ranks * virtual)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_gpipe_bubble_ratio(ranks: int) -> None:
     """(K - 1) / (M + K - 1). Source: arXiv:1811.06965, sec. 2.3."""

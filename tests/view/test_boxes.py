@@ -81,6 +81,29 @@ def test_a_trace_holds_what_its_program_holds(name: str) -> None:
     assert all(line[-1][1] == 0 for line in memory_lines(result.trace))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "po-f", "chimera"])
+def test_what_ranks_hold_is_an_outline_each(name: str) -> None:
+    result = step(name, costs=Costs(offload=0.5, reload=0.5))
+    memory = arrange(result).memory
+    outlines: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(memory["x"], memory["y"], strict=True):
+        assert math.isnan(x) == math.isnan(y)
+        if math.isnan(x):
+            outlines.append([])
+        else:
+            outlines[-1].append((x, y))
+    assert outlines.pop() == [] and len(outlines) == 4
+    heights = []
+    for rank, (points, line) in enumerate(zip(outlines, result.memory, strict=True)):
+        assert {x for x, _ in points} == {time for time, _ in line} | {result.makespan}
+        foot = points[0][1]
+        assert foot == points[-1][1] and all(rank < y <= foot < rank + 1 for _, y in points)
+        heights.append(foot - min(y for _, y in points))
+    # The fullest rank's is the highest, and the others' are as much lower as they hold less.
+    peaks = result.peak_bytes
+    assert heights == pytest.approx([max(heights) * peak / max(peaks) for peak in peaks])
+
+
 def test_a_measured_step_begins_at_zero_and_is_drawn_in_milliseconds() -> None:
     spans = tuple(
         Span(rank=s.rank, action=s.action, start=5 + s.start / 1e3, end=5 + s.end / 1e3)

@@ -57,3 +57,48 @@ def test_a_schedule_of_ones_own_that_fails_is_told_on_the_page() -> None:
         catalog.remove("only-four")
     assert "only-four: its function failed for 4 ranks and 8 microbatches" in page.error.text
     assert "its function failed" in page.comparison.text and "gpipe" in page.comparison.text
+
+
+def shown(page: Playground) -> tuple[list[float], list[float], str, str]:
+    """All that a change is to change: boxes, memory, figures, comparison."""
+    memory = [float(x) for x in page.timeline.memory_outline.data["x"]]
+    ends = [float(x) for x in page.timeline.boxes.data["right"]]
+    return ends, memory, page.figures.text, page.comparison.text
+
+
+@pytest.mark.parametrize("name", ["forward", "input_grad", "weight_grad", "latency", "ranks"])
+def test_a_slider_changes_timeline_memory_figures_and_comparison(name: str) -> None:
+    document = Document()
+    page = Playground(document)
+    page.compared.value = ["1f1b", "zb-h1"]
+    settled(document)
+    before = shown(page)
+    getattr(page, name).value += 2
+    settled(document)
+    for old, new in zip(before, shown(page), strict=True):
+        assert new != old
+    wanted = penstock.simulate(
+        penstock.build(page.schedule.value, ranks=page.ranks.value, microbatches=8),
+        penstock.Costs(
+            forward=page.forward.value,
+            input_grad=page.input_grad.value,
+            weight_grad=page.weight_grad.value,
+            latency=page.latency.value,
+        ),
+    )
+    assert f">{wanted.makespan:.0f}<" in page.figures.text
+    assert f">{wanted.makespan:.0f}<" in page.comparison.text
+
+
+def test_a_memory_limit_that_is_exceeded_is_told() -> None:
+    document = Document()
+    page = Playground(document)
+    page.schedule.value = "1f1b"
+    settled(document)
+    assert "over the limit" not in page.figures.text and "#d64545" not in page.comparison.text
+    page.memory.value = 2
+    settled(document)
+    assert "4 (over the limit)" in page.figures.text and "#d64545" in page.comparison.text
+    page.memory.value = 0
+    settled(document)
+    assert "over the limit" not in page.figures.text

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import re
+
+import pytest
+from rich.console import Console
 from rich.text import Text
 
 from penstock import Costs, build, simulate
 from penstock.schedule.action import Op
+from penstock.schedule.passes import recompute
 from penstock.trace import Trace
 from penstock.view.palette import COLOURS
 from penstock.view.terminal import legend, timeline
@@ -72,3 +78,22 @@ def test_copies_have_lanes_and_colours_of_their_own() -> None:
         assert len(coloured(text, COLOURS[op]).split()) == len(copied) > 0
     assert "offload to the host" in legend(trace).plain
     assert "reload from the host" in legend(trace).plain
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "po-h", "recomputed"])
+def test_where_there_are_16_colours_no_two_ops_share_one(name: str) -> None:
+    program = (
+        recompute(build("po-h", ranks=2, microbatches=4), stages=[2, 3])
+        if name == "recomputed"
+        else build(name, ranks=2, microbatches=4)
+    )
+    trace = simulate(program, Costs(offload=1, reload=1)).trace
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=120)
+    with console.capture() as shown:
+        console.print(legend(trace, shaded=False))
+    with console.capture() as drawn:
+        console.print(timeline(trace, width=120, shaded=False))
+    chips = re.findall(r"\x1b\[([\d;]+)m  \x1b", shown.get())
+    words = re.findall(r"[a-z]{3,}(?: [a-z]+)*", shown.get())
+    assert len(set(chips)) == len(chips) == len(words) > 1
+    assert set(re.findall(r"\x1b\[([\d;]+)m", drawn.get())) - {"0"} == set(chips)

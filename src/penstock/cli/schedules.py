@@ -44,7 +44,8 @@ def schedules(
 
 
 def _rules(each: Family) -> str:
-    rules = [f"{each.arrangement.value}, {each.virtuals_text} per rank"]
+    where = "rank" if each.copies == 1 else "rank and direction"
+    rules = [f"{each.arrangement.value}, {each.virtuals_text} per {where}"]
     if each.rule:
         rules.append(each.rule)
     if each.options:

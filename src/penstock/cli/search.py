@@ -71,10 +71,10 @@ def search(
         task = bar.add_task("search", total=1.0, best="")
 
         def show(progress: Progress) -> None:
-            best = "" if progress.value is None else f"best {number(progress.value)}"
+            best = "" if progress.value is None else f"best {number(progress.value)}, "
             bar.update(
                 task, completed=progress.share, description=progress.method,
-                best=f"{best}, none is below {number(progress.bound)}",
+                best=f"{best}none is below {number(progress.bound)}",
             )  # fmt: skip
 
         found = find(

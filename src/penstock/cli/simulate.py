@@ -47,6 +47,7 @@ def _draw(result: Simulation) -> None:
 
     program, console = result.program, stdout()
     coloured = console.color_system is not None
+    shaded = console.color_system in ("256", "truecolor")
     pieces = f" of {program.num_splits} pieces" if program.num_splits > 1 else ""
     sizes = numbers_of(
         rank=program.num_ranks,
@@ -54,8 +55,9 @@ def _draw(result: Simulation) -> None:
         microbatch=program.num_whole_microbatches,
     )
     console.print(f"[bold]{program.name}[/], {sizes}{pieces}\n")
-    console.print(timeline(result.trace, width=console.width, colour=coloured), end="")
+    drawn = timeline(result.trace, width=console.width, colour=coloured, shaded=shaded)
+    console.print(drawn, end="")
     if coloured:
-        console.print(legend(result.trace))
+        console.print(legend(result.trace, shaded=shaded))
     console.print(f"\n{figures_text(result)}", soft_wrap=True)
     console.print(peaks_text(result), soft_wrap=True)

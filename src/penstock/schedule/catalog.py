@@ -211,10 +211,12 @@ def build(
             f"microbatches={near_microbatches}"
         )
     if chosen.virtuals is not None and virtual not in chosen.virtuals:
+        near = " or ".join(map(str, chosen.virtuals_near(virtual)))
         works = chosen.virtuals_text
+        nearest = "" if near == works else f" (the nearest: {near})"
         raise ScheduleError(
-            f"{chosen.name}: virtual={virtual} stages per rank do not work; {works} does, and any "
-            f"number does with {_any_virtual()}"
+            f"{chosen.name}: virtual={virtual} stages per rank do not work; {works} does{nearest}, "
+            f"and any number does with {_any_virtual()}"
         )
     if chosen.virtuals is None or len(chosen.virtuals) > 1:
         options = {"virtual": virtual, **options}

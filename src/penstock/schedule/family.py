@@ -5,6 +5,7 @@ This module knows no family; ``penstock.schedule.catalog`` lists them.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -88,6 +89,16 @@ class Family:
                 return "any even number"
             case several:
                 return " or ".join(map(str, several))
+
+    def virtuals_near(self, virtual: int) -> Sequence[int]:
+        """The nearest numbers of stages per rank that work, one to each side where there are.
+
+        Args:
+            virtual: a number that does not work.
+        """
+        assert self.virtuals is not None
+        at = bisect(self.virtuals, virtual)
+        return self.virtuals[max(at - 1, 0) : at + 1]
 
     def takes_option(self, name: str) -> bool:
         """Whether ``name`` is one of its options."""

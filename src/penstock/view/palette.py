@@ -11,6 +11,7 @@ from penstock.schedule.action import Op
 from penstock.trace import Trace
 
 __all__ = [
+    "ANSI",
     "COLOURS",
     "FRAME",
     "NAMES",
@@ -31,6 +32,19 @@ COLOURS: dict[Op, str] = {
     Op.OFFLOAD: "#8e6bbf",
     Op.RELOAD: "#d98ac0",
 }
+
+ANSI: dict[Op, tuple[str, str]] = {
+    Op.FORWARD: ("blue", "bright_white"),
+    Op.FULL_BACKWARD: ("cyan", "black"),
+    Op.INPUT_GRAD: ("bright_cyan", "black"),
+    Op.WEIGHT_GRAD: ("green", "black"),
+    Op.RECOMPUTE: ("white", "black"),
+    Op.OFFLOAD: ("magenta", "bright_white"),
+    Op.RELOAD: ("bright_magenta", "black"),
+}
+"""For terminals of 16 colours each op's, and that of what stands on it: by their ANSI names.
+
+The nearest of the 16 to ``COLOURS``, and to their shades above all, is one for several ops."""
 
 FRAME = "#1c2733"
 """The frame around what is one block."""

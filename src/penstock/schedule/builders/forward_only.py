@@ -12,8 +12,11 @@ P = 2, V = 2, M = 4, in groups of two; lower case is a rank's second stage:
     rank 1  .. F0 F1 f0 f1 F2 F3 f2 f3
 
 With equal stages the bubble is (P - 1) tF for M ≥ P; below that the loop can't be filled, and costs
-another (V - 1)(P - M) tF. Any P ≥ 1, V ≥ 1, M ≥ 1. The evaluation beside a training program is
-made from that (``penstock.schedule.passes.forward_only``), over any placement.
+another (V - 1)(P - M) tF. Nothing is kept for a backward, so that each rank holds 1 activation at
+its peak, that of the forward which it runs.
+
+Any P ≥ 1, V ≥ 1, M ≥ 1. The evaluation beside a training program is made from that
+(``penstock.schedule.passes.forward_only``), over any placement.
 
 Source: the forward half of arXiv:2104.04473, sec. 2.2.
 """

@@ -22,10 +22,10 @@ copies put in:
     po-h    the earlier half of a rank's stages  about (V + 2) P / 8    about V(2P - 3), at most 2PV
     po-f    all stages                           none                   (P - 1)(tF + tB)
 
-beside which at most four are being made, used or copied. Where P ≥ 2 both bubbles are below
-V(P - 1)T, the published bound; with costs that are not equal, PO-H's ranks may have to wait for one
-another in the steady state as well. Copies take no compute time, as long as an activation is
-copied there and back while a rank runs one F, one I and one W.
+beside which at most four are being made, used or copied. Where P ≥ 2 PO-F's bubble is below
+V(P - 1)T, the published bound, at any costs, and PO-H's at equal ones alone: with others its ranks
+may have to wait for one another in the steady state as well. Copies take no compute time, as long
+as an activation is copied there and back while a rank runs one F, one I and one W.
 
 Any P ≥ 1, V ≥ 1, M ≥ 1. Source: arXiv:2503.01328 (PipeOffload).
 """

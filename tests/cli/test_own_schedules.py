@@ -1,0 +1,83 @@
+"""A schedule of the user's own, in the command: listed, simulated, compared, drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock as library
+from penstock.schedule import catalog
+from penstock.schedule.program import Program
+from penstock.view.perfetto import load_perfetto
+
+from .conftest import Command
+
+PLUGIN = """
+import penstock
+
+def held_back(*, ranks, microbatches):
+    return penstock.build("gpipe", ranks=ranks, microbatches=microbatches)
+"""
+
+
+@pytest.fixture
+def mine() -> Iterator[str]:
+    """The name of a schedule that is registered by the decorator."""
+
+    @library.schedule("of-my-own", summary="GPipe, by another name")
+    def of_my_own(*, ranks: int, microbatches: int) -> Program:
+        return library.build("gpipe", ranks=ranks, microbatches=microbatches)
+
+    yield "of-my-own"
+    catalog.remove("of-my-own")
+
+
+def test_a_registered_schedule_is_one_of_the_command(
+    penstock: Command, tmp_path: Path, mine: str
+) -> None:
+    assert mine in penstock("schedules", "--names").out.split()
+    assert "GPipe, by another name" in penstock("schedules").out
+    assert json.loads(penstock("simulate", mine, "--json").out)["makespan"] == 33
+    compared = {
+        ln.split()[0]: ln.split()[1:]
+        for ln in penstock("compare", mine, "gpipe").out.splitlines()
+        if ln.strip()
+    }
+    assert compared[mine] == compared["gpipe"]
+    path = tmp_path / "x.json"
+    assert penstock("render", mine, "-p", "2", "-m", "3", "-o", str(path)).code == 0
+    trace = load_perfetto(path)
+    assert (trace.name, len(trace.spans)) == (mine, 2 * 2 * 3)
+
+
+def test_an_installed_package_s_schedule_is_one_of_the_command(tmp_path: Path) -> None:
+    """Found by its metadata, as pip leaves it."""
+    (tmp_path / "foo_plugin.py").write_text(PLUGIN)
+    metadata = tmp_path / "foo-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: foo\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[penstock.schedules]\nheld-back = foo_plugin:held_back\n"
+    )
+    searched = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+
+    def run(*arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "penstock", *arguments],
+            env={**os.environ, "PYTHONPATH": searched},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert "held-back" in run("schedules", "--names").split()
+    assert json.loads(run("simulate", "held-back", "--json"))["makespan"] == 33
+    path = tmp_path / "x.json"
+    assert run("render", "held-back", "-p", "2", "-m", "3", "-o", str(path)) == f"wrote {path}\n"
+    assert load_perfetto(path).name == "held-back"
