@@ -50,7 +50,7 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        named = _lengths(metadata)
+        named = {result.storage_data.relative_path for mine in results for result in mine}
         for path in Path(self.path).glob("__*.distcp"):
             if path.name not in named:
                 with contextlib.suppress(OSError):
