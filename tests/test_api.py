@@ -391,8 +391,13 @@ def train(rank: int, num_ranks: int, module_name: str, name: str) -> dict[str, A
         mine.append(num_stages - 1 - rank if is_v else rank + num_ranks)
     torch.manual_seed(3)
     layers = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(num_stages)]
-    stages = [library.PipelineStage(layers[i], i, num_stages, torch.device("cpu")) for i in mine]
-    schedule = cls(stages[0] if single else stages, n_microbatches=4, loss_fn=nn.MSELoss())
+
+    def make_schedule(**options: Any) -> Any:
+        stages = [library.PipelineStage(layers[i], i, num_stages, CPU) for i in mine]
+        made = stages[0] if single else stages
+        return cls(made, n_microbatches=4, loss_fn=nn.MSELoss(), **options)
+
+    schedule = make_schedule()
     params = [p for i in mine for p in layers[i].parameters()]
     optimizer = torch.optim.SGD(params, lr=0.1)
     history: dict[str, Any] = {"losses": [], "outputs": [], "grads": []}
@@ -409,6 +414,13 @@ def train(rank: int, num_ranks: int, module_name: str, name: str) -> dict[str, A
             schedule.step(*args)
         history["grads"].append([p.grad.clone() for p in params])
         optimizer.step()
+    optimizer.zero_grad()
+    schedule = make_schedule(scale_grads=False)
+    for _ in range(2):
+        batch, target = torch.randn(8, DIM), torch.randn(8, DIM)
+        given = {"target": target} if num_stages - 1 in mine else {}
+        schedule.step(*((batch,) if 0 in mine else ()), **given)
+    history["unscaled"] = [p.grad for p in params]
     return history
 
 
@@ -425,3 +437,5 @@ def test_the_same_script_gives_the_same_numbers(name: str) -> None:
         # The peer scales accumulated gradients at the end of a step, Penstock each loss before
         # its backward: sums of four terms, divided by four before or after, differ in rounding.
         torch.testing.assert_close(mine["grads"], other["grads"], rtol=1e-6, atol=1e-7)
+        # The parameters that they are taken at are those after two steps.
+        torch.testing.assert_close(mine["unscaled"], other["unscaled"], rtol=2e-6, atol=1e-6)

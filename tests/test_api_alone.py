@@ -33,6 +33,11 @@ def test_a_stage_has_the_attributes_that_users_read() -> None:
     assert stage.submod is wrapped
 
 
+@pytest.mark.parametrize("name", ["forward-only", "ScheduleForwardOnly", "_ScheduleForwardOnly"])
+def test_forward_only_is_found_by_its_names(name: str) -> None:
+    assert penstock.get_schedule_class(name) is penstock.ScheduleForwardOnly
+
+
 def test_a_program_is_loaded_as_what_it_is(tmp_path: Path) -> None:
     stages = [penstock.PipelineStage(nn.Linear(DIM, DIM), i, 2, CPU) for i in range(2)]
     empty = penstock._PipelineScheduleRuntime(stages, 2, nn.MSELoss())

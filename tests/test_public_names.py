@@ -86,3 +86,17 @@ def test_search_is_the_function_in_any_order_of_imports(imports: str) -> None:
         "import sys\n"
         "assert 'torch' not in sys.modules and 'ortools' not in sys.modules\n"
     )
+
+
+def test_torchs_own_pipelines_are_never_imported() -> None:
+    run(
+        "import importlib, pkgutil, sys, penstock\n"
+        "for found in pkgutil.walk_packages(penstock.__path__, 'penstock.'):\n"
+        "    if not found.name.endswith('.__main__'):\n"
+        "        importlib.import_module(found.name)\n"
+        "for name in penstock.__all__:\n"
+        "    getattr(penstock, name)\n"
+        "theirs = 'torch.distributed.pipelining'\n"
+        "assert 'torch.distributed' in sys.modules\n"
+        "assert not [name for name in sys.modules if name.startswith(theirs)]\n"
+    )

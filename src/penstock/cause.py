@@ -67,6 +67,8 @@ def message_of(error: BaseException) -> str:
 def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause:
     """The cause that ``error``, raised on ``rank`` of these processes, is to the other ranks."""
     where = error.where if isinstance(error, PenstockError) else NOWHERE
+    if where.rank not in (None, rank):
+        where = NOWHERE  # a place that it tells of, such as one in a program: not this rank's
     original = error.__cause__ or error
     return Cause(
         kind=type(error).__name__,

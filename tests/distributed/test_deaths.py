@@ -103,6 +103,27 @@ def test_a_rank_is_not_waited_for_beyond_the_deadline(culprit: int) -> None:
     assert f"no word from rank {culprit}" in told[culprit].message
 
 
+def stay_away(rank: int, num_ranks: int, makes: bool) -> tuple[object, ...] | None:
+    """Rank 1 never steps, and may not even make its schedule; it lives on."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 0 or makes:
+        step = make_step(rank, num_ranks, nn.Linear(DIM, DIM), timeout_s=0.5)
+    if rank == 0:
+        told = tuple(attempt(step))
+        store.set("the other one has given up", "")
+        return told
+    store.wait(["the other one has given up"])
+    return None
+
+
+@pytest.mark.parametrize("makes", [True, False], ids=["never steps", "makes no schedule"])
+def test_a_rank_that_stays_away_is_not_waited_for(makes: bool) -> None:
+    waited = Attempt(*run_ranks(stay_away, 2, makes)[0].result())
+    assert waited.kind == "PeerError"
+    assert "no word from the other ranks within 0.5 s" in waited.message
+    assert 0.5 <= waited.elapsed_s < SOON_S
+
+
 def be_stopped(rank: int, num_ranks: int, timeout_s: float) -> list[tuple[object, ...]]:
     """Rank 0, which holds the store, is stopped for a while: it answers nothing, nothing breaks."""
     once = [lambda: os.kill(os.getpid(), signal.SIGSTOP)]

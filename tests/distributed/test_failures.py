@@ -179,13 +179,16 @@ def test_every_rank_raises_with_the_first_cause(num_ranks: int, fault: Fault) ->
         assert broken.elapsed_s < SOON_S
         if fault.place == "shape":
             assert broken.kind == "BoundaryError", broken.message
-            assert f"({4}, {DIM})" in broken.message and f"({2}, {DIM})" in broken.message
+            assert f"output 0 is float32 ({4}, {DIM})" in broken.message
+            assert "expected" in broken.message and f"({2}, {DIM})" in broken.message
         else:
             assert broken.kind == ("StageError" if rank == culprit else "PeerError")
             assert "it burst" in broken.message
         assert_names_place(broken, fault, culprit)
         if rank != culprit:
             assert "Traceback (most recent call last)" in broken.message
+            # The user's own code is in it, but where the library itself found the mistake.
+            assert ("in tick" in broken.message) == (fault.place != "shape"), broken.message
         elif fault.place != "shape":
             assert broken.cause == "Boom('it burst')"
         assert_refuses(after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -44,28 +45,31 @@ from tests.distributed.replicas import (
 
 
 def count_reductions(rank: int, num_ranks: int) -> dict[str, list[int]]:
-    """How many reductions of gradients each of two steps takes, with two stages per rank."""
+    """How many reductions of gradients each of two steps takes, per stage of the rank."""
     pipeline, replicas = make_meshes()
     counts: dict[str, list[int]] = {}
-    for wrap in ("ddp", "replicate", "fsdp whole"):
-        schedule, _ = make_schedule("zbv", wrap, pipeline, replicas)
+    every = itertools.product(("gpipe", "interleaved-zb", "zbv"), ("ddp", "fsdp whole", "fsdp"))
+    for name, wrap in (*every, ("zbv", "replicate")):
+        schedule, modules = make_schedule(name, wrap, pipeline, replicas)
         for step in range(2):
             with torch.profiler.profile() as profiler:
                 run_step(schedule, step, pipeline, replicas)
             # Over gloo a reduce-scatter is an all-reduce, too. One more is that of the losses.
             found = [e.name for e in profiler.events() if e.name == "gloo:all_reduce"]
-            counts.setdefault(wrap, []).append(len(found) - 1)
+            counts.setdefault(f"{name} {wrap}", []).append((len(found) - 1) // len(modules))
+            assert (len(found) - 1) % len(modules) == 0
     return counts
 
 
 def test_gradients_are_reduced_once_per_step_and_stage() -> None:
-    # Under DDP one of the numbers that say which gradients there are, and one of the gradients.
+    # Under DDP one of the numbers that say which gradients there are, and one of the gradients;
+    # of nested shards one for each of two linear layers, and one for what is around them.
+    per_stage = {"ddp": 2, "replicate": 2, "fsdp whole": 1, "fsdp": 3}
     for outcome in run_ranks(count_reductions, 4):
-        assert outcome.result() == {
-            "ddp": [4, 4],
-            "replicate": [4, 4],
-            "fsdp whole": [2, 2],
-        }
+        counts = outcome.result()
+        assert len(counts) == 10
+        for case, found in counts.items():
+            assert found == [per_stage[case.partition(" ")[2]]] * 2, case
 
 
 class Burst(nn.Module):

@@ -65,6 +65,9 @@ def plans(ranks: int) -> list[Plan]:
         made.append(Plan("convnet", schedule, each.default_virtual, 4, True))
         if ranks == 2:
             made.append(Plan("lstm", schedule, each.default_virtual, 2, True))
+    for virtual in (1, 2, 3):
+        made.append(Plan("mlp", "forward-only", virtual, 3, virtual == 2))
+    made.append(Plan("gpt", "forward-only", 2, 3, False))
     return made
 
 
@@ -77,9 +80,10 @@ def trained(ranks: int) -> dict[Plan, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule"), [(ranks, name) for ranks in (1, 2, 3, 4) for name in schedules(ranks)]
+    ("ranks", "schedule"),
+    [(ranks, name) for ranks in (1, 2, 3, 4) for name in (*schedules(ranks), "forward-only")],
 )
-def test_schedules_train_as_one_device_does(ranks: int, schedule: str) -> None:
+def test_schedules_run_as_one_device_does(ranks: int, schedule: str) -> None:
     played = {plan: told for plan, told in trained(ranks).items() if plan.schedule == schedule}
     assert len(played) >= 4
     for plan, told in played.items():
@@ -89,7 +93,7 @@ def test_schedules_train_as_one_device_does(ranks: int, schedule: str) -> None:
 
 @pytest.mark.parametrize("dynamic_shapes", [False, True])
 @pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 4), ("zbv", 2), ("interleaved-1f1b", 2)])
-def test_what_crosses(schedule: str, ranks: int, dynamic_shapes: bool) -> None:
+def test_what_crosses_is_never_pickled(schedule: str, ranks: int, dynamic_shapes: bool) -> None:
     names = list(CROSSINGS)
     for rank, told in enumerate(results(workers.cross, ranks, names, schedule, dynamic_shapes)):
         for name, wrong in zip(names, told, strict=True):

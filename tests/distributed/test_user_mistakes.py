@@ -106,6 +106,24 @@ def other_microbatches(rank: int, group: dist.ProcessGroup) -> object:
     return step(rank, make_schedule(rank, group, num_mb=4 + rank))
 
 
+def no_microbatches(rank: int, group: dist.ProcessGroup) -> object:
+    return step(rank, make_schedule(rank, group, num_mb=0 if rank else 4))
+
+
+def input_args_of_another_shape(rank: int, group: dist.ProcessGroup) -> object:
+    example = torch.ones(2, DIM)
+    stage = PipelineStage(
+        nn.Linear(DIM, DIM),
+        rank,
+        2,
+        CPU,
+        input_args=torch.ones(3, DIM) if rank else example,
+        output_args=example,
+        group=group,
+    )
+    return step(rank, ScheduleGPipe(stage, 4, nn.functional.mse_loss, timeout_s=20))
+
+
 def other_schedule(rank: int, group: dist.ProcessGroup) -> object:
     return step(rank, make_schedule(rank, group, Schedule1F1B if rank else ScheduleGPipe))
 
@@ -242,8 +260,8 @@ def csv_of(rank: int, text: str) -> Path:
 PROGRAM = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
-def csv_by_path(rank: int, group: dist.ProcessGroup) -> object:
-    path = csv_of(rank, PROGRAM.replace("1B1", "1X1") if rank else PROGRAM)
+def csv_by_path(mistaken: str, rank: int, group: dist.ProcessGroup) -> object:
+    path = csv_of(rank, mistaken if rank else PROGRAM)
     stages = [make_stage(rank, group)]
     return step(rank, ScheduleProgram(stages, path, nn.functional.mse_loss, timeout_s=20))
 
@@ -352,6 +370,15 @@ MISTAKES = {
     "other microbatches": Mistake(
         other_microbatches, (SCH, SCH), "do not agree on .*microbatches.*rank 0: .*4.*rank 1: .*5"
     ),
+    "no microbatches": Mistake(
+        no_microbatches, (SCH, SCH), "microbatches=0 must be a whole number from 1 on", (1,)
+    ),
+    "input_args of another shape": Mistake(
+        input_args_of_another_shape,
+        ("BoundaryError", "BoundaryError"),
+        r"action 1F0: the inputs are .*\(2, 4\).*, but input_args says .*\(3, 4\)",
+        (1,),
+    ),
     "other schedule": Mistake(
         other_schedule, (SCH, SCH), "do not agree on .*rank 0: .*gpipe.*rank 1: .*1f1b"
     ),
@@ -403,7 +430,28 @@ MISTAKES = {
     ),
     "detached loss": Mistake(detached_loss, (P, S), "does not depend on any parameter", (1,)),
     "mistake in a CSV file": Mistake(
-        csv_by_path, (SCH, SCH), r"rank1.csv: row 2, column 4: .*1X1", (1,)
+        partial(csv_by_path, PROGRAM.replace("1B1", "1X1")),
+        (SCH, SCH),
+        r"rank1.csv: row 2, column 4: .*1X1",
+        (1,),
+    ),
+    "trailing text in a CSV file": Mistake(
+        partial(csv_by_path, PROGRAM.replace("1B1", "1B1 junk")),
+        (SCH, SCH),
+        r"rank1.csv: row 2, column 4: .*1B1 junk",
+        (1,),
+    ),
+    "action missing in a CSV file": Mistake(
+        partial(csv_by_path, PROGRAM.replace(",1B1", "")),
+        (SCH, SCH),
+        "the backward is missing: 1B1",
+        (1,),
+    ),
+    "deadlock in a CSV file": Mistake(
+        partial(csv_by_path, "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"),
+        (SCH, SCH),
+        r"^(rank 1: )?rank 0, action 0B0: program .*deadlock: waits for rank 1 to do 1B0 ",
+        (1,),
     ),
     "mistake in a CSV file that is loaded": Mistake(csv_loaded, (SCH, SCH), "0B", (0,)),
     "CSV file for more ranks": Mistake(csv_for_a_pipeline, (SCH, SCH), "for 3 ranks", (0,)),

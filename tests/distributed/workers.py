@@ -6,14 +6,19 @@ back is what was wrong: a text per case, empty where nothing was.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import operator
+import pickle
 import traceback
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +73,43 @@ def train(rank: int, num_ranks: int, plans: list[tuple[Any, ...]]) -> list[str]:
     groups = {
         name: dist.new_group(list(range(num_ranks))) for name in sorted({p.schedule for p in every})
     }
-    return [told(_train, plan, groups[plan.schedule]) for plan in every]
+    return [
+        told(_evaluate if plan.schedule == "forward-only" else _train, plan, groups[plan.schedule])
+        for plan in every
+    ]
+
+
+def _evaluate(plan: Plan, group: dist.ProcessGroup) -> None:
+    case = CASES[plan.model]
+    model = case.make(max(3, group.size() * plan.virtual))
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model,
+        loss_fn=case.loss_fn,
+        schedule=plan.schedule,
+        virtual=plan.virtual,
+        n_microbatches=plan.microbatches,
+        group=group,
+        timeout_s=TIMEOUT_S,
+        **({} if group.size() > 1 else {"ranks": 1}),
+    )
+    has_first, has_last = (
+        any(getattr(stage, which) for stage in pipe.stages) for which in ("is_first", "is_last")
+    )
+    for rows in (2 * plan.microbatches, plan.microbatches + 1):
+        inputs, target = case.batch(rows, 0)
+        expected = plain_step(
+            plain, case.loss_fn, inputs, target=target, n_microbatches=plan.microbatches
+        )
+        out = pipe.eval(
+            *((inputs,) if plan.all_inputs or has_first else ()),
+            target=target if plan.all_inputs or has_last else None,
+        )
+        assert (out is not None) == has_last
+        assert out is None or torch.equal(out, torch.cat(expected.outputs))
+        assert len(pipe.losses) == plan.microbatches
+        assert all(map(torch.equal, pipe.losses, expected.losses))
+    assert all(p.grad is None for p in pipe.parameters())
 
 
 def _train(plan: Plan, group: dist.ProcessGroup) -> None:
@@ -87,13 +128,24 @@ def _train(plan: Plan, group: dist.ProcessGroup) -> None:
     assert both.pipe.is_distributed == (group.size() > 1)
     assert both.pipe.num_ranks == group.size()
     _all_parameters_are_somewhere(both, group)
+    calls = [0] * len(both.pipe.stages)
+    for i, stage in enumerate(both.pipe.stages):
+        stage.submod.register_forward_hook(lambda *_, i=i: operator.setitem(calls, i, calls[i] + 1))
+
+    def expect_calls() -> None:
+        """Each module has been called once per microbatch."""
+        assert calls == [plan.microbatches] * len(calls)
+        calls[:] = [0] * len(calls)
+
     for step, rows in enumerate((2 * plan.microbatches, plan.microbatches + 1)):
         inputs, target = case.batch(rows, step)
-        both.step(inputs, target=target)
-        both.step(inputs, target=target)
+        for _ in range(2):
+            both.step(inputs, target=target)
+            expect_calls()
         both.descend()
         if plan.model != "convnet":  # whose evaluation counts batches, split differently
             both.eval(case.batch(rows + 3, 10 + step)[0])
+            expect_calls()
 
 
 def _all_parameters_are_somewhere(both: Twins, group: dist.ProcessGroup) -> None:
@@ -104,7 +156,7 @@ def _all_parameters_are_somewhere(both: Twins, group: dist.ProcessGroup) -> None
 
 
 def cross(rank: int, num_ranks: int, names: list[str], schedule: str, dynamic: bool) -> list[str]:
-    """Send what ``tests.crossings`` gives between the ranks."""
+    """Send what ``tests.crossings`` gives between the ranks, where nothing can be pickled."""
     return [told(_cross, name, schedule, dynamic) for name in names]
 
 
@@ -118,10 +170,26 @@ def _cross(name: str, schedule: str, dynamic: bool) -> None:
         dynamic_shapes=dynamic,
         timeout_s=TIMEOUT_S,
     )
-    for step, rows in enumerate((6, 5)):
-        inputs, target = features(rows, step)
-        both.step(inputs, target=target)
-        both.eval(inputs)
+    with unpickled():
+        for step, rows in enumerate((6, 5)):
+            inputs, target = features(rows, step)
+            both.step(inputs, target=target)
+            both.eval(inputs)
+
+
+@contextlib.contextmanager
+def unpickled() -> Iterator[None]:
+    """Within, whatever pickles raises: what is read from another rank is never run as code."""
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("something is pickled")
+
+    with contextlib.ExitStack() as stack:
+        for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+            stack.enter_context(mock.patch.object(pickle, name, refuse))
+        for name in ("_pickler", "_unpickler"):
+            stack.enter_context(mock.patch.object(distributed_c10d, name, refuse))
+        yield
 
 
 def shapes_and_freezing(rank: int, num_ranks: int, schedules: list[str]) -> list[str]:

@@ -46,6 +46,24 @@ def expect_agreement(output: str) -> None:
     assert float(ours) < float(first)
 
 
+def test_the_model_is_plain_and_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpt
+
+    torch.manual_seed(0)
+    model = gpt.gpt(gpt.Config(num_blocks=4, dim=16))
+    assert gpt.Config().num_blocks >= 4
+    text = gpt.load_bytes()
+    assert len(text) >= 200_000
+    before, changed = text[None, :10], text[None, :10].clone()
+    changed[0, 6] ^= 1
+    scores, others = model(before), model(changed)
+    assert scores.shape == (1, 10, 256)
+    assert torch.equal(scores[:, :6], others[:, :6])
+    assert (scores[:, 6:] != others[:, 6:]).any(-1).all()
+    assert "penstock" not in (SCRIPT.parent / "gpt.py").read_text()
+
+
 def test_all_ranks_in_one_process(tmp_path: Path) -> None:
     output = run_demo([sys.executable], tmp_path, SCHEDULE="zbv", MICROBATCHES="4")
     expect_agreement(output)

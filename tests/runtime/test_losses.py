@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from penstock import (
     StageError,
     TensorChunkSpec,
 )
-from penstock.testing.compare import plain_step
+from penstock.schedule.catalog import family
+from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import TRAINING, Twins
 from tests.models import DIM, features, mlp
 
@@ -160,6 +162,42 @@ def test_ready_microbatches(schedule: str) -> None:
         both.step(arg_mbs=[(x,) for x, _ in pairs], target_mbs=[y for _, y in pairs])
         out = both.pipe.eval(arg_mbs=[(x,) for x, _ in pairs])
         assert out.shape == (sum(sizes), DIM)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
+class AllScaled(nn.Sequential):
+    """The plain model: every stage is given the keyword arguments."""
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        for module in self:
+            x = module(x, scale=scale)
+        return x
+
+
+@SCHEDULES
+def test_ready_keyword_microbatches(schedule: str) -> None:
+    torch.manual_seed(0)
+    num_stages = 2 * family(schedule).default_virtual
+    plain = AllScaled(*(Scaled(DIM, DIM) for _ in range(num_stages)))
+    modules = copy.deepcopy(plain)
+    stages = [PipelineStage(m, i, num_stages, torch.device("cpu")) for i, m in enumerate(modules)]
+    pipe = Pipeline(stages, loss_fn=F.mse_loss, schedule=schedule, ranks=2, n_microbatches=3)
+    for step, sizes in enumerate([(2, 2, 2), (4, 1, 3)]):
+        pairs = [features(rows, 10 * step + i) for i, rows in enumerate(sizes)]
+        ready: dict[str, Any] = {
+            "arg_mbs": [(x,) for x, _ in pairs],
+            "kwarg_mbs": [{"scale": 1 + torch.rand(rows, 1)} for rows in sizes],
+            "target_mbs": [y for _, y in pairs],
+        }
+        expected = plain_step(plain, F.mse_loss, **ready)
+        assert torch.equal(pipe.step(**ready), expected.loss)
+        assert_same(snapshot(modules), snapshot(plain))
+        assert torch.equal(pipe.eval(**ready), torch.cat(expected.outputs))
+        assert all(map(torch.equal, pipe.losses, expected.losses))
 
 
 def test_ready_microbatches_of_the_wrong_number() -> None:

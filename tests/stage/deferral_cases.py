@@ -71,6 +71,19 @@ def split(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Grad
     return gradients(module, inputs)
 
 
+def in_i(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
+    """The parameters that have a gradient after F and I, before W."""
+    module = copy.deepcopy(module)
+    work = DeferredWeights()
+    with work:
+        outputs = outputs_of(module(*fresh(inputs)))
+    with work:
+        torch.autograd.backward(outputs, some_grads(outputs))
+    found = tuple(name for name, p in module.named_parameters() if p.grad is not None)
+    work.accumulate()
+    return found
+
+
 def assert_same(actual: Gradients, expected: Gradients, *, exact: bool = True) -> None:
     """Equal bit for bit, or within the rounding of a sum taken in another order."""
     assert actual.keys() == expected.keys()
@@ -93,7 +106,7 @@ class Case:
     Args:
         make: a new module and its inputs.
         exact: whether each parameter's contributions are summed in autograd's own order.
-        in_i: the parameters whose gradients are complete in ``.grad`` before W.
+        in_i: the parameters that have a gradient before W; all others wait for it.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -222,9 +235,12 @@ def function_cases() -> dict[str, Case]:
         function: Callable[..., object],
         *inputs: Tensor,
         exact: bool = True,
+        in_i: tuple[str, ...] = (),
         **members: nn.Parameter | nn.Module,
     ) -> Case:
-        return Case(make=lambda: (Calls(function, **members), inputs), exact=exact)
+        return Case(make=lambda: (Calls(function, **members), inputs), exact=exact, in_i=in_i)
+
+    linear = ("l.weight", "l.bias")
 
     return {
         "matmul": of(lambda m, t: t @ m.w, x(2, 3, 4), w=weight(4, 5)),
@@ -304,6 +320,7 @@ def function_cases() -> dict[str, Case]:
         "off the input's path": of(
             lambda m, t: (m.l(t), m.a * 2, m.b(torch.ones(2, 4))),
             x(3, 4),
+            in_i=("a",),
             l=nn.Linear(4, 4),
             a=weight(4),
             b=nn.Linear(4, 2),
@@ -322,6 +339,7 @@ def function_cases() -> dict[str, Case]:
         "weight in and out": of(
             lambda m, t: (m.l(t), m.l.weight),
             x(3, 4),
+            in_i=("l.weight",),
             l=nn.Linear(4, 4),
             exact=False,
         ),
@@ -333,34 +351,40 @@ def function_cases() -> dict[str, Case]:
             lambda m, t: F.linear(t, m.w.detach(), m.b), x(3, 4), w=weight(5, 4), b=weight(5)
         ),
         "no gradient inside": of(no_grad_inside, x(3, 4), l=nn.Linear(4, 4)),
-        "mask token": of(mask_token, x(2, 3, 4), token=weight(1, 1, 4), l=nn.Linear(4, 4)),
+        "mask token": of(
+            mask_token, x(2, 3, 4), in_i=("token",), token=weight(1, 1, 4), l=nn.Linear(4, 4)
+        ),
         "grid of a weight and a constant": of(
             lambda m, t: t * torch.meshgrid(m.w, torch.arange(4.0), indexing="ij")[0],
             x(3, 4),
             w=weight(3),
         ),
-        "view of a changed weight": of(changed_view, x(4), w=weight(3, 4)),
+        "view of a changed weight": of(changed_view, x(4), in_i=("w",), w=weight(3, 4)),
         "buffer filled in": of(buffer_filled, x(3, 4), w=weight(4)),
         "gradient replaced by a hook": of(hooked, x(3, 4), l=nn.Linear(4, 4)),
         "hook on a view of a changed result": of(hooked_view, x(3, 4), l=nn.Linear(4, 4)),
         "gradient replaced at the node": of(hooked_node, x(3, 4), l=nn.Linear(4, 4)),
-        "custom function": of(custom_function, x(3, 4), w=weight(4), l=nn.Linear(4, 4)),
+        "custom function": of(
+            custom_function, x(3, 4), in_i=("w",), w=weight(4), l=nn.Linear(4, 4)
+        ),
         "inner gradient, kept": of(inner_gradient, x(3, 4), l=nn.Linear(4, 4)),
-        "torch.func.grad": of(func_grad, x(3, 4), exact=False, l=nn.Linear(4, 4)),
-        "torch.func.vjp": of(func_vjp, x(3, 4), exact=False, l=nn.Linear(4, 4)),
+        "torch.func.grad": of(func_grad, x(3, 4), exact=False, in_i=linear, l=nn.Linear(4, 4)),
+        "torch.func.vjp": of(func_vjp, x(3, 4), exact=False, in_i=linear, l=nn.Linear(4, 4)),
         "torch.func.jacrev": of(
             lambda m, t: m.l(torch.vmap(torch.func.jacrev(lambda row: m.l(row).tanh()))(t).sum(1)),
             x(3, 4),
             exact=False,
+            in_i=linear,
             l=nn.Linear(4, 4),
         ),
         "gradient of parameters by torch.func": of(
-            func_grad_of_weights, x(3, 4), exact=False, l=nn.Linear(4, 4)
+            func_grad_of_weights, x(3, 4), exact=False, in_i=linear, l=nn.Linear(4, 4)
         ),
-        "forward-mode": of(forward_mode, x(3, 4), l=nn.Linear(4, 4)),
+        "forward-mode": of(forward_mode, x(3, 4), in_i=linear, l=nn.Linear(4, 4)),
         "vmap": of(
             lambda m, t: torch.func.vmap(lambda row: row * m.s @ m.w)(t),
             x(3, 4),
+            in_i=("s", "w"),
             s=weight(4),
             w=weight(4, 2),
         ),

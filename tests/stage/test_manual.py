@@ -430,7 +430,15 @@ def middle() -> PipelineStage:
     return PipelineStage(nn.Linear(DIM, DIM), 1, 3, CPU)
 
 
-def test_weights_before_the_input_gradient(stage: PipelineStage) -> None:
+# A module's own weight gradients are asked for in the same order.
+BUILDERS = pytest.mark.parametrize(
+    "dw_builder", [None, lambda: lambda: None], ids=["autograd", "dw_builder"]
+)
+
+
+@BUILDERS
+def test_weights_before_the_input_gradient(dw_builder: Any) -> None:
+    (stage,) = make_stages(make_modules(1), dw_builder=dw_builder)
     with pytest.raises(StageError, match=r"stage 0, microbatch 0: a weight gradient .*'not run'"):
         stage.backward_weight_one_chunk(0)
     stage.forward_one_chunk(0, (torch.ones(1, DIM),))
@@ -438,7 +446,9 @@ def test_weights_before_the_input_gradient(stage: PipelineStage) -> None:
         stage.backward_weight_one_chunk(0)
 
 
-def test_weights_twice_or_after_a_full_backward(stage: PipelineStage) -> None:
+@BUILDERS
+def test_weights_twice_or_after_a_full_backward(dw_builder: Any) -> None:
+    (stage,) = make_stages(make_modules(1), dw_builder=dw_builder)
     for mb, full in ((0, False), (1, True)):
         loss = stage.forward_one_chunk(mb, (torch.ones(1, DIM),)).sum()
         stage.backward_one_chunk(mb, loss, full_backward=full)
@@ -562,17 +572,20 @@ def test_static_shapes_are_held_to() -> None:
     assert last.forward_one_chunk(1, ()).shape == (2, DIM)
 
 
-def test_static_gradients_say_which_values_take_none() -> None:
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_static_gradients_say_which_values_take_none(side: str) -> None:
     values = (torch.ones(2, DIM), torch.ones(2, DIM))
-    with pytest.raises(BoundaryError, match="stage 0: 1 output_grads for 2 output_args"):
-        PipelineStage(
-            nn.Identity(), 0, 2, CPU, output_args=values, output_grads=(torch.ones(2, DIM),)
-        )
-    stage = PipelineStage(
-        nn.Identity(), 0, 2, CPU, output_args=values, output_grads=(values[0], None)
-    )
-    assert stage.static_outputs is not None
-    assert stage.static_outputs.grad_slots == (0,)
+
+    def make_stage(*grads: Tensor | None) -> PipelineStage:
+        given: Any = {f"{side}_args": values, f"{side}_grads": grads}
+        return PipelineStage(nn.Identity(), 1, 3, CPU, **given)
+
+    with pytest.raises(BoundaryError, match=f"stage 1: 1 {side}_grads for 2 {side}_args"):
+        make_stage(torch.ones(2, DIM))
+    stage = make_stage(values[0], None)
+    static = stage.static_inputs if side == "input" else stage.static_outputs
+    assert static is not None
+    assert static.grad_slots == (0,)
 
 
 def test_static_values_may_come_in_lists() -> None:
