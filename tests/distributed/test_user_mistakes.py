@@ -376,7 +376,7 @@ MISTAKES = {
     "input_args of another shape": Mistake(
         input_args_of_another_shape,
         ("BoundaryError", "BoundaryError"),
-        r"action 1F0: the inputs are .*\(2, 4\).*, but input_args says .*\(3, 4\)",
+        r"action 1F0: input 0 is float32 \(2, 4\), expected float32 \(3, 4\) as input_args says",
         (1,),
     ),
     "other schedule": Mistake(
