@@ -26,11 +26,10 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
-def test_a_sharded_pipeline_loses_what_the_plain_loop_loses(schedule: str) -> None:
+def test_a_sharded_pipeline_loses_what_the_plain_loop_loses() -> None:
     script = str(EXAMPLES / "pipeline_and_fsdp.py")
-    out = run([*TORCHRUN, "--nproc-per-node", "4", script], STEPS="3", SCHEDULE=schedule)
-    assert f"{schedule}: 2 ranks x 2 replicas, 3 steps" in out
+    out = run([*TORCHRUN, "--nproc-per-node", "4", script], STEPS="3", SCHEDULE="zbv")
+    assert "zbv: 2 ranks x 2 replicas, 3 steps" in out
     first, last = re.findall(r"step +([\d.]+) +plain loop ([\d.]+)", out)
     for ours, plain in (first, last):
         # Four decimals are shown; replicas sum their gradients in another order.
