@@ -216,11 +216,14 @@ def named(sources: Iterable[Source]) -> str:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    absent = [leaf for leaf in leaves_of(args, kwargs)[0] if type(leaf) is Absent]
+    leaves, tree = leaves_of(args, kwargs)
+    absent = [leaf for leaf in leaves if type(leaf) is Absent]
     sources = sources_of(absent)
     valueless = any(each.body.is_meta for each in absent)
-    if valueless:
-        args = by_positions(func, args, _has_value)
+    by_place = by_positions(func, args, _has_value) if valueless else args
+    if by_place is not args:
+        args = by_place
+        leaves, tree = leaves_of(args, kwargs)
     if valueless and is_data_dependent(func, args):
         raise PartitionError(
             f"the code between the model's parts needs the value of {named(sources)} ({func}), "
@@ -236,7 +239,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for target in written:
         target.origin.sources |= sources
         target.origin.written = True
-    leaves, tree = leaves_of(args, kwargs)
     lowered: Any = optree.tree_unflatten(tree, [_inner(leaf, valueless) for leaf in leaves])
     inner_args, inner_kwargs = lowered
     if valueless and inner_kwargs.get("device") is not None:
