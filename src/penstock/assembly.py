@@ -31,7 +31,7 @@ from penstock.partition.cutting import (
     stages_asked_for,
 )
 from penstock.partition.modules.materialize import materialize
-from penstock.partition.tied import Tie, find_ties
+from penstock.partition.tied import Tie, find_ties, refuse_shared_statistics
 from penstock.runtime.group import from_first_rank
 from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
@@ -134,6 +134,7 @@ def assemble(
         ties: Sequence[Tie] = shared or found_ties
     else:
         cut = _cut(model, split, program, example, loss_fn, device, group)
+        refuse_shared_statistics(cut.modules)
         ties = [*shared, *find_ties(cut.modules)]
         names = _state_names(cut.modules)
         try:
@@ -207,6 +208,7 @@ def _given_stages(
     if [s.stage_index for s in stages] != list(range(program.num_stages)):
         return stages, stages[0].ties, None
     modules = [s.submod for s in stages[: program.placement.num_model_stages]]
+    refuse_shared_statistics(modules)
     own = tuple(stages[i] for i in _own(program, group))
     return own, stages[0].ties or find_ties(modules), _state_names(modules)
 

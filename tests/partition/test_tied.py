@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+import penstock
 from penstock.partition.tied import find_ties
 
 
@@ -44,3 +46,25 @@ def test_ties_are_found_on_the_meta_device() -> None:
         embed, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
     head.weight = embed.weight
     assert find_ties([embed, head]) == ({0: "weight", 1: "weight"},)
+
+
+@pytest.mark.parametrize("form", ["a sequence", "a list", "stages"])
+def test_running_statistics_are_not_shared(form: str) -> None:
+    norm = nn.BatchNorm1d(4)
+    layers = [nn.Linear(4, 4), norm, nn.Linear(4, 4), norm]
+
+    def pipeline() -> penstock.Pipeline:
+        halves = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+        model = {
+            "a sequence": nn.Sequential(*layers),
+            "a list": halves,
+            "stages": [penstock.PipelineStage(half, i, 2, "cpu") for i, half in enumerate(halves)],
+        }[form]
+        return penstock.Pipeline(model, loss_fn=nn.functional.mse_loss, n_microbatches=2, ranks=2)
+
+    with pytest.raises(
+        penstock.errors.PartitionError, match=r"BatchNorm1d (0\.)?1 of stage 0 is that of stage 1"
+    ):
+        pipeline()
+    norm.eval()
+    assert pipeline().eval(torch.ones(4, 4)).shape == (4, 4)

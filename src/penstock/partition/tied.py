@@ -5,7 +5,8 @@
 
 A tie is a mapping from each stage that holds the parameter to its name there. Where stages lie on
 several ranks each process has a parameter of its own, and a tie is what remains to say that they
-are one: ``penstock.runtime.sharing`` sums their gradients. This module knows no ranks.
+are one: ``penstock.runtime.sharing`` sums their gradients. Running statistics can't be summed so,
+for each call starts from what the last one left: they are refused. This module knows no ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import TypeAlias
 
 from torch import nn
 
+from penstock.errors import PartitionError
 from penstock.stage.wrappers import named_plainly
 
-__all__ = ["Tie", "all_names", "find_ties", "first_name"]
+__all__ = ["Tie", "all_names", "find_ties", "first_name", "refuse_shared_statistics"]
 
 Tie: TypeAlias = Mapping[int, str]
 """For each stage that holds it, the name of a parameter there; or of a module, for all of its."""
@@ -44,6 +46,42 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
         for name, param in named_plainly(module, buffers=False):
             ties.setdefault(id(param), {})[stage] = name
     return tuple(tie for tie in ties.values() if len(tie) > 1)
+
+
+def refuse_shared_statistics(modules: Sequence[nn.Module]) -> None:
+    """Refuse a layer with running statistics that several stages call.
+
+    In one process a microbatch meets it at each depth before the next one comes; in a pipeline
+    many meet it at one depth first, and over processes each depth has statistics of its own.
+
+    Args:
+        modules: the modules of all stages, in order.
+
+    Raises:
+        PartitionError: a layer that keeps running statistics stands in several stages.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(4)
+        >>> refuse_shared_statistics([norm, norm])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        penstock.errors.PartitionError: the BatchNorm1d of stage 0 is that of stage 1 too...
+        >>> refuse_shared_statistics([norm.eval(), norm])
+    """
+    seen: dict[int, tuple[int, str]] = {}
+    for stage, module in enumerate(modules):
+        for name, layer in module.named_modules():
+            if not (layer.training and getattr(layer, "track_running_stats", False)):
+                continue
+            first, name_there = seen.setdefault(id(layer), (stage, name))
+            if first != stage:
+                what = f"{type(layer).__name__} {name_there}".rstrip()
+                raise PartitionError(
+                    f"the {what} of stage {first} is that of stage {stage} too, and updates its "
+                    "running statistics in each call: not in the order of one process; give each "
+                    "its own, freeze it before "
+                    "(eval()), or cut so that both lie in one stage"
+                )
 
 
 def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
