@@ -267,7 +267,7 @@ class C10dTransport(ControlPlane):
 
     def add_up(self, tensor: Tensor) -> None:
         group = self._up if tensor.is_cuda else self._control
-        self._await(lambda: group.allreduce([tensor]), Others.RANKS)
+        self._collect(lambda: group.allreduce([tensor]), (tensor,))
         if tensor.is_cuda:
             self.meet()  # the streams have been told to wait for all, and the host has not waited
 

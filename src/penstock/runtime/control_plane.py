@@ -30,6 +30,10 @@ class ControlPlane(ABC):
     # The group; and what is on its way, by peer, to be waited for at the end of the step.
     _control: dist.ProcessGroup
     _notes: dict[int, list[tuple[Any, Tensor]]]
+    # What was last reduced or gathered. Gloo's threads may be the last to let go of it, long after
+    # the wait is over, if nobody held it; they need the interpreter then, and where that is going
+    # down, they abort the process.
+    _collected: Sequence[Tensor] = ()
 
     @abstractmethod
     def post(self, start: Callable[[], Any], whom: Whom) -> Any:
@@ -41,6 +45,10 @@ class ControlPlane(ABC):
 
     def _await(self, start: Callable[[], Any], whom: Whom) -> None:
         self.wait_for((self.post(start, whom),), whom)
+
+    def _collect(self, start: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
+        self._collected = tensors
+        self._await(start, Others.RANKS)
 
     def send_note(self, peer: int, note: bytes) -> None:
         # The first message has a fixed size and names the note's length; a longer note goes on
@@ -98,5 +106,5 @@ class ControlPlane(ABC):
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        self._await(lambda: self._control.allgather([parts], [tensor]), Others.RANKS)
+        self._collect(lambda: self._control.allgather([parts], [tensor]), (*parts, tensor))
         return parts

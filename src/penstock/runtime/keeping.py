@@ -32,14 +32,10 @@ class Keeper:
     Args:
         stage: the stage.
         done: the microbatches that are recomputed (RECOMPUTE) and offloaded (OFFLOAD).
-        given: the tensors of a microbatch that the batch holds.
     """
 
-    def __init__(
-        self, stage: Stage, done: Mapping[Op, Set[int]], given: Callable[[int], Sequence[Tensor]]
-    ) -> None:
+    def __init__(self, stage: Stage, done: Mapping[Op, Set[int]]) -> None:
         self._stage = stage
-        self._given = given
         self._recomputed = done.get(Op.RECOMPUTE, frozenset())
         self._offloaded = done.get(Op.OFFLOAD, frozenset())
         self._replayer = Replayer(stage.device)
@@ -47,13 +43,22 @@ class Keeper:
         self._copier = Copier(streams) if streams is not None else None
 
     def forward_for(
-        self, microbatch: int, forward: Callable[[Slot], None]
+        self,
+        microbatch: int,
+        forward: Callable[[Slot], None],
+        given: Callable[[], Sequence[Tensor]],
     ) -> Callable[[Slot], None]:
-        """``forward``, with what the program wants of this microbatch around it."""
+        """``forward``, with what the program wants of this microbatch around it.
+
+        Args:
+            microbatch: the microbatch.
+            forward: its forward.
+            given: the tensors that the batch holds of it.
+        """
         if microbatch in self._recomputed:
             return lambda slot: self._drop(slot, forward)
         if microbatch in self._offloaded:
-            return lambda slot: self._collect(slot, forward)
+            return lambda slot: self._collect(slot, forward, given())
         return forward
 
     # --- recomputed --------------------------------------------------------------------------
@@ -79,10 +84,12 @@ class Keeper:
 
     # --- offloaded ---------------------------------------------------------------------------
 
-    def _collect(self, slot: Slot, forward: Callable[[Slot], None]) -> None:
+    def _collect(
+        self, slot: Slot, forward: Callable[[Slot], None], given: Sequence[Tensor]
+    ) -> None:
         module = self._stage.submod
         held = (module.parameters(), module.buffers(), slot.arrival or ())
-        stays = [*chain.from_iterable(held), *self._given(slot.microbatch)]
+        stays = [*chain.from_iterable(held), *given]
         slot.shelf = Shelf(self._stage.device, stays, self._copier)
         with slot.shelf.collecting():
             forward(slot)

@@ -73,14 +73,14 @@ class Player:
         self._transport = transport
         self._inboxes = inboxes
         self._deferred = done.get(Op.INPUT_GRAD, frozenset())
-        self._keeper = Keeper(stage, done, lambda microbatch: self.batch.given(microbatch))
+        self._keeper = Keeper(stage, done)
         self._arrived = arrived
         self._lanes = lanes
         self.replicas: Replicas | None = None
         self.sends_values = False
-        # Each neighbour is a player on this rank, or a peer with its inbox, or neither.
-        self._before: Player | None = None
-        self._after: Player | None = None
+        # Each neighbour is on this rank, with its slots, or a peer with its inbox, or neither.
+        self._before: Sequence[Slot] | None = None
+        self._after: Sequence[Slot] | None = None
         self._before_peer: Inbox | None = None
         self._after_peer: Inbox | None = None
         # By shape id: what comes in, what goes out, and which gradients come back.
@@ -95,11 +95,11 @@ class Player:
         if isinstance(before, int):
             self._before_peer = self._inboxes[before]
         else:
-            self._before = before
+            self._before = before.slots if before is not None else None
         if isinstance(after, int):
             self._after_peer = self._inboxes[after]
         else:
-            self._after = after
+            self._after = after.slots if after is not None else None
 
     def forget(self) -> None:
         """What crosses this stage's boundaries is told anew, shape by shape."""
@@ -124,7 +124,8 @@ class Player:
         match action.op:
             case Op.FORWARD:
                 wait = self._wait_input if self._before_peer is not None else None
-                forward = self._keeper.forward_for(action.microbatch, self._forward)
+                given = partial(self._given, action.microbatch)
+                forward = self._keeper.forward_for(action.microbatch, self._forward, given)
                 return self._calls(action, wait, forward, slot)
             case Op.RECOMPUTE:
                 return [Call(action, partial(self._keeper.recompute, slot, self._forward_again))]
@@ -227,6 +228,9 @@ class Player:
             self._lanes.adopt(tensors)
         return self.stage.enter(slot, tensors, spec)
 
+    def _given(self, microbatch: int) -> Sequence[Tensor]:
+        return self.batch.given(microbatch)
+
     def _run(self, slot: Slot) -> Any:
         mb = slot.microbatch
         args, kwargs = self._arguments(slot), self.batch.kwargs[mb]
@@ -261,14 +265,9 @@ class Player:
                 slot.note = spec.encode()
         self.stage.leave(slot, output, spec)
         if self._after is not None:
-            self._after.accept(slot.microbatch, slot.outgoing, spec)
+            taken = self._after[slot.microbatch]
+            taken.arrival, taken.in_spec = slot.outgoing, spec
             slot.outgoing = None
-
-    def accept(self, microbatch: int, tensors: Sequence[Tensor] | None, spec: BoundarySpec) -> None:
-        """Take the activations from a stage on the same rank."""
-        slot = self.slots[microbatch]
-        slot.arrival = tensors
-        slot.in_spec = spec
 
     def _send_forward(self, slot: Slot) -> None:
         peer = self._after_peer
@@ -330,7 +329,7 @@ class Player:
         if self._is_first:
             slot.outgoing_grads = None
         elif self._before is not None:
-            self._before.slots[slot.microbatch].grad_arrival = slot.outgoing_grads
+            self._before[slot.microbatch].grad_arrival = slot.outgoing_grads
             slot.outgoing_grads = None
 
     def _send_backward(self, slot: Slot) -> None:

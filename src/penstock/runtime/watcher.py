@@ -109,6 +109,7 @@ class Watcher:
         self._end(None)
         atexit.unregister(self._end)
         waiting, self.waiting_for = self.waiting_for, None
+        self._wake = _nobody  # and let go of whoever is woken
         return waiting
 
     def _end(self, for_s: float | None = MAX_LAST_LOOK_S) -> None:
@@ -168,3 +169,7 @@ class Watcher:
     def _break(self, whom: Whom) -> None:
         self.has_woken = True
         self._wake(whom)
+
+
+def _nobody(_: Whom) -> None:
+    """Wakes nobody."""
