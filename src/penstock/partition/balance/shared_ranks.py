@@ -23,6 +23,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import mul
 from typing import TypeAlias
 
 from penstock.partition.balance.chain import Chain
@@ -167,10 +168,21 @@ class Split:
         if self._is_limited:
             limits = problem.chain.limits
             fullest = max(held / most for held, most in zip(self.held, limits, strict=True))
-        goal = problem.pace * max(self.loads) + problem.toll * self.crossed
+        goal = self._goal()
         if not problem.good_enough:
-            return max(fullest, 1.0), goal, sum(load * load for load in self.loads)
+            return max(fullest, 1.0), goal, sum(map(mul, self.loads, self.loads))
         return max(fullest, 1.0), max(goal, problem.good_enough), self.squares
+
+    def better(self, than: Value) -> Value | None:
+        """Its value, if that is lower than another one by more than rounding."""
+        # Most moves make it worse, which the goal alone tells where memory is no matter.
+        if not self._is_limited and self._goal() > than[1] / LESS:
+            return None
+        value = self.value()
+        return value if is_less(value, than) else None
+
+    def _goal(self) -> float:
+        return self.problem.pace * max(self.loads) + self.problem.toll * self.crossed
 
     def move(self, stage: int, by: int) -> None:
         """Move the cut before a stage by one block: on (1) or back (-1)."""
@@ -209,9 +221,9 @@ def descend(split: Split, most_looks: float = math.inf) -> int:
                     if ends[cut + 1] == ends[cut]:
                         continue
                     looks += split.problem.num_ranks
-                    value = split.value()
-                    if is_less(value, best):
-                        best, kept, is_better = value, moved, True
+                    better = split.better(best)
+                    if better is not None:
+                        best, kept, is_better = better, moved, True
                 for cut in range(first + kept, first + moved):
                     split.move(cut, -by)
     return looks
