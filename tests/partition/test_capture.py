@@ -155,7 +155,7 @@ def test_stages_by_hand_take_the_models_arguments() -> None:
 
 def test_shared_parameters_are_told_and_stay_one() -> None:
     pair = everything()
-    assert pair.cut.shared == (((0, "embed.weight"), (3, "head.weight")),)
+    assert pair.cut.shared == ({0: "embed.weight", 3: "head.weight"},)
     assert pair.cut.info().shared == pair.cut.shared
     first, last = pair.modules[0], pair.modules[3]
     assert first.get_parameter("embed.weight") is last.get_parameter("head.weight")

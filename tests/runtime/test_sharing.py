@@ -158,12 +158,13 @@ def test_a_wrapped_module_keeps_the_names_within() -> None:
     ("ties", "told"),
     [
         ([{0: "weight"}], "has one place"),
+        ([((0, "weight"), (3, "weight"))], "expected a dict, from each stage that holds"),
         ([{0: "weight", 9: "weight"}], "names stage 9; there are stages 0 to 3"),
         ([{0: "weight", 1: "nope"}], "stage 1 has neither a parameter nor a module 'nope'; its"),
         ([{0: "weight", 3: "weight"}, {0: "weight", 2: "weight"}], "named by two of the ties"),
     ],
 )
-def test_ties_that_can_not_be_are_refused(ties: list[dict[int, str]], told: str) -> None:
+def test_ties_that_can_not_be_are_refused(ties: list[Any], told: str) -> None:
     with pytest.raises(PartitionError, match=told):
         Pipeline(make_stages(make_modules()), loss_fn=token_loss, ranks=4, shared=ties)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -51,8 +51,8 @@ def groups_of(ties: Sequence[Tie], placement: Placement) -> Groups:
             its module with its copies (written as the empty name).
 
     Raises:
-        PartitionError: a tie with a stage that does not exist, with two names in one stage, or
-            with fewer than two places.
+        PartitionError: a tie that is no mapping, with a stage that does not exist, with two names
+            in one stage, or with fewer than two places.
 
     Example:
         >>> from penstock.schedule.placement import bidirectional
@@ -69,6 +69,11 @@ def groups_of(ties: Sequence[Tie], placement: Placement) -> Groups:
 
 
 def _spread(tie: Tie, placement: Placement) -> dict[int, str]:
+    if not isinstance(tie, Mapping):
+        raise PartitionError(
+            f"a tie is {tie!r}; expected a dict, from each stage that holds the parameter to its "
+            "name there"
+        )
     group: dict[int, str] = {}
     for stage, name in tie.items():
         if stage not in range(placement.num_stages):

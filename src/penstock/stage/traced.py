@@ -6,7 +6,7 @@ own keyword arguments on any rank: they are the first stage's, from which they c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +34,8 @@ class GraphInfo(Protocol):
         ...
 
     @property
-    def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """For each parameter that several stages hold, its places as (stage, name)."""
+    def shared(self) -> Sequence[Mapping[int, str]]:
+        """For each parameter that several stages hold, its name by stage."""
         ...
 
 
@@ -60,7 +60,7 @@ class TracedStage(PipelineStage):
     ) -> None:
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group=group)
         self.pipe_info = pipe_info
-        self.ties = tuple(dict(reversed(places)) for places in pipe_info.shared)
+        self.ties = pipe_info.shared
         nodes = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
         self._stage_names = {str(node.target): i for i, node in enumerate(nodes)}
         self.name = nodes[stage_index].name

@@ -9,7 +9,7 @@ It knows neither how models are captured nor schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.capture.stage_build import shared_parameters
+from penstock.partition.tied import Tie, find_ties
 from penstock.stage.traced import TracedStage, build_stage
 
 __all__ = ["Pipe", "PipeInfo", "SplitPolicy"]
@@ -35,13 +35,13 @@ class PipeInfo:
         graph: the graph whose ``call_module`` nodes are the stages.
         num_stages: how many they are.
         has_loss_and_backward: always False: the loss is the schedule's.
-        shared: for each parameter that several stages hold, its places as (stage, name).
+        shared: what stages share, see ``Pipe``.
     """
 
     graph: fx.Graph
     num_stages: int
     has_loss_and_backward: bool
-    shared: tuple[tuple[tuple[int, str], ...], ...] = ()
+    shared: Sequence[Tie] = ()
 
 
 class Pipe(nn.Module):
@@ -54,9 +54,9 @@ class Pipe(nn.Module):
         loss_spec: likewise.
 
     Attributes:
-        shared: for each parameter that several stages hold (embedding and head, say), its places
-            as (stage, name). It is one object in all of them; under several processes its
-            gradients have to be added up.
+        shared: for each parameter that several stages hold (embedding and head, say), its name by
+            stage, as ``Pipeline(shared=)`` takes it. It is one object in all of them; under several
+            processes its gradients have to be added up.
         crossing: for each boundary, what crosses it: names with dtype and shape.
     """
 
@@ -72,7 +72,7 @@ class Pipe(nn.Module):
         self.num_stages = num_stages
         self.has_loss_and_backward = has_loss_and_backward
         self.loss_spec = loss_spec
-        self.shared = shared_parameters([self.get_stage_module(i) for i in range(num_stages)])
+        self.shared = find_ties([self.get_stage_module(i) for i in range(num_stages)])
         self.crossing: tuple[tuple[str, ...], ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +143,6 @@ class Pipe(nn.Module):
             children = ", ".join(name for name, _ in self.get_stage_module(stage).named_children())
             line = f"  stage {stage}: {params:,} parameters in {children or 'no modules'}"
             lines.append(f"{line}; hands on {handed}" if handed else line)
-        for places in self.shared:
-            lines.append("  shared: " + ", ".join(f"{n} (stage {s})" for s, n in places))
+        for tie in self.shared:
+            lines.append("  shared: " + ", ".join(f"{n} (stage {s})" for s, n in tie.items()))
         return "\n".join(lines)

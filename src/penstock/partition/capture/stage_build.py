@@ -17,7 +17,7 @@ from penstock.partition.capture.graph_cut import Assignment, nodes_in, stages_th
 from penstock.partition.capture.regions import Region, weave
 from penstock.partition.capture.stage_module import StageCode, StageModule, compile_graph
 
-__all__ = ["Mode", "build_modules", "shared_parameters"]
+__all__ = ["Mode", "build_modules"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,18 +171,3 @@ def _resting_place(name: str, names: Sequence[str], home: Mapping[str, int]) -> 
         return next((i for i, (a, b) in enumerate(pairs) if a != b), len(path))
 
     return home[max(home, key=likeness)] if home else 0
-
-
-def shared_parameters(modules: Sequence[nn.Module]) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """The parameters that several stages hold: for each its places, as (stage, name).
-
-    Example:
-        >>> linear = nn.Linear(1, 1, bias=False)
-        >>> shared_parameters([nn.Sequential(linear), nn.ModuleDict({"head": linear})])
-        (((0, '0.weight'), (1, 'head.weight')),)
-    """
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, module in enumerate(modules):
-        for name, param in module.named_parameters():
-            places.setdefault(id(param), []).append((stage, name))
-    return tuple(tuple(p) for p in places.values() if len({stage for stage, _ in p}) > 1)
