@@ -223,6 +223,12 @@ class PipelineStage(GraphDrivenStage):
                 )
             grads: Sequence[Tensor | None] = slot.grad_arrival
             slot.grad_arrival = None
+            if len(grads) != len(slot.roots):
+                raise StageError(
+                    f"stage {self.stage_index}, microbatch {slot.microbatch}: {len(grads)} "
+                    f"gradients have come, expected {len(slot.roots)}: one, or None, for each of "
+                    "the outputs that take a gradient"
+                )
             return grads
         if loss is None:
             raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
