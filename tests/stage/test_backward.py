@@ -186,6 +186,8 @@ def test_gradients_of_another_structure_are_refused() -> None:
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(StageError, match="a tuple of 2 expected as much or None, got a list of 1"):
         stage_backward((x * 2, x), [torch.ones(3)], [x])
+    with pytest.raises(StageError, match="a list of 1 expected as much or None, got a tuple of 0"):
+        stage_backward_input([x * 2], (), [x], [])
 
 
 def test_a_failure_says_what_was_asked() -> None:
