@@ -19,7 +19,7 @@ from penstock.schedule.text import save_csv, to_json
 from penstock.search.budget import Budget
 from penstock.simulate.measured import costs_of, program_of
 from penstock.trace import Span, Trace
-from penstock.view.perfetto import from_perfetto, load_perfetto, save_perfetto
+from penstock.view.perfetto import from_perfetto, save_perfetto
 from tests.models import features, mlp
 
 from .conftest import Command
@@ -116,7 +116,7 @@ def test_a_program_in_a_csv_file_is_drawn_as_it_is(penstock: Command, tmp_path: 
         path = tmp_path / name
         said = penstock("render", str(file), "-o", str(path))
         assert (said.code, said.out) == (0, f"wrote {path}\n")
-    trace = load_perfetto(tmp_path / "x.json")
+    trace = from_perfetto((tmp_path / "x.json").read_text())
     assert (trace.name, trace.num_ranks, len(trace.spans)) == ("mine", 2, 48)
     assert re.findall(r">([FIW]\d)</text>", (tmp_path / "x.svg").read_text()).count("W3") == 4
     assert "mine" in (tmp_path / "x.html").read_text()
@@ -128,7 +128,7 @@ def test_what_is_drawn_takes_the_costs_that_are_given(penstock: Command, tmp_pat
     assert penstock(*asked, "-o", str(path)).code == 0
     program = build("1f1b", ranks=2, microbatches=2)
     wanted = simulate(program, Costs(forward=3, latency=1)).trace
-    for drawn, span in zip(load_perfetto(path).spans, wanted.spans, strict=True):
+    for drawn, span in zip(from_perfetto(path.read_text()).spans, wanted.spans, strict=True):
         assert (drawn.rank, drawn.action) == (span.rank, span.action)
         assert (drawn.start, drawn.end) == pytest.approx((span.start, span.end))
     assert wanted.makespan > simulate(program).makespan
@@ -145,7 +145,7 @@ def measured() -> Trace:
 
 def test_a_saved_trace_is_read_back(tmp_path: Path) -> None:
     save_perfetto(measured(), tmp_path / "trace.json")
-    found = load_perfetto(tmp_path / "trace.json")
+    found = from_perfetto((tmp_path / "trace.json").read_text())
     assert (found.name, found.num_ranks, found.unit) == ("1f1b", 2, "s")
     for read, saved in zip(found.spans, measured().spans, strict=True):
         assert (read.rank, read.action) == (saved.rank, saved.action)
@@ -185,7 +185,7 @@ def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
 ) -> None:
     ran = build(schedule, ranks=2, microbatches=6)
     save_perfetto(recorded(schedule), tmp_path / "trace.json")
-    played = program_of(load_perfetto(tmp_path / "trace.json"))
+    played = program_of(from_perfetto((tmp_path / "trace.json").read_text()))
     assert played.ranks == ran.ranks
     assert simulate(played).peak_in_flight == simulate(ran).peak_in_flight
     file, page = str(tmp_path / "trace.json"), tmp_path / "page.html"
