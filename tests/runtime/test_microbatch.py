@@ -111,6 +111,9 @@ def test_none_among_arguments_with_specs() -> None:
     specs = (TensorChunkSpec(1), None, None)
     args, _ = split_args_kwargs_into_chunks((torch.ones(3, 4), None, 3), {}, 2, specs)
     assert [(a.shape, b, c) for a, b, c in args] == [((3, 2), None, 3)] * 2
+    wrong: Any = (0,)
+    with pytest.raises(ValueError, match=r"a chunk spec holds 0; use TensorChunkSpec\(dim\)"):
+        split_args_kwargs_into_chunks((torch.ones(4),), {}, 2, wrong)
 
 
 # --- masks of flex attention -----------------------------------------------------------------
