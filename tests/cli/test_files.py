@@ -12,6 +12,7 @@ from rich.progress import Progress, TaskID
 from torch.nn import functional as F
 
 from penstock import Costs, Pipeline, build, check, load_csv, simulate
+from penstock.cli.completion import sources
 from penstock.schedule.catalog import family
 from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
@@ -179,7 +180,7 @@ def recorded(schedule: str) -> Trace:
     return pipe.trace()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "po-h", "po-f"])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev", "po-h", "po-f"])
 def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
     penstock: Command, tmp_path: Path, schedule: str
 ) -> None:
@@ -195,6 +196,9 @@ def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
     text = page.read_text()
     assert "makespan, measured | simulated" in text
     assert ("offload to the host" in text) == schedule.startswith("po")
+    assert penstock("render", file, "-o", str(tmp_path / "x.svg")).code == 0
+    drawn = (tmp_path / "x.svg").read_text()
+    assert all(f"{what}: {ran.name}" in drawn for what in ("measured", "simulated"))
 
 
 def test_what_copies_and_recomputations_took_are_costs() -> None:
@@ -250,6 +254,11 @@ def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> No
     assert max(result.peak_in_flight) <= 2
     assert f"wrote {path}" in said.out
     assert "no program of one copy of the model is " in said.out
+    for name in ("found.json", "found.svg"):
+        found = str(tmp_path / name)
+        assert penstock("search", "-p", "2", "-m", "2", "--time-limit", "1", "-o", found).code == 0
+    assert penstock("check", str(tmp_path / "found.json")).code == 0
+    assert "<svg" in (tmp_path / "found.svg").read_text()
     impossible = penstock("search", "--memory", "0", "--time-limit", "1")
     assert impossible.code == 2
     assert impossible.err.startswith("error: ")
@@ -319,6 +328,19 @@ def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command)
     assert "without recomputation or offload" in penstock(*roomy).out
     away = penstock(*roomy, "--offload", "--cost", "offload=0.1", "--cost", "reload=0.1")
     assert away.code == 0 and "without recomputation" not in away.out
+
+
+def test_a_shell_is_offered_files_as_they_are_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("mine.csv", "runs/mine.json", "runs/notes.txt"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path / "runs")
+    assert list(sources("mi")) == [("mine.json", "file")]
+    for folder in ("./", "../runs/", f"{tmp_path}/runs/"):
+        assert list(sources(folder)) == [(f"{folder}mine.json", "file")]
+    assert list(sources("../")) == [("../mine.csv", "file"), ("../runs/", "folder")]
 
 
 def test_a_port_that_is_taken_is_told(penstock: Command) -> None:
