@@ -23,6 +23,7 @@ from tests.stage.deferral_cases import (
     Block,
     Case,
     Gradients,
+    Stops,
     assert_same,
     fresh,
     function_cases,
@@ -206,6 +207,12 @@ def test_weight_gradients_are_computed_once() -> None:
     stage_backward_weight(module.parameters(), groups)
     with pytest.raises(StageError, match="computed already"):
         stage_backward_weight(module.parameters(), groups)
+
+
+def test_a_gradient_may_stop_on_its_way() -> None:
+    module, x = nn.Linear(3, 1), torch.randn(1, 3, requires_grad=True)
+    grads, groups = stage_backward_input([Stops.apply(module(x))], None, [x], module.parameters())
+    assert (grads, stage_backward_weight(module.parameters(), groups)) == ((None,), (None, None))
 
 
 def test_the_same_input_twice_gets_its_gradient_once() -> None:
