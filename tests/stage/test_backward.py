@@ -183,8 +183,21 @@ def test_only_the_chosen_outputs() -> None:
     assert grads[1] is None
 
 
+def test_outputs_nested_at_will() -> None:
+    x = torch.ones(3, requires_grad=True)
+    outputs = {"a": [x * 2, (x.sum(), None)], "b": x.detach(), "c": (x * 3,), "d": {"e": x * 5}}
+    # Of one number a missing gradient stands for one; else there is none.
+    given = {"a": [torch.ones(3), (None, None)], "b": torch.ones(3), "c": None, "d": None}
+    (grad,) = stage_backward(outputs, given, [x])
+    assert torch.equal(grad, torch.full((3,), 3.0)) and x.grad is None
+
+
 def test_gradients_of_another_structure_are_refused() -> None:
     x = torch.ones(3, requires_grad=True)
+    with pytest.raises(StageError, match=r"keys \['a'\] expected .* got a dict with keys \['b'\]"):
+        stage_backward({"a": x * 2}, {"b": torch.ones(3)}, [x])
+    with pytest.raises(StageError, match=r"of shape \(3,\) expected as much or None, got a float"):
+        stage_backward(x * 2, 1.0, [x])
     with pytest.raises(StageError, match="a tuple of 2 expected as much or None, got a list of 1"):
         stage_backward((x * 2, x), [torch.ones(3)], [x])
     with pytest.raises(StageError, match="a list of 1 expected as much or None, got a tuple of 0"):
