@@ -12,6 +12,7 @@ from rich.progress import Progress, TaskID
 from torch.nn import functional as F
 
 from penstock import Costs, Pipeline, build, check, load_csv, simulate
+from penstock.cli.completion import sources
 from penstock.schedule.catalog import family
 from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
@@ -19,7 +20,7 @@ from penstock.schedule.text import save_csv, to_json
 from penstock.search.budget import Budget
 from penstock.simulate.measured import costs_of, program_of
 from penstock.trace import Span, Trace
-from penstock.view.perfetto import from_perfetto, load_perfetto, save_perfetto
+from penstock.view.perfetto import from_perfetto, save_perfetto
 from tests.models import features, mlp
 
 from .conftest import Command
@@ -116,7 +117,7 @@ def test_a_program_in_a_csv_file_is_drawn_as_it_is(penstock: Command, tmp_path: 
         path = tmp_path / name
         said = penstock("render", str(file), "-o", str(path))
         assert (said.code, said.out) == (0, f"wrote {path}\n")
-    trace = load_perfetto(tmp_path / "x.json")
+    trace = from_perfetto((tmp_path / "x.json").read_text())
     assert (trace.name, trace.num_ranks, len(trace.spans)) == ("mine", 2, 48)
     assert re.findall(r">([FIW]\d)</text>", (tmp_path / "x.svg").read_text()).count("W3") == 4
     assert "mine" in (tmp_path / "x.html").read_text()
@@ -128,7 +129,7 @@ def test_what_is_drawn_takes_the_costs_that_are_given(penstock: Command, tmp_pat
     assert penstock(*asked, "-o", str(path)).code == 0
     program = build("1f1b", ranks=2, microbatches=2)
     wanted = simulate(program, Costs(forward=3, latency=1)).trace
-    for drawn, span in zip(load_perfetto(path).spans, wanted.spans, strict=True):
+    for drawn, span in zip(from_perfetto(path.read_text()).spans, wanted.spans, strict=True):
         assert (drawn.rank, drawn.action) == (span.rank, span.action)
         assert (drawn.start, drawn.end) == pytest.approx((span.start, span.end))
     assert wanted.makespan > simulate(program).makespan
@@ -145,7 +146,7 @@ def measured() -> Trace:
 
 def test_a_saved_trace_is_read_back(tmp_path: Path) -> None:
     save_perfetto(measured(), tmp_path / "trace.json")
-    found = load_perfetto(tmp_path / "trace.json")
+    found = from_perfetto((tmp_path / "trace.json").read_text())
     assert (found.name, found.num_ranks, found.unit) == ("1f1b", 2, "s")
     for read, saved in zip(found.spans, measured().spans, strict=True):
         assert (read.rank, read.action) == (saved.rank, saved.action)
@@ -179,13 +180,13 @@ def recorded(schedule: str) -> Trace:
     return pipe.trace()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "po-h", "po-f"])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev", "po-h", "po-f"])
 def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
     penstock: Command, tmp_path: Path, schedule: str
 ) -> None:
     ran = build(schedule, ranks=2, microbatches=6)
     save_perfetto(recorded(schedule), tmp_path / "trace.json")
-    played = program_of(load_perfetto(tmp_path / "trace.json"))
+    played = program_of(from_perfetto((tmp_path / "trace.json").read_text()))
     assert played.ranks == ran.ranks
     assert simulate(played).peak_in_flight == simulate(ran).peak_in_flight
     file, page = str(tmp_path / "trace.json"), tmp_path / "page.html"
@@ -195,6 +196,9 @@ def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
     text = page.read_text()
     assert "makespan, measured | simulated" in text
     assert ("offload to the host" in text) == schedule.startswith("po")
+    assert penstock("render", file, "-o", str(tmp_path / "x.svg")).code == 0
+    drawn = (tmp_path / "x.svg").read_text()
+    assert all(f"{what}: {ran.name}" in drawn for what in ("measured", "simulated"))
 
 
 def test_what_copies_and_recomputations_took_are_costs() -> None:
@@ -250,6 +254,11 @@ def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> No
     assert max(result.peak_in_flight) <= 2
     assert f"wrote {path}" in said.out
     assert "no program of one copy of the model is " in said.out
+    for name in ("found.json", "found.svg"):
+        found = str(tmp_path / name)
+        assert penstock("search", "-p", "2", "-m", "2", "--time-limit", "1", "-o", found).code == 0
+    assert penstock("check", str(tmp_path / "found.json")).code == 0
+    assert "<svg" in (tmp_path / "found.svg").read_text()
     impossible = penstock("search", "--memory", "0", "--time-limit", "1")
     assert impossible.code == 2
     assert impossible.err.startswith("error: ")
@@ -319,6 +328,19 @@ def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command)
     assert "without recomputation or offload" in penstock(*roomy).out
     away = penstock(*roomy, "--offload", "--cost", "offload=0.1", "--cost", "reload=0.1")
     assert away.code == 0 and "without recomputation" not in away.out
+
+
+def test_a_shell_is_offered_files_as_they_are_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("mine.csv", "runs/mine.json", "runs/notes.txt"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path / "runs")
+    assert list(sources("mi")) == [("mine.json", "file")]
+    for folder in ("./", "../runs/", f"{tmp_path}/runs/"):
+        assert list(sources(folder)) == [(f"{folder}mine.json", "file")]
+    assert list(sources("../")) == [("../mine.csv", "file"), ("../runs/", "folder")]
 
 
 def test_a_port_that_is_taken_is_told(penstock: Command) -> None:

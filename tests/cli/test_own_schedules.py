@@ -14,7 +14,7 @@ import pytest
 import penstock as library
 from penstock.schedule import catalog
 from penstock.schedule.program import Program
-from penstock.view.perfetto import load_perfetto
+from penstock.view.perfetto import from_perfetto
 
 from .conftest import Command
 
@@ -52,7 +52,7 @@ def test_a_registered_schedule_is_one_of_the_command(
     assert compared[mine] == compared["gpipe"]
     path = tmp_path / "x.json"
     assert penstock("render", mine, "-p", "2", "-m", "3", "-o", str(path)).code == 0
-    trace = load_perfetto(path)
+    trace = from_perfetto(path.read_text())
     assert (trace.name, len(trace.spans)) == (mine, 2 * 2 * 3)
 
 
@@ -80,4 +80,4 @@ def test_an_installed_package_s_schedule_is_one_of_the_command(tmp_path: Path) -
     assert json.loads(run("simulate", "held-back", "--json"))["makespan"] == 33
     path = tmp_path / "x.json"
     assert run("render", "held-back", "-p", "2", "-m", "3", "-o", str(path)) == f"wrote {path}\n"
-    assert load_perfetto(path).name == "held-back"
+    assert from_perfetto(path.read_text()).name == "held-back"

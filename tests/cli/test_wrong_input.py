@@ -155,7 +155,10 @@ def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.Mo
         (["compare", "1f1b:name=x"], "1f1b has no option 'name'; it has none"),
         (["compare", "hanayo:costs=3"], "hanayo has no option 'costs'; its options are: waves"),
         (["simulate", "1f1b", "--jitter", "-1"], "simulate: --jitter -1.0 must be a finite"),
-        (["search", "--time-limit", "-1"], "search: --time-limit -1.0 must be a number above 0"),
+        (
+            ["search", "--time-limit", "-1"],
+            "search: --time-limit -1.0 must be a finite number above 0",
+        ),
         (["search", "--ranks", "0"], "search: --ranks 0 must be a whole number from 1 on"),
         (["search", "--forward", "1,2,3"], "share evenly; give costs for a multiple of the ranks"),
         (["simulate", "chimera", "-p", "3"], "--ranks 3 and --microbatches 8 do not work, it"),

@@ -147,6 +147,7 @@ def test_every_rank_sees_the_same_losses_and_trace(schedule: str) -> None:
         assert one["eval losses"] == 0
         assert one["metrics"] == ([3, 2, 2] if one["last"] else [])
         assert one["eval"] == one["last"]
+        assert one["dtypes"] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.int64]
         assert one["spans"] == told[0]["spans"]
         assert 0 < one["bubble_ratio"] < 1
         for rank in range(2):

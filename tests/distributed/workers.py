@@ -345,7 +345,26 @@ def losses_and_traces(rank: int, num_ranks: int, schedule: str) -> dict[str, Any
         "eval losses": len(pipe.losses),
         "eval losses with a target": (pipe.eval(inputs, target=target), list(pipe.losses))[1],
         "last": pipe.stages[-1].is_last or pipe.stages[0].is_last,
+        "dtypes": _loss_dtypes(model, schedule),
     }
+
+
+def _loss_dtypes(model: nn.Sequential, schedule: str) -> list[torch.dtype]:
+    """Those of a loss under autocast, without it, under it again; and of a count, in eval()."""
+
+    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+        return out.mean() if torch.is_grad_enabled() else (out > target).sum()
+
+    pipe = Pipeline(
+        model, loss_fn=loss_fn, schedule=schedule, n_microbatches=2, timeout_s=TIMEOUT_S
+    )
+    inputs, target = features(4, 0)
+    found = []
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(pipe.step(inputs, target=target).dtype)
+    pipe.eval(inputs, target=target)
+    return [*found, pipe.losses[0].dtype]
 
 
 def subgroup(rank: int, num_ranks: int, members: list[int], schedule: str) -> str:

@@ -505,12 +505,22 @@ def trains_only(model: Of, x: Tensor) -> Tensor:
     return model.layers[0](x)
 
 
+def cut_in_training(model: Of, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    if model.training:
+        pipe_split()
+    return model.layers[1](x)
+
+
 def test_a_mode_that_can_not_be_captured_is_told_when_it_is_asked_for() -> None:
     cut = pipeline(Of(trains_only), (X,))
     assert cut(X).shape == (2, 4)
     with pytest.raises(StageError, match=r"captured in train mode, and can't be in eval mode: .*"):
         cut.eval()(X)
     assert cut.train()(X).shape == (2, 4)
+    cut = pipeline(Of(cut_in_training), (X,))
+    with pytest.raises(StageError, match="can't be in eval mode: 1 instead of 2 stages there"):
+        cut.eval()(X)
 
 
 class Fusable(nn.Module):

@@ -53,6 +53,8 @@ def test_a_plan_comes_back_from_its_file(suffix: str, tmp_path: Path) -> None:
     PLAN.save(path)
     assert Plan.load(path) == PLAN
     assert Plan.load(str(path)) == PLAN
+    path.write_text(path.read_text(), encoding="utf-8-sig")  # as some editors save
+    assert Plan.load(path) == PLAN
 
 
 def test_what_the_file_looks_like() -> None:
@@ -144,6 +146,7 @@ def test_what_is_no_plan(change: dict[str, Any], told: str) -> None:
     [
         ("plan.toml", "stage = [", "plan.toml: not TOML"),
         ("plan.json", "{", "plan.json: not JSON"),
+        ("plan.json", "[" * 100_000, "plan.json: not JSON"),
         ("plan.json", "3", "plan.json: the plan is 3, expected a table"),
         ("plan.yaml", "", "plan.yaml: a plan is kept as .toml or .json"),
         ("plan.toml", None, "plan.toml: no such plan"),

@@ -8,8 +8,9 @@ import random
 import time
 import warnings
 from collections import OrderedDict
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from penstock import PartitionError, PipelineStage
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.blocks import gather, units_of
+from penstock.partition.balance.clock import Arrivals
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.profile import profile
 from penstock.partition.modules.by_module import split_by_module
@@ -302,6 +304,22 @@ def test_where_the_backward_cannot_be_split_it_counts_with_i() -> None:
     measured = profile(model, torch.ones(2, DIM), runs=1)
     assert [block.weight_grad_s for block in measured.blocks] == [0, 0]
     assert all(block.input_grad_s > 0 for block in measured.blocks)
+
+
+def test_a_gradient_taken_in_the_forward_is_no_arrival() -> None:
+    """By a clock that ticks when it is looked at: two ticks of the second block, one of the first.
+
+    A gradient of the first block's output, taken in the second's forward, came before the backward.
+    """
+    clock: Any = SimpleNamespace(stamp=map(float, count()).__next__)
+    arrivals = Arrivals(clock)
+    arrivals.enter(0, None)
+    hidden = torch.ones(2, requires_grad=True) * 2
+    arrivals.leave(0, hidden)
+    arrivals.enter(1, None)
+    (taken,) = torch.autograd.grad(hidden.square().sum(), hidden, create_graph=True)
+    arrivals.leave(1, taken)
+    assert arrivals.backward([taken.sum()], [torch.ones(())]) == (1.0, 2.0)
 
 
 # --- no trace ----------------------------------------------------------------------------------

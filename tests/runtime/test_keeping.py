@@ -152,6 +152,30 @@ def test_a_buffer_that_changes_late_can_not_be_recomputed() -> None:
         pipe.step(inputs, target=target)
 
 
+def test_buffers_that_others_take_the_place_of() -> None:
+    class Replacing(nn.Linear):
+        """Makes one buffer once, uses one up, and counts in new ones, the first forward apart."""
+
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.register_buffer("seen", None)
+            self.register_buffer("once", torch.ones(()))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.seen is not None:
+                self.count = self.count + 1
+            self.seen = torch.ones(())
+            scale, self.once = 1 if self.once is None else 2, None
+            return super().forward(x) * scale
+
+    program = recompute(build("gpipe", ranks=2, microbatches=4), stages=[0])
+    both = Twins([Replacing(), nn.Linear(6, 6)], F.mse_loss, schedule=program)
+    for step in range(2):
+        inputs, target = features(8, step)
+        both.step(inputs, target=target)
+
+
 def test_forwards_alone_keep_nothing_to_recompute() -> None:
     program = recompute(build("1f1b", ranks=2, microbatches=4))
     pipe = Pipeline(mlp(2), loss_fn=F.mse_loss, schedule=program)

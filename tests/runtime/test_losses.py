@@ -80,6 +80,7 @@ def test_a_loss_of_one_element(shape: tuple[int, ...]) -> None:
         (lambda out, target: None, "None"),
         (lambda out, target: (F.mse_loss(out, target), 1, 2), "expected a scalar tensor"),
         (lambda out, target: F.mse_loss(out, target).detach(), "detached"),
+        (lambda out, target: F.mse_loss(out, target) * 1j, r"complex64\), expected a real one"),
     ],
 )
 def test_what_is_no_loss(loss_fn: Any, told: str) -> None:

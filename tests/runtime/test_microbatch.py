@@ -113,6 +113,19 @@ def test_none_among_arguments_with_specs() -> None:
     assert [(a.shape, b, c) for a, b, c in args] == [((3, 2), None, 3)] * 2
 
 
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ((0,), r"a chunk spec holds 0; use TensorChunkSpec\(dim\)"),
+        ((TensorChunkSpec(1),), r"a tensor of shape \(4,\) has no dimension 1 to be split along"),
+        ((None, None), r"the chunk spec \(None, None\) does not fit values in [^.]*\(\*,\)"),
+    ],
+)
+def test_chunk_specs_that_do_not_fit(spec: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        split_args_kwargs_into_chunks((torch.ones(4),), {}, 2, spec)
+
+
 # --- masks of flex attention -----------------------------------------------------------------
 
 

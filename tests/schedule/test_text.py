@@ -165,6 +165,8 @@ def test_a_file_gives_its_name_and_says_where_it_is_wrong(tmp_path: Path) -> Non
     save_csv(program, tmp_path / "mine.csv")
     assert (tmp_path / "mine.csv").read_bytes() == b"0F0,0B0\n1F0,1B0\n"
     assert load_csv(tmp_path / "mine.csv") == program
+    alike = load_csv(tmp_path / "mine.csv", num_microbatches=1, placement=linear(2), num_splits=1)
+    assert alike == program
 
     (tmp_path / "wrong.csv").write_text("0F0,0Q0\n")
     with pytest.raises(ScheduleError) as caught:

@@ -416,6 +416,7 @@ def test_no_front_unless_asked_for() -> None:
         ({"objective": "speed"}, "objective='speed'; choose 'makespan'"),
         ({"time_limit_s": 0}, "time_limit_s=0 must be"),
         ({"time_limit_s": float("nan")}, "time_limit_s=nan must be"),
+        ({"time_limit_s": float("inf")}, "time_limit_s=inf must be a finite number"),
         ({"placements": []}, "placements is empty"),
         ({"placements": [linear(3)]}, "a placement on 3 ranks, but ranks=4"),
         ({"placements": [linear(4)], "virtual": 2}, "a placement of 4 stages"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, action
 from penstock.schedule.catalog import build
-from penstock.schedule.passes import lower
+from penstock.schedule.passes import lower, offload
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
@@ -204,3 +204,11 @@ def test_idle_shares_per_rank() -> None:
     assert result.bubble_per_rank == tuple(1 - b / result.makespan for b in result.busy_per_rank)
     assert sum(result.bubble_per_rank) / 2 == pytest.approx(result.bubble_ratio)
     assert all(span.action.op in COMPUTE for span in result.critical_path)
+
+
+def test_copies_wait_for_each_other_on_the_critical_path() -> None:
+    """0B2 for its reload, which follows the two before it; the first of them an offload of 0F0."""
+    program = offload(build("gpipe", ranks=1, microbatches=3))
+    result = simulate(program, Costs(forward=1, input_grad=1, weight_grad=1, offload=4, reload=5))
+    assert [str(span.action) for span in result.critical_path] == ["0F0", "0B2"]
+    assert result.makespan == 1 + 4 + 3 * 5 + 2

@@ -254,6 +254,15 @@ def function_cases() -> dict[str, Case]:
         "linear strided input, no bias": of(
             lambda m, t: F.linear(t.transpose(1, 2), m.w), x(2, 4, 3), w=weight(5, 4)
         ),
+        "linear by keywords": of(
+            lambda m, t: F.linear(input=t, bias=m.b, weight=m.w),
+            x(3, 4),
+            w=weight(5, 4),
+            b=weight(5),
+        ),
+        "matmul by keywords": of(
+            lambda m, t: torch.matmul(input=t, other=m.w), x(3, 4), w=weight(4, 5)
+        ),
         "weight on the left": of(lambda m, t: m.w @ t, x(4, 3), w=weight(5, 4)),
         "weight on the left, batched": of(lambda m, t: m.w @ t, x(2, 4, 3), w=weight(5, 4)),
         "matrix times vector": of(lambda m, t: t @ m.w, x(3, 4), w=weight(4)),
@@ -273,6 +282,21 @@ def function_cases() -> dict[str, Case]:
         ),
         "einsum summed away": of(
             lambda m, t: torch.einsum("bk,nk->b", t, m.w), x(2, 4), w=weight(5, 4)
+        ),
+        "gradient that stops": of(
+            lambda m, t: Stops.apply(m.l(t)) + m.k(t), x(3, 4), l=nn.Linear(4, 4), k=nn.Linear(4, 4)
+        ),
+        "einsum of three": of(
+            lambda m, t: torch.einsum("bk,kn,n->bn", t, m.w, m.b),
+            x(2, 4),
+            w=weight(4, 5),
+            b=weight(5),
+        ),
+        "convolution padded by more on one side": of(
+            lambda m, t: F.conv1d(t, m.w, padding="same"), x(2, 3, 8), w=weight(5, 3, 4)
+        ),
+        "norm of a weight": of(
+            lambda m, t: t * F.layer_norm(m.p * 2, (4,), m.s), x(3, 4), p=weight(3, 4), s=weight(4)
         ),
         "einsum stretched": of(
             lambda m, t: torch.einsum("bk,nk->bn", t, m.w), x(2, 4), w=weight(5, 1)
@@ -486,6 +510,18 @@ class Scale(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
         a, b = ctx.saved_tensors
         return grad * b, (grad * a).sum(0)
+
+
+class Stops(torch.autograd.Function):
+    """The identity, whose backward has no gradient to give."""
+
+    @staticmethod
+    def forward(ctx: object, t: Tensor) -> Tensor:
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> None:
+        return None
 
 
 def custom_function(m: Calls, t: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tests.stage.deferral_cases import (
     Block,
     Case,
     Gradients,
+    Stops,
     assert_same,
     fresh,
     function_cases,
@@ -182,10 +183,25 @@ def test_only_the_chosen_outputs() -> None:
     assert grads[1] is None
 
 
+def test_outputs_nested_at_will() -> None:
+    x = torch.ones(3, requires_grad=True)
+    outputs = {"a": [x * 2, (x.sum(), None)], "b": x.detach(), "c": (x * 3,), "d": {"e": x * 5}}
+    # Of one number a missing gradient stands for one; else there is none.
+    given = {"a": [torch.ones(3), (None, None)], "b": torch.ones(3), "c": None, "d": None}
+    (grad,) = stage_backward(outputs, given, [x])
+    assert torch.equal(grad, torch.full((3,), 3.0)) and x.grad is None
+
+
 def test_gradients_of_another_structure_are_refused() -> None:
     x = torch.ones(3, requires_grad=True)
+    with pytest.raises(StageError, match=r"keys \['a'\] expected .* got a dict with keys \['b'\]"):
+        stage_backward({"a": x * 2}, {"b": torch.ones(3)}, [x])
+    with pytest.raises(StageError, match=r"of shape \(3,\) expected as much or None, got a float"):
+        stage_backward(x * 2, 1.0, [x])
     with pytest.raises(StageError, match="a tuple of 2 expected as much or None, got a list of 1"):
         stage_backward((x * 2, x), [torch.ones(3)], [x])
+    with pytest.raises(StageError, match="a list of 1 expected as much or None, got a tuple of 0"):
+        stage_backward_input([x * 2], (), [x], [])
 
 
 def test_a_failure_says_what_was_asked() -> None:
@@ -204,6 +220,12 @@ def test_weight_gradients_are_computed_once() -> None:
     stage_backward_weight(module.parameters(), groups)
     with pytest.raises(StageError, match="computed already"):
         stage_backward_weight(module.parameters(), groups)
+
+
+def test_a_gradient_may_stop_on_its_way() -> None:
+    module, x = nn.Linear(3, 1), torch.randn(1, 3, requires_grad=True)
+    grads, groups = stage_backward_input([Stops.apply(module(x))], None, [x], module.parameters())
+    assert (grads, stage_backward_weight(module.parameters(), groups)) == ((None,), (None, None))
 
 
 def test_the_same_input_twice_gets_its_gradient_once() -> None:

@@ -491,6 +491,9 @@ def test_what_has_not_come_or_gone(middle: PipelineStage) -> None:
         middle.set_local_bwd_input(grads, 0)
     with pytest.raises(StageError, match="messages need a process group"):
         middle.get_fwd_send_ops(0)
+    middle.set_local_bwd_input((torch.ones(2, DIM), None), 0)
+    with pytest.raises(StageError, match="2 gradients have come, expected 1: one, or None, for"):
+        middle.backward_one_chunk(0)
 
 
 def test_the_ends_have_nothing_to_exchange() -> None:
@@ -500,11 +503,11 @@ def test_the_ends_have_nothing_to_exchange() -> None:
 
 
 def test_microbatches_out_of_range(stage: PipelineStage) -> None:
-    with pytest.raises(StageError, match="stage 0: microbatch -1"):
+    with pytest.raises(StageError, match="stage 0: the microbatch is -1, expected 0 or more"):
         stage.forward_one_chunk(-1, (torch.ones(1, DIM),))
     Schedule1F1B(stage, 2, nn.functional.mse_loss)
     assert stage.chunks == 2
-    with pytest.raises(StageError, match="microbatch 2, expected 0 to 1"):
+    with pytest.raises(StageError, match="the microbatch is 2, expected 0 to 1"):
         stage.forward_one_chunk(2, (torch.ones(1, DIM),))
 
 

@@ -23,10 +23,11 @@ def sources(incomplete: str) -> Iterator[tuple[str, str]]:
     for each in schedules():
         if each.name.startswith(incomplete.lower()):
             yield each.name, each.summary
-    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
-    for path in sorted(folder.glob("*")):
-        if str(path).startswith(incomplete) and (path.suffix in _FILES or path.is_dir()):
-            yield (f"{path}/", "folder") if path.is_dir() else (str(path), "file")
+    head, slash, begun = incomplete.rpartition("/")
+    for path in sorted(Path(head + slash).glob("*")):
+        if path.name.startswith(begun) and (path.suffix in _FILES or path.is_dir()):
+            told = f"{head}{slash}{path.name}"
+            yield (f"{told}/", "folder") if path.is_dir() else (told, "file")
 
 
 def cost_names(incomplete: str) -> Iterator[str]:

@@ -196,8 +196,8 @@ def in_options(message: str) -> str:
         '--offload, at no cost; pass --cost offload=... --cost reload=...'
         >>> in_options("no program meets memory_limit=1: .. with recompute=True, 1 would do")
         'no program meets --memory 1: .. with --recompute, 1 would do'
-        >>> in_options("search: time_limit_s=0 must be a number above 0")
-        'search: --time-limit 0 must be a number above 0'
+        >>> in_options("search: time_limit_s=0 must be a finite number above 0")
+        'search: --time-limit 0 must be a finite number above 0'
     """
 
     def option(found: re.Match[str]) -> str:

@@ -90,7 +90,8 @@ class Act:
         )
         self._shapes = ShapeBook()
         self._is_fresh = self._is_restless = False
-        self._loss_dtype: torch.dtype | None = None
+        # By the number of the first microbatch's inputs, which is another under autocast.
+        self._loss_dtypes: dict[int, torch.dtype | None] = {}
         self._told_later: str | None = None
         self._streams = streams
         self._block_function: BlockFunction | None = None
@@ -278,10 +279,14 @@ class Act:
             self._end_without_losses(batch, transport)
             return None
         # Doubles hold every narrower loss exactly; the dtype is told along, as is "no losses".
-        if self._loss_dtype is None or not self.role.train:
-            code = _LOSS_DTYPES.index(mine.dtype) if mine is not None else -1
+        if self._shapes.forgot:
+            self._loss_dtypes.clear()
+        inputs = batch.shape_ids[0]
+        if inputs not in self._loss_dtypes or not self.role.train:
+            code = _DTYPES.index(mine.dtype) if mine is not None else -1
             (code,) = transport.share_numbers([code], self._last_rank)
-            self._loss_dtype = _LOSS_DTYPES[code] if code >= 0 else None
+            self._loss_dtypes[inputs] = _DTYPES[code] if code >= 0 else None
+        dtype = self._loss_dtypes[inputs]
         # Put up from what is on the device: numbers from the host would be waited for there.
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         rows = [zero if loss is None else loss.to(zero) for loss in batch.losses]
@@ -292,7 +297,7 @@ class Act:
         if self._is_fresh:
             self._is_restless |= bool(table[-1])
             table = table[:-1]
-        return table.to(self._loss_dtype) if self._loss_dtype is not None else None
+        return None if dtype is None else table.to(dtype)
 
     def _end_without_losses(self, batch: Batch, transport: Transport) -> None:
         if not self._is_fresh:
@@ -313,7 +318,8 @@ class Act:
         return self._shapes.met_values or given_beside or sent
 
 
-_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# In an order that is the same on every rank. Of a step that does not train, a loss may be a count.
+_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 
 
 def _moment(header: Sequence[int]) -> str:

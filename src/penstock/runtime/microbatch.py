@@ -131,7 +131,9 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     try:
         specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=ROWS)
     except ValueError as error:
-        raise ValueError(f"the chunk spec {spec!r} does not fit the arguments: {error}") from error
+        # Without what the leaves are: the error itself shows the tensors' numbers.
+        shape = optree.tree_structure(tree, none_is_leaf=True, namespace=ROWS)
+        raise ValueError(f"the chunk spec {spec!r} does not fit values in {shape}") from error
     specs = [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
     # None says in a spec what becomes of a leaf; in the tree itself it is none.
     leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=ROWS)
@@ -149,6 +151,11 @@ def _split_leaf(leaf: Any, chunks: int, spec: TensorChunkSpec | None) -> Sequenc
         return [leaf] * chunks
     if not isinstance(spec, TensorChunkSpec):
         raise ValueError(f"a chunk spec holds {spec!r}; use TensorChunkSpec(dim) or None")
+    if not -leaf.dim() <= spec.split_dim < leaf.dim():
+        raise ValueError(
+            f"a tensor of shape {tuple(leaf.shape)} has no dimension {spec.split_dim} to be split "
+            "along; pass another in its TensorChunkSpec"
+        )
     rows = leaf.size(spec.split_dim)
     if not rows:
         raise ValueError(

@@ -23,6 +23,7 @@ from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, LossFn, Pipeli
 from penstock.schedule.action import Overlap, Step
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, save_csv
+from penstock.schedule.words import number_of
 from penstock.stage.announcing import announced
 from penstock.stage.manual import PipelineStage
 
@@ -123,8 +124,9 @@ class PipelineScheduleMulti(PipelineSchedule):
                 )
             if program.num_microbatches != self.n_microbatches:
                 raise ScheduleError(
-                    f"{filename}: a program of {program.num_microbatches} microbatches, but the "
-                    f"schedule has n_microbatches={self.n_microbatches}"
+                    f"{filename}: a program of "
+                    f"{number_of(program.num_microbatches, 'microbatch')}, but the schedule has "
+                    f"n_microbatches={self.n_microbatches}"
                 )
         before = self._engine
         self._play(program)

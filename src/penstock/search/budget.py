@@ -48,7 +48,7 @@ class Budget:
         """Seconds until the limit; negative behind it."""
         return self.limit_s - (time.monotonic() - self.started)
 
-    def out_of_time(self, *, keep_s: float = 0.0) -> bool:
+    def out_of_time(self, *, keep_s: float) -> bool:
         """Whether the clock has come to the limit, less what must be kept; noted if so.
 
         Args:

@@ -102,8 +102,10 @@ def search(
     """
     if not isinstance(costs, Costs):
         raise ScheduleError(f"search: costs={costs!r} are no penstock.Costs; leave them out for 1")
-    if not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
-        raise ScheduleError(f"search: time_limit_s={time_limit_s!r} must be a number above 0")
+    if not (isinstance(time_limit_s, (int, float)) and 0 < time_limit_s < math.inf):
+        raise ScheduleError(
+            f"search: time_limit_s={time_limit_s!r} must be a finite number above 0"
+        )
     if exact and find_spec("ortools") is None:
         raise ScheduleError(
             "search: exact search needs OR-Tools; pip install 'penstock[search]', or pass "

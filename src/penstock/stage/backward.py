@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from penstock.errors import StageError
-from penstock.stage.full_backward import Grads, failed, stage_backward
+from penstock.stage.full_backward import Grads, failed, mismatch, stage_backward
 from penstock.stage.reverse_graph import (
     ReverseEdges,
     construct_reverse_graph,
@@ -75,7 +75,7 @@ def stage_backward_input(
         For each input its gradient or None, and the groups of weights that share meeting points.
 
     Raises:
-        StageError: the backward failed.
+        StageError: there is not one gradient, or None, for each output, or the backward failed.
 
     Example:
         >>> import torch
@@ -88,6 +88,8 @@ def stage_backward_input(
         >>> linear.weight.grad
         tensor([[1., 1.]])
     """
+    if output_grads is not None and len(output_grads) != len(stage_outputs_or_loss):
+        raise mismatch(stage_outputs_or_loss, output_grads)
     outputs = [(i, out) for i, out in enumerate(stage_outputs_or_loss) if out.requires_grad]
     pairs: list[tuple[Tensor, Tensor]] = []
     for i, out in outputs:

@@ -109,18 +109,6 @@ class BoundarySpec:
                     f"{what} {slot} is {meta.kind}, expected {wanted.kind} as {what}_args says"
                 )
 
-    def check_received(self, tensors: Sequence[Tensor]) -> None:
-        """Hold what arrived against the spec (shapes and dtypes; gradients are this side's own).
-
-        Raises:
-            BoundaryError: a tensor is missing, or of another shape or dtype.
-        """
-        if len(tensors) != len(self.metas):
-            raise BoundaryError(f"{len(tensors)} tensors arrived, expected {len(self.metas)}")
-        for slot, tensor, meta in zip(self.tensor_leaves, tensors, self.metas, strict=True):
-            if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-                raise _mismatch(slot, meta, tensor)
-
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors as they travel, see ``TensorMeta.pack``."""
         if self.in_order:

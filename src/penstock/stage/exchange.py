@@ -41,8 +41,10 @@ class ExchangingStage(Stage):
 
     def _slot(self, chunk_id: int) -> Slot:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
-            bound = "" if self.chunks is None else f", expected 0 to {self.chunks - 1}"
-            raise StageError(f"stage {self.stage_index}: microbatch {chunk_id}{bound}")
+            bound = "or more" if self.chunks is None else f"to {self.chunks - 1}"
+            raise StageError(
+                f"stage {self.stage_index}: the microbatch is {chunk_id}, expected 0 {bound}"
+            )
         return self._slots.setdefault(chunk_id, Slot(chunk_id))
 
     # --- messages by hand --------------------------------------------------------------------

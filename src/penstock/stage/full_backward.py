@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.errors import StageError
 
-__all__ = ["Grads", "failed", "stage_backward"]
+__all__ = ["Grads", "failed", "mismatch", "stage_backward"]
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 

@@ -172,7 +172,6 @@ class PipelineStage(GraphDrivenStage):
         tensors, slot.arrival = slot.arrival, None
         spec = slot.in_spec
         assert spec is not None
-        spec.check_received(tensors)
         return self.enter(slot, tensors, spec)
 
     def backward_one_chunk(
@@ -223,6 +222,12 @@ class PipelineStage(GraphDrivenStage):
                 )
             grads: Sequence[Tensor | None] = slot.grad_arrival
             slot.grad_arrival = None
+            if len(grads) != len(slot.roots):
+                raise StageError(
+                    f"stage {self.stage_index}, microbatch {slot.microbatch}: {len(grads)} "
+                    f"gradients have come, expected {len(slot.roots)}: one, or None, for each of "
+                    "the outputs that take a gradient"
+                )
             return grads
         if loss is None:
             raise StageError(f"stage {self.stage_index} is the last one: pass its loss")

@@ -17,6 +17,7 @@ from penstock.stage.generators import random_state, set_random_state
 __all__ = ["Replay", "Replayer"]
 
 _Place: TypeAlias = tuple[nn.Module, str]
+_Buffers: TypeAlias = dict[str, Tensor | None]
 
 
 class Replayer:
@@ -60,16 +61,14 @@ class Replay:
         # The CPU's generator, and that of the device where it is another one.
         self._devices = dict.fromkeys((torch.device("cpu"), device))
         self._random = self._random_states()
-        places = [
-            (owner, name)
+        self._noted = {
+            (owner, name): (buffer, 0 if buffer is None else buffer._version)
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-        self._versions = {place: _buffer(place)._version for place in places}
-        wanted = places if maker.written is None else maker.written
-        self._before = {place: _buffer(place).clone() for place in wanted}
-        self._now: list[tuple[_Place, Tensor]] = []
+        }
+        wanted = self._noted if maker.written is None else maker.written & self._noted.keys()
+        self._before = {place: _copy(self._noted[place][0]) for place in wanted}
+        self._now: list[tuple[_Buffers, _Buffers]] = []
 
     def close(self) -> None:
         """The forward is over: forget what it has left alone.
@@ -77,15 +76,20 @@ class Replay:
         Raises:
             StageError: it wrote into a buffer that forwards before it did not write into.
         """
+        noted, self._noted = self._noted, {}
         written = {
-            place for place, version in self._versions.items() if _buffer(place)._version != version
+            place
+            for place, (buffer, version) in noted.items()
+            if buffer is not None and buffer._version != version
         }
         if self._maker.written is None:
             # Some kernels, BatchNorm's among them, write without counting: compared once.
             written |= {
                 place
-                for place, before in self._before.items()
-                if not torch.equal(_buffer(place), before)
+                for place, (buffer, _) in noted.items()
+                if buffer is not None
+                and (before := self._before[place]) is not None
+                and not torch.equal(buffer, before)
             }
             self._maker.written = written
         late = [name for _, name in written - self._before.keys()]
@@ -94,11 +98,18 @@ class Replay:
                 f"this forward wrote into the buffer {late[0]!r}, and the first one did not: it "
                 "can't be recomputed; leave the stage out of the recomputed ones"
             )
-        self._before = {place: self._before[place] for place in self._maker.written}
-        self._versions = {}
+        # A buffer that another has taken the place of is as it was.
+        replaced = {
+            (owner, name): buffer
+            for (owner, name), (buffer, _) in noted.items()
+            if owner._buffers.get(name) is not buffer
+        }
+        kept = self._maker.written & self._before.keys()
+        self._before = replaced | {place: self._before[place] for place in kept}
 
     def __enter__(self) -> None:
-        self._now = [(place, _buffer(place)) for place in self._before]
+        owners = {owner for owner, _ in self._before}
+        self._now = [(owner._buffers, dict(owner._buffers)) for owner in owners]
         for (owner, name), buffer in self._before.items():
             owner._buffers[name] = buffer
         then, self._random = self._random, self._random_states()
@@ -106,9 +117,10 @@ class Replay:
 
     def __exit__(self, *_: object) -> None:
         self._set_random_states(self._random)
-        for (owner, name), buffer in self._now:
-            owner._buffers[name] = buffer
-        self._before = {}
+        for buffers, now in self._now:
+            buffers.clear()
+            buffers.update(now)
+        self._before, self._now = {}, []
 
     def _random_states(self) -> list[Tensor]:
         return [random_state(device) for device in self._devices]
@@ -118,7 +130,5 @@ class Replay:
             set_random_state(device, state)
 
 
-def _buffer(place: _Place) -> Tensor:
-    buffer = place[0]._buffers[place[1]]
-    assert buffer is not None
-    return buffer
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.clone()

@@ -249,13 +249,8 @@ class Stage:
 
     def weight_grad(self, slot: Slot) -> None:
         """Weight gradients of a microbatch, after its input gradients."""
-        work = slot.work
-        slot.work = None
-        if work is None:
-            raise StageError(
-                "weight gradients are asked for, but no input gradient has left any: run the "
-                "input gradient of this microbatch first, once, and its weight gradient once"
-            )
+        work, slot.work = slot.work, None
+        assert work is not None
         work.accumulate()
 
     def _weight_runner(self) -> Callable[..., None]:

@@ -28,27 +28,38 @@ from penstock.view.style import (
 if TYPE_CHECKING:
     from bokeh.models.ui import UIElement
 
-__all__ = ["save_page", "to_page"]
+__all__ = ["save_page"]
 
 
-def to_page(
+def save_page(
     shown: Step,
+    path: str | PathLike[str],
     *,
     beside: Step | None = None,
     names: tuple[str, str] = ("measured", "simulated"),
     title: str | None = None,
-) -> str:
-    """The page as text.
+) -> None:
+    """Write a page; its folder is made if there is none.
 
     Args:
         shown: the step to draw. Of a simulation, memory is drawn as its costs count it; of a
             trace, as activations held.
+        path: the file, best ``*.html``.
         beside: a second step, drawn below on the same time axis, in the unit of the first.
         names: what to call the two.
         title: the page's; the schedule's name if None.
 
     Raises:
         PenstockError: Bokeh is not installed.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from penstock import build, simulate
+        >>> step = simulate(build("zbv", ranks=2, microbatches=4))
+        >>> with TemporaryDirectory() as folder:
+        ...     save_page(step, f"{folder}/zbv.html")
+        ...     "cdn.bokeh.org" in Path(folder, "zbv.html").read_text()
+        False
     """
     try:
         from bokeh.document import Document
@@ -63,42 +74,9 @@ def to_page(
     named = traces[0].name if title is None else title
     document = Document(title=named)
     document.add_root(_content(steps, names, named))
-    return file_html(document, resources=INLINE, title=named)
-
-
-def save_page(
-    shown: Step,
-    path: str | PathLike[str],
-    *,
-    beside: Step | None = None,
-    names: tuple[str, str] = ("measured", "simulated"),
-    title: str | None = None,
-) -> None:
-    """Write ``to_page`` to a file; its folder is made if there is none.
-
-    Args:
-        shown: as ``to_page`` takes it.
-        path: the file, best ``*.html``.
-        beside: as ``to_page`` takes it.
-        names: as ``to_page`` takes it.
-        title: as ``to_page`` takes it.
-
-    Raises:
-        PenstockError: as ``to_page``.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> from penstock import build, simulate
-        >>> step = simulate(build("zbv", ranks=2, microbatches=4))
-        >>> with TemporaryDirectory() as folder:
-        ...     save_page(step, f"{folder}/zbv.html")
-        ...     "cdn.bokeh.org" in Path(folder, "zbv.html").read_text()
-        False
-    """
     target = Path(path)
-    text = to_page(shown, beside=beside, names=names, title=title)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    target.write_text(file_html(document, resources=INLINE, title=named), encoding="utf-8")
 
 
 def _content(steps: Sequence[Step], names: tuple[str, str], title: str) -> UIElement:

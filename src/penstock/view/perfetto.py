@@ -23,7 +23,7 @@ from penstock.trace import Span, Trace
 from penstock.view.causes import makers
 from penstock.view.palette import name_of
 
-__all__ = ["from_perfetto", "load_perfetto", "save_perfetto", "to_perfetto"]
+__all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
 
 # Microseconds per unit. An abstract cost of 1 is shown as a millisecond.
 _SCALE = {"s": 1e6, "1": 1e3}
@@ -138,16 +138,6 @@ def _span(event: dict[str, Any], scale: float, num_ranks: int) -> Span:
     if not (math.isfinite(start) and 0 <= length < math.inf):
         raise ValueError(f"{event['name']} has ts {event['ts']!r} and dur {event['dur']!r}")
     return Span(rank=rank, action=parse_action(event["name"]), start=start, end=start + length)
-
-
-def load_perfetto(path: str | PathLike[str]) -> Trace:
-    """``from_perfetto`` of a file.
-
-    Raises:
-        ScheduleError: the file is not a trace that ``save_perfetto`` wrote.
-        OSError: the file can't be read.
-    """
-    return from_perfetto(Path(path).read_text(encoding="utf-8"))
 
 
 def _lane(span: Span) -> int:

@@ -88,6 +88,7 @@ class Arrivals:
         What comes before the first arrival, the loss, counts with the last segment.
         """
         times = [0.0] * self._num_segments
+        self._arrived.clear()  # those of gradients that were taken within the forward
         current, last = self._num_segments - 1, self._subject.stamp()
         torch.autograd.backward(list(roots), list(grads))
         end = self._subject.stamp()

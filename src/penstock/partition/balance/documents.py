@@ -37,7 +37,7 @@ def read_toml(text: str) -> object:
 
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PartitionError(f"not TOML: {error}") from error
 
 
@@ -52,7 +52,7 @@ def read_json(text: str) -> object:
     """The value in JSON text."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PartitionError(f"not JSON: {error}") from error
 
 
@@ -69,7 +69,7 @@ def load(path: Path, read: Callable[[str], T]) -> T:
         PartitionError: it can't be read; the message begins with its name.
     """
     try:
-        return read(path.read_text(encoding="utf-8"))
+        return read(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise
     except (PartitionError, OSError, UnicodeDecodeError) as error:

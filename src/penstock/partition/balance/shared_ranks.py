@@ -99,7 +99,7 @@ class Shared:
         return len(self.chain.limits)
 
 
-def best_split(problem: Shared, ends: list[int], slack: float = 0.0) -> tuple[list[int], bool]:
+def best_split(problem: Shared, ends: list[int], slack: float) -> tuple[list[int], bool]:
     """The best split that is found.
 
     Args:

@@ -120,7 +120,7 @@ def pipe_at(
             by_modules = mode.captured.by_modules
             other = _mode(module, form, places, by_modules=by_modules)
         if other.num_stages != mode.num_stages:
-            raise PartitionError(f"it has {other.num_stages} stages there")
+            raise PartitionError(f"{other.num_stages} instead of {mode.num_stages} stages there")
         modes[not module.training] = other
     except PartitionError as error:
         was, wanted = ("train", "eval") if module.training else ("eval", "train")

@@ -25,9 +25,7 @@ __all__ = ["Homes", "find_crossings", "first_uses", "place_calls"]
 Homes = Mapping[str, int | None]
 
 
-def find_crossings(
-    seen: DryRun, homes: Homes, num_stages: int, shared: SharedParts | None = None
-) -> Crossings:
+def find_crossings(seen: DryRun, homes: Homes, num_stages: int, shared: SharedParts) -> Crossings:
     """Give every call its stage, and every boundary the values that cross it.
 
     A part with a home runs there. One without (an activation, a dropout, a rotary table: nothing
@@ -44,7 +42,6 @@ def find_crossings(
         PartitionError: a part would run before the values that it needs are there, or stages
             would see what others write.
     """
-    shared = shared or SharedParts()
     stages = place_calls(seen, homes)
     wanted = _wanted(seen, stages, num_stages)
     _leave_out_held(wanted, homes, shared)

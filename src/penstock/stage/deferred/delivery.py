@@ -31,25 +31,24 @@ __all__ = ["deliver"]
 BATCH_NUMBERS = 1 << 18
 
 
-def deliver(records: list[Record], *, batch_numbers: int = BATCH_NUMBERS) -> None:
+def deliver(records: list[Record]) -> None:
     """Compute all weight gradients and accumulate them into the parameters' ``.grad``.
 
     Args:
         records: the records of one microbatch in the order of its forward; emptied from the end,
             so that what they hold is freed as it is used.
-        batch_numbers: how many elements of gradients may be held back.
 
     Raises:
         StageError: a tensor that a weight gradient needs was changed in place since the forward.
     """
     weights = [weight for record in records for weight in record[1]]
     if len(set(map(id, weights))) == len(weights) and Expression not in map(type, weights):
-        deliver_singly(records, batch_numbers)
+        deliver_singly(records)
     else:
-        deliver_summed(records, weights, batch_numbers)
+        deliver_summed(records, weights)
 
 
-def deliver_singly(records: list[Record], batch_numbers: int) -> None:
+def deliver_singly(records: list[Record]) -> None:
     """The usual case, quickly: parameters that take part once, as themselves."""
     parameters: list[Any] = []
     totals: list[Tensor] = []
@@ -62,13 +61,13 @@ def deliver_singly(records: list[Record], batch_numbers: int) -> None:
         totals += parts
         held += parts[0].numel()  # a bias beside it is no more
         del parts
-        if held > batch_numbers:
+        if held > BATCH_NUMBERS:
             hand_over(parameters, totals)
             held = 0
     hand_over(parameters, totals)
 
 
-def deliver_summed(records: list[Record], weights: list[Weight], batch_numbers: int) -> None:
+def deliver_summed(records: list[Record], weights: list[Weight]) -> None:
     """The general case: parameters used several times, and expressions of parameters."""
     due = Counter(map(id, weights))
     tangled: set[int] = set()
@@ -99,7 +98,7 @@ def deliver_summed(records: list[Record], weights: list[Weight], batch_numbers: 
                 parameters.append(weight)
                 totals.append(sums.pop(key))
                 held += totals[-1].numel()
-        if held > batch_numbers:
+        if held > BATCH_NUMBERS:
             hand_over(parameters, totals)
             held = 0
     hand_over(parameters, totals)

@@ -146,7 +146,7 @@ class Ledger:
         result: Tensor,
         rule: Rule,
         weights: tuple[Weight, ...],
-        saved: Tensor | None = None,
+        saved: Tensor,
         extra: Any = None,
     ) -> Tensor:
         """Leave the gradients of ``weights`` to W, and return ``result`` as the operation's own.
@@ -164,19 +164,15 @@ class Ledger:
         if result.requires_grad and not result._is_view() and not saved_tensor_hooks_active():
             grads: list[Any] = []
             observe_grad(result, grads.append)
-            if saved is None:
-                self.records.append((rule, weights, None, 0, extra, grads))
-            else:
-                kept = saved.detach()  # shares data and version, holds no graph
-                self.records.append((rule, weights, kept, kept._version, extra, grads))
+            kept = saved.detach()  # shares data and version, holds no graph
+            self.records.append((rule, weights, kept, kept._version, extra, grads))
             return result
         # A node of our own, where there is nothing to hook on: inputs that need no gradient, or a
         # view, whose node is bypassed after operations in place; and where saved tensors pass
         # through hooks (checkpointing), as x has to.
         self.records.append(None)
         place = (self, len(self.records) - 1, rule, weights, extra)
-        kept_or_none = None if saved is None else saved.detach()
-        tapped: Tensor = Tap.apply(ANCHOR, result, kept_or_none, place)  # type: ignore[no-untyped-call]
+        tapped: Tensor = Tap.apply(ANCHOR, result, saved.detach(), place)  # type: ignore[no-untyped-call]
         return tapped
 
     def proxy(self, weight: Weight, tensor: Tensor) -> Tensor:
@@ -246,9 +242,9 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, anchor: Tensor, result: Tensor, saved: Tensor | None, place: Any
+        ctx: FunctionCtx, anchor: Tensor, result: Tensor, saved: Tensor, place: Any
     ) -> Tensor:
-        ctx.save_for_backward(saved)  # type: ignore[arg-type]
+        ctx.save_for_backward(saved)
         ctx.place = place  # type: ignore[attr-defined]
         # The result itself would come back as a view, which refuses later in-place operations.
         # Nobody else holds it, so nobody can miss its version counter.
@@ -260,8 +256,7 @@ class Tap(torch.autograd.Function):
         (saved,) = ctx.saved_tensors
         known = ledger.records[index]
         if known is None:
-            version = 0 if saved is None else saved._version
-            ledger.records[index] = (rule, weights, saved, version, extra, [grad])
+            ledger.records[index] = (rule, weights, saved, saved._version, extra, [grad])
         else:
             known[5].append(grad)
         return None, grad if ctx.needs_input_grad[1] else None, None, None
