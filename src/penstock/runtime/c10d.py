@@ -167,7 +167,7 @@ class C10dTransport(ControlPlane):
             time.sleep(0.02)
 
     def _new_group(self, backend: str, purpose: str) -> dist.ProcessGroup:
-        name = f"penstock/{self._group.group_name}/{self._processes}/{self._number}/{purpose}"
+        name = key_of(self._group, f"{self._number}/{purpose}")
         # The watcher goes first; where torch's own waits end, NCCL ends the process.
         timeout_s = min(2 * self._watcher.timeout_s + 60, MAX_TIMEOUT_S)
         return torch_private.make_group(self._processes, backend, name, timeout_s=timeout_s)
