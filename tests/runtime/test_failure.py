@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from penstock.cause import cause_of
 from penstock.errors import StageError
+from penstock.runtime import torch_private
+from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.failure import Place
+from penstock.runtime.watcher import Watcher
+from penstock.stage.announcing import key_of
 
 
 def test_one_second_connection_per_store_and_no_longer_than_it() -> None:
@@ -27,3 +33,24 @@ def test_one_second_connection_per_store_and_no_longer_than_it() -> None:
     alive = weakref.ref(store)
     del store, place
     assert alive() is None
+
+
+def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server of torch's breaks the connection over which a key of more than 8 KiB comes."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.processes)
+    store: Any = dist.TCPStore("127.0.0.1", 0, 1, True)
+    every, others = (
+        SimpleNamespace(group_name="0", processes=list(range(first, first + 4096)))
+        for first in (0, 1)
+    )
+    for group in every, others:
+        store.set(key_of(group, 0), repr(group.processes))  # type: ignore[arg-type]
+    assert store.get(key_of(every, 0)) == repr(every.processes).encode()  # type: ignore[arg-type]
+
+    transport: Any = object.__new__(C10dTransport)
+    transport._group, transport._processes, transport._number = every, every.processes, 0
+    transport._watcher = Watcher(1.0, lambda whom: None)
+    monkeypatch.setattr(torch_private, "make_group", lambda *told, **_: store.set(told[2], "here"))
+    transport._new_group("gloo", "control")

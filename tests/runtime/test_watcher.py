@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from penstock.runtime import failure
 from penstock.runtime import watcher as watching
 from penstock.runtime.failure import Board, Place
 from penstock.runtime.watcher import Watcher
@@ -99,3 +100,25 @@ def test_a_silent_store_does_not_keep_a_wait_from_its_end() -> None:
     assert watcher.lost_the_store
     assert watcher.stop() == ((), 1)
     store.is_over.set()
+
+
+def test_readers_by_the_thousand_ask_their_store_no_more_than_it_can_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place(store=dist.HashStore(), key="a")
+    few, many = (Board([place, place], place, num_readers) for num_readers in (8, 4096))
+    assert few.pace_s < watching.LOOK_INTERVAL_S
+    # At each look a reader asks for the note and for every place.
+    assert 3 * 4096 / many.pace_s <= failure.MAX_ASKED_PER_S
+    assert many.aside().pace_s == many.pace_s
+    watcher, waits = Watcher(60.0, lambda whom: None), []
+    watcher.look_at(many, always=False)
+
+    def wait(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return len(waits) == 3
+
+    monkeypatch.setattr(watcher._stopped, "wait", wait)
+    watcher._awake.set()
+    watcher._look()
+    assert waits[1:] == [many.pace_s, many.pace_s]

@@ -49,12 +49,12 @@ class Answer(Generic[T]):
         return not self._thread.is_alive()
 
 
-def poll(read: Callable[[], T | None], *, for_s: float) -> T | None:
-    """What ``read`` finds within ``for_s`` seconds, or None."""
+def poll(read: Callable[[], T | None], *, for_s: float, every_s: float = 0.05) -> T | None:
+    """What ``read`` finds within ``for_s`` seconds, or None; it is called every so often."""
     end = time.monotonic() + for_s
     while time.monotonic() < end:
         found = read()
         if found is not None:
             return found
-        time.sleep(0.05)
+        time.sleep(every_s)
     return None

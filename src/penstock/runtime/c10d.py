@@ -34,7 +34,7 @@ from penstock.runtime.failure import Board, Place
 from penstock.runtime.nccl import as_wire, make_connections
 from penstock.runtime.transport import empty_tensors
 from penstock.runtime.watcher import Others, Watcher, Whom
-from penstock.stage.announcing import NOTE, key_of, store_of, withdraw
+from penstock.stage.announcing import NOTE, default_group, key_of, store_of, withdraw
 from penstock.stage.device_streams import Event, streams_of
 from penstock.stage.tensor_meta import TensorMeta
 
@@ -164,10 +164,10 @@ class C10dTransport(ControlPlane):
             if failed or self._watcher.timed_out:
                 self._watcher.note_broken(Others.RANKS)
                 raise RuntimeError("ranks are missing where groups are made")
-            time.sleep(0.02)
+            time.sleep(max(0.02, self._board.pace_s))
 
     def _new_group(self, backend: str, purpose: str) -> dist.ProcessGroup:
-        name = f"penstock/{self._group.group_name}/{self._processes}/{self._number}/{purpose}"
+        name = key_of(self._group, f"{self._number}/{purpose}")
         # The watcher goes first; where torch's own waits end, NCCL ends the process.
         timeout_s = min(2 * self._watcher.timeout_s + 60, MAX_TIMEOUT_S)
         return torch_private.make_group(self._processes, backend, name, timeout_s=timeout_s)
@@ -291,7 +291,8 @@ class C10dTransport(ControlPlane):
         # Every replica's pipeline has made as many schedules: the number is the same in each.
         replicas = f"replicas/{self._number}"
         others = [replace(own, key=key_of(group, replicas)) for group in self._replicas]
-        return Board([own, *others], replace(own, key=key_of(self._group, NOTE)))
+        note = replace(own, key=key_of(self._group, NOTE))
+        return Board([own, *others], note, (default_group() or self._group).size())
 
     def fail(self, error: BaseException) -> PenstockError | None:
         waited_for = self._watcher.stop()
@@ -303,7 +304,12 @@ class C10dTransport(ControlPlane):
         found = self._asked(self._board.read)
         if found is None and waited_for is not None and not self._watcher.timed_out:
             # A wait broke: its peer may have failed a moment before it could say so.
-            found = poll(lambda: self._asked(self._board.read), for_s=2.0)
+            pace_s = self._board.pace_s
+            found = poll(
+                lambda: self._asked(self._board.read),
+                for_s=2.0 + 2 * pace_s,
+                every_s=max(0.05, pace_s),
+            )
         if found is None:
             if waited_for is not None:
                 error = self._broken_wait(error, waited_for[1])

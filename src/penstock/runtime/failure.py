@@ -25,6 +25,9 @@ __all__ = ["Board", "Place"]
 
 # A rank that could not make its stages may be about to make them right: so long others wait.
 NOTE_GRACE_S = 1.5
+# How much all processes of a job may ask of its one store, which answers some 100,000 times a
+# second and serves others, too.
+MAX_ASKED_PER_S = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +62,19 @@ class Board:
         places: that of the schedule, whose cause stands; then those of the groups over which
             stages are replicated, which all of their ranks read and write.
         note: where a rank that could not even make its stages has left its cause.
+        num_readers: how many processes may read boards in the same store, again and again.
 
     Attributes:
         is_lost: whether the store is gone, and with it most likely the process that held it.
+        pace_s: how long to leave between one look and the next, so that the store keeps up with
+            all readers.
     """
 
-    def __init__(self, places: Sequence[Place], note: Place) -> None:
+    def __init__(self, places: Sequence[Place], note: Place, num_readers: int = 1) -> None:
         self._places = tuple(places)
         self._note = note
+        self._num_readers = num_readers
+        self.pace_s = (len(self._places) + 1) * num_readers / MAX_ASKED_PER_S
         # What the note said when it was last read, and since when.
         self._noted = (b"", 0.0)
         # Once lost, a store stays lost, and asking it again costs a page of log each time.
@@ -112,7 +120,8 @@ class Board:
 
     def aside(self) -> Board:
         """The same board for another thread."""
-        return Board([place.aside() for place in self._places], self._note.aside())
+        places = [place.aside() for place in self._places]
+        return Board(places, self._note.aside(), self._num_readers)
 
 
 # The second connection to each store, for all boards of this process: to connect takes seconds

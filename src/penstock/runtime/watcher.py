@@ -21,8 +21,9 @@ from penstock.runtime.failure import Board
 
 __all__ = ["Others", "Wait", "Watcher", "Whom"]
 
+# At the least; with very many ranks more, as the board says: all ask one store.
 LOOK_INTERVAL_S = 0.2
-# While nothing is waited for it looks more seldom: all ranks ask one store.
+# While nothing is waited for it looks more seldom.
 IDLE_INTERVAL_S = 0.8
 # How long the process's end waits for a look that is under way: Python ends threads by force, which
 # aborts the process where one is in torch's code. A store that is lost may take minutes to say so.
@@ -126,12 +127,14 @@ class Watcher:
         since = 0.0
         was_told = False
         looked_s = 0.0
-        while not self._stopped.wait(LOOK_INTERVAL_S):
+        pace_s = 0.0
+        while not self._stopped.wait(max(LOOK_INTERVAL_S, pace_s)):
             self._awake.wait()
             if self._stopped.is_set():
                 return
             board, waiting = self._board, self.waiting_for
             assert board is not None
+            pace_s = board.pace_s
             if waiting is not seen:
                 seen, since = waiting, time.monotonic()
             elif waiting is not None:

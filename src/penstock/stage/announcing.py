@@ -8,6 +8,7 @@ makes good. This module knows neither stages nor schedules.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,8 +63,9 @@ def key_of(group: dist.ProcessGroup, what: str | int) -> str:
         group: the group; others may have its name, but not for the same processes.
         what: the thing.
     """
-    processes = "-".join(map(str, dist.get_process_group_ranks(group)))
-    return f"penstock/{group.group_name}/{processes}/{what}"
+    # Spelt out, thousands of processes would make a key that torch's store breaks connections over.
+    processes = repr(dist.get_process_group_ranks(group)).encode()
+    return f"penstock/{group.group_name}/{hashlib.sha256(processes).hexdigest()[:16]}/{what}"
 
 
 @contextlib.contextmanager

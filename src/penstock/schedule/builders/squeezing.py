@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from math import inf
 from typing import TypeAlias
 
@@ -59,6 +60,7 @@ def squeeze(
     spare: int | None = None,
     overtake: bool = False,
     costs: tuple[PerStage, PerStage, PerStage] | None = None,
+    within: float = inf,
 ) -> Squeezed:
     """Orders without what is idle in them.
 
@@ -74,6 +76,8 @@ def squeeze(
         overtake: whether backwards may be run ahead of their turn as well. This keeps going
             where an order needs more memory than there is.
         costs: of forwards, input gradients and weight gradients, per stage; by default 1 each.
+        within: where it turns out that the makespan will be longer, the rest is left: what is
+            returned then has no steps, and an endless makespan.
 
     Raises:
         ScheduleError: the orders can't be kept within the limit.
@@ -86,8 +90,10 @@ def squeeze(
         ('0F0 0I0 0F1 0I1 0W0 0W1', 6.0)
     """
     unit = (1.0,) * placement.num_stages
-    play = _Play(placement, orders, limit, spare, overtake, costs or (unit, unit, unit))
+    play = _Play(placement, orders, limit, spare, overtake, costs or (unit, unit, unit), within)
     play.run()
+    if play.is_late:
+        return Squeezed(ranks=(), makespan=inf, span=inf)
     return Squeezed(
         ranks=tuple(tuple(rank.steps) for rank in play.ranks),
         makespan=max(rank.free for rank in play.ranks),
@@ -100,6 +106,7 @@ class _Rank:
 
     __slots__ = (
         "began",
+        "changes",
         "free",
         "held",
         "idle",
@@ -108,6 +115,7 @@ class _Rank:
         "left",
         "order",
         "places",
+        "rest",
         "steps",
         "taken",
         "waiting",
@@ -118,6 +126,9 @@ class _Rank:
         # The first place of the order that has not been taken, and which later ones have.
         self.left = 0
         self.taken = bytearray(len(order))
+        # What each step adds to what is held, once all weight gradients are done; of one that has
+        # been taken, nothing more.
+        self.changes = [1 if act.op is Op.FORWARD else -1 for act in order]
         # Places by stage and kind, each the next of its kind last: what may be run ahead.
         self.places: dict[tuple[int, Op], list[int]] = {}
         for place in reversed(range(len(order))):
@@ -131,18 +142,14 @@ class _Rank:
         self.idle = False
         self.free = 0.0
         self.began = inf
+        # The time that all that is left will take.
+        self.rest = 0.0
 
     def has_room(self, place: int, limit: int) -> bool:
         """Whether the forward at ``place`` can go ahead of all before it, within ``limit``."""
         held = self.held - len(self.waiting) + 1
-        if self.held >= limit or held > limit:
-            return False
-        for at in range(self.left, place):
-            if not self.taken[at]:
-                held += 1 if self.order[at].op is Op.FORWARD else -1
-                if held > limit:
-                    return False
-        return True
+        between = accumulate(self.changes[self.left : place], initial=held)
+        return self.held < limit and max(between) <= limit
 
 
 class _Play:
@@ -156,6 +163,7 @@ class _Play:
         spare: int | None,
         overtake: bool,
         costs: tuple[PerStage, PerStage, PerStage],
+        within: float,
     ) -> None:
         self.rank_of = placement.stage_ranks
         self.limit, self.spare, self.overtake = limit, spare, overtake
@@ -165,6 +173,13 @@ class _Play:
         self.ranks = [
             _Rank(order, placement.stages_of(rank)[-1]) for rank, order in enumerate(orders)
         ]
+        for rank, order in zip(self.ranks, orders, strict=True):
+            rank.rest = sum(map(self.length, order))
+            if not self.complete:
+                weights = (act.stage for act in order if act.op is Op.INPUT_GRAD)
+                rank.rest += sum(self.weight_grad[stage] for stage in weights)
+        # Sums of times come out a little differently in another order.
+        self.within, self.is_late = within * (1 + 1e-9), False
         # When the forward, and the input gradient, of a stage and microbatch is done.
         size = placement.num_stages * self.width
         self.ahead, self.back = [inf] * size, [inf] * size
@@ -173,14 +188,16 @@ class _Play:
         heapify(self.events)
 
     def run(self) -> None:
-        """Take all ranks to the end of their orders."""
-        while self.events:
+        """Take all ranks to the end of their orders, or until it is too late for that."""
+        while self.events and not self.is_late:
             time, late, number = heappop(self.events)
             rank = self.ranks[number]
             # Of a rank that is busy meanwhile, the event at the end of its step is to come.
             if rank.free <= time:
                 rank.idle = False
                 self.turn(number, rank, time, late=late)
+        if self.is_late:
+            return
         for number, rank in enumerate(self.ranks):
             if rank.left < len(rank.order):
                 raise ScheduleError(
@@ -259,6 +276,7 @@ class _Play:
         """Run the step at ``place`` of the rank's order, and tell who may wait for it."""
         act = rank.order[place]
         rank.taken[place] = 1
+        rank.changes[place] = 0
         while rank.left < len(rank.order) and rank.taken[rank.left]:
             rank.left += 1
         rank.places[act.stage, act.op].pop()
@@ -294,4 +312,7 @@ class _Play:
         rank.steps.append(act)
         rank.began = min(rank.began, time)
         rank.free = end
+        rank.rest -= end - time
+        if end + rank.rest > self.within:
+            self.is_late = True
         heappush(self.events, (end, False, number))

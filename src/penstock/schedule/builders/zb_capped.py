@@ -25,7 +25,10 @@ Source: arXiv:2401.10241, sec. 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from math import inf
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
@@ -103,23 +106,55 @@ def zb_capped(
         True
     """
     costs = _costs(name, ranks, forward, input_grad, weight_grad)
-    found = [
-        _with_warmup(ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
+    tries: list[Callable[..., Squeezed]] = [
+        partial(_with_warmup, ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
         for ahead, fill in _WARMUPS
     ]
     by_hand = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
-    for builder in by_hand:
-        program = builder(ranks=ranks, microbatches=microbatches)
-        orders = [[part for step in steps for part in step.parts] for steps in program.ranks]
-        found.append(squeeze(linear(ranks), orders, limit=limit, costs=costs))
-    # The first of equals is taken: the shortest warm-up.
-    best = min(found, key=lambda each: (each.makespan, each.span))
+    tries += [partial(_as_built, builder, ranks, microbatches, limit, costs) for builder in by_hand]
+    least = _least(microbatches, costs)
+    best = tries[0]()
+    for attempt in tries[1:]:
+        if (best.makespan, best.span) <= least:
+            break
+        # The first of equals is taken: the shortest warm-up.
+        best = min(best, attempt(within=best.makespan), key=_merit)
     return Program(
         name=name,
         placement=linear(ranks),
         num_microbatches=microbatches,
         ranks=best.ranks,
     )
+
+
+def _merit(found: Squeezed) -> tuple[float, float]:
+    """The lower, the better."""
+    return found.makespan, found.span
+
+
+def _least(microbatches: int, costs: tuple[PerStage, PerStage, PerStage]) -> tuple[float, float]:
+    """A merit below which nothing comes: no rank has less to do, or starts before the forwards
+    ahead of it. Zeros where times are no whole numbers: in other orders their sums differ a little.
+    """
+    if not all(cost.is_integer() for kind in costs for cost in kind):
+        return 0.0, 0.0
+    work = [microbatches * sum(each) for each in zip(*costs, strict=True)]
+    starts = accumulate(costs[0], initial=0.0)
+    return max(start + each for start, each in zip(starts, work, strict=False)), max(work)
+
+
+def _as_built(
+    builder: Callable[..., Program],
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    costs: tuple[PerStage, PerStage, PerStage],
+    *,
+    within: float,
+) -> Squeezed:
+    program = builder(ranks=ranks, microbatches=microbatches)
+    orders = [[part for step in steps for part in step.parts] for steps in program.ranks]
+    return squeeze(linear(ranks), orders, limit=limit, costs=costs, within=within)
 
 
 def _with_warmup(
@@ -130,6 +165,7 @@ def _with_warmup(
     *,
     ahead: float,
     fill: bool,
+    within: float = inf,
 ) -> Squeezed:
     chunk = [(0, microbatch) for microbatch in range(microbatches)]
     orders = [
@@ -140,7 +176,8 @@ def _with_warmup(
         )
         for rank in range(ranks)
     ]
-    return squeeze(linear(ranks), orders, limit=limit, spare=0 if fill else None, costs=costs)
+    spare = 0 if fill else None
+    return squeeze(linear(ranks), orders, limit=limit, spare=spare, costs=costs, within=within)
 
 
 def _costs(
