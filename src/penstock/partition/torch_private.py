@@ -37,12 +37,8 @@ __all__ = [
     "wrapper_subclass",
 ]
 
-# The registries of a module that its copy must not share.
-REGISTRIES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
+# Where a module keeps its hooks, and what is said of each.
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.modules.side_writes import tensors_in
-from penstock.partition.torch_private import REGISTRIES, WRAPPERS_STATE
+from penstock.partition.torch_private import HOOKS, REGISTRIES, WRAPPERS_STATE
 
 __all__ = ["Attributes", "Glance", "Stale", "kept_in", "put"]
 
@@ -40,6 +40,13 @@ class Attributes:
         self._before = _attributes(module)
         self._held = {name: contents(value) for name, value in self._before.items()}
         self._buffers = {name: (b, b._version) for name, b in module.named_buffers()}
+        # Some register hooks when they are first called, and note that in an attribute.
+        self._hooks = [
+            (hooks, dict(hooks))
+            for each in module.modules()
+            for hooks in (vars(each).get(name) for name in HOOKS)
+            if hooks is not None
+        ]
 
     def buffers(self) -> tuple[str, ...]:
         """The buffers that have been written or replaced since."""
@@ -71,7 +78,11 @@ class Attributes:
         return [name for name, value in self.changed().items() if value is self._before.get(name)]
 
     def restore(self) -> None:
-        """Make all attributes, and the containers in them, what they were."""
+        """Make all attributes, the containers in them, and the hooks, what they were."""
+        for hooks, held in self._hooks:
+            if hooks.keys() != held.keys():
+                hooks.clear()
+                hooks.update(held)
         for name in (*self.changed(), *self.plain()):
             holder, last = _holder(self._module, name)
             if name not in self._before:

@@ -1,0 +1,105 @@
+"""What a dry run leaves behind, in the model and for the next dry run: nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipeline, split_by_module
+from penstock.testing.compare import assert_same, plain_step, snapshot
+from tests.agreement import ROUNDING
+
+DIM = 6
+
+
+class Block(nn.Module):
+    """A linear layer and a tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Choosy(Block):
+    """Looks at values, so that shapes don't do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 1e9 else super().forward(x)
+
+
+class Net(nn.Module):
+    """Four blocks, and a loss of its own."""
+
+    block: Any = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(self.block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def net(made_of: Any) -> nn.Module:
+    class Made(Net):
+        block = made_of
+
+    return Made()
+
+
+def batch(rows: int = 8) -> Tensor:
+    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(rows))
+
+
+def own(output: Any, target: object = None) -> Tensor:
+    loss: Tensor = output["loss"]
+    return loss
+
+
+def trains_alike(model: nn.Module) -> None:
+    """Three steps, each of another shape, as in the plain model."""
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(model, example=(batch(4),), ranks=2, n_microbatches=2)
+    for rows in (8, 4, 6):
+        pipe.step(batch(rows))
+        plain_step(plain, own, batch(rows), n_microbatches=2)
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)
+
+
+class Hooks(Block):
+    """Registers a hook when it is first called, as models that collect hidden states do."""
+
+    hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.linear.register_forward_hook(lambda module, given, output: (output,))
+            self.hooked = True
+        (y,) = self.linear(x)
+        return torch.tanh(y)
+
+
+class ChoosyHooks(Hooks):
+    """The same, run dry on values: the module itself, not a copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 1e9 else super().forward(x)
+
+
+@pytest.mark.parametrize("block", [Hooks, ChoosyHooks])
+def test_hooks_that_modules_register_when_they_are_called(block: Any) -> None:
+    """However often it is run dry: a second hook would wrap what comes out again."""
+    model = net(block)
+    split_by_module(model, [2, 2], (batch(),))
+    assert not any(layer.linear._forward_hooks for layer in model.get_submodule("layers"))
+    trains_alike(model)
