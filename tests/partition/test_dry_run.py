@@ -103,3 +103,17 @@ def test_hooks_that_modules_register_when_they_are_called(block: Any) -> None:
     split_by_module(model, [2, 2], (batch(),))
     assert not any(layer.linear._forward_hooks for layer in model.get_submodule("layers"))
     trains_alike(model)
+
+
+class Remembers(Net):
+    """Keeps a tensor between its modules, which it did not hold at first."""
+
+    last: Any = None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.last = torch.arange(len(x))
+        return super().forward(x)
+
+
+def test_what_is_kept_between_modules_is_none_of_the_next_dry_run() -> None:
+    trains_alike(Remembers())

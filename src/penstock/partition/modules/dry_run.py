@@ -152,11 +152,14 @@ class DryRunner:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
-            state = State(self._opened)
+            state, attributes = State(self._opened), Attributes(self._shell)
             self._draws = GlueDraws()
-            with self._draws:
-                output = self._shell(*args, **kwargs)
-            return output, state.written()
+            try:
+                with self._draws:
+                    output = self._shell(*args, **kwargs)
+                return output, state.written()
+            finally:
+                attributes.restore()  # for the next run, to which they may be none of those before
 
     def _enter(self, index: int, leaf: Any, name: str) -> Any:
         """An input as the model gets it: those that are not floating point have values."""
