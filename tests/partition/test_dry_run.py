@@ -117,3 +117,23 @@ class Remembers(Net):
 
 def test_what_is_kept_between_modules_is_none_of_the_next_dry_run() -> None:
     trains_alike(Remembers())
+
+
+class Begins(Net):
+    """Its modules are called with a parameter of its own, and between them with another's."""
+
+    block = Choosy
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first = self.layers[0](self.start.expand(2, DIM)).mean()
+        bias: Any = self.layers[1].linear.bias
+        return super().forward(self.layers[0](x + bias) + first)
+
+
+def test_parameters_between_modules_in_a_dry_run_on_values() -> None:
+    split_by_module(Begins(), [2, 2], (batch(),))
+    trains_alike(Begins())

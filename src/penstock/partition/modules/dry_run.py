@@ -37,7 +37,7 @@ from penstock.partition.modules.glue_draws import GlueDraws
 from penstock.partition.modules.recorded import DryRun, Recorded
 from penstock.partition.modules.shell import build_shell
 from penstock.partition.modules.side_writes import State, is_opaque, refuse_filled, tensors_in
-from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies
+from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies, with_values
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import in_function_forward, watched_hooks
 from penstock.stage.boundary import BoundarySpec, describe
@@ -67,6 +67,14 @@ class DryRunner:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):  # the model's own: nobody shall write into that
                     vars(module)[name] = value.detach().clone()
+        # What the opened modules hold themselves, until it is known that no run needs its values.
+        self._held = {
+            (path, name): tensor
+            for path in parts.opened
+            for registry in registries(model.get_submodule(path))
+            for name, tensor in registry.items()
+            if tensor is not None
+        }
         self._bodies = UnitBodies(parts.units, device)
         self._where = device
         self._inside = False
@@ -109,11 +117,14 @@ class DryRunner:
             logger.info("dry run on values: %s", error)
             return self._whole(args, kwargs, training)
         self._bodies.let_go()
+        self._held = {}
         return seen
 
     def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> DryRun:
         self._calls, self._given = [], Given()
         self._where = self._bodies.place
+        if self._bodies.on_values:
+            self._give_values()
         for unit, (module, attributes) in self._set.items():
             put(module, {name: Stale(_told_stale(unit, name)) for name in attributes})
         self._shell.train(training)
@@ -140,6 +151,14 @@ class DryRunner:
             changed=changed,
             draws=self._draws.seen,
         )
+
+    def _give_values(self) -> None:
+        """Let copies stand in for what the opened modules hold: units will compute with them."""
+        for (path, name), tensor in self._held.items():
+            for registry in registries(self._opened[path]):
+                absent = registry.get(name)
+                if type(absent) is Absent:
+                    absent.body = with_values(tensor, self._where)
 
     def _run_shell(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -316,6 +335,11 @@ def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     return [
         ".".join(map(str, path[1:])) if path[0] == 1 else f"argument {path[1]}" for path in paths
     ]
+
+
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters, and its buffers."""
+    return module._parameters, module._buffers
 
 
 def _told_stale(unit: str, name: str) -> str:

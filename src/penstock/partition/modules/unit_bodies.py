@@ -22,7 +22,7 @@ from penstock.partition.modules.absent import Absent, on_meta
 from penstock.partition.modules.shell import skeleton
 from penstock.partition.torch_private import as_fake, autocast_state, fake_mode
 
-__all__ = ["NeedsValues", "UnitBodies"]
+__all__ = ["NeedsValues", "UnitBodies", "with_values"]
 
 
 class NeedsValues(Exception):  # no error of anybody's: the dry run starts again
@@ -142,8 +142,10 @@ class UnitBodies:
     def lower(self, leaf: Any) -> Any:
         """A leaf of a unit's arguments as what runs in its place takes it."""
         body = leaf.body if type(leaf) is Absent else leaf
-        if not isinstance(body, Tensor) or self.on_values:
+        if not isinstance(body, Tensor):
             return body
+        if self.on_values:  # other units' parameters have none
+            return with_values(body, self.place) if body.is_meta else body
         if self.casts:
             return self._fake(on_meta(body))
         return body if type(leaf) is Absent else on_meta(body)
@@ -186,13 +188,18 @@ def imagined(bare: nn.Module, unit: nn.Module, device: torch.device) -> nn.Modul
             for name, tensor in getattr(module, kind).items():
                 if tensor is not None:
                     if id(tensor) not in real:
-                        real[id(tensor)] = filled(tensor, device) if tensor.is_meta else tensor
+                        real[id(tensor)] = with_values(tensor, device) if tensor.is_meta else tensor
                     registry[name] = real[id(tensor)]
     return made.train(bare.training)
 
 
-def filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """Small numbers in a tensor's shape, the same on each rank; zeros where it holds whole ones."""
+def with_values(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy with values: the tensor's own, or those that ``imagined`` takes.
+
+    Those are small numbers, the same on each rank; zeros where the tensor holds whole ones.
+    """
+    if not tensor.is_meta:
+        return tensor.detach().to(device, copy=True)
     made = torch.zeros_like(tensor, device=device)
     if made.is_floating_point():
         made.copy_(torch.linspace(-0.02, 0.02, made.numel(), device=device).view(made.shape))
