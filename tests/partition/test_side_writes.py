@@ -449,6 +449,26 @@ def test_a_hook_on_a_node_of_the_graph(always: bool) -> None:
     assert Tensor.register_hook.__module__ == "torch._tensor"
 
 
+class Shifts(Net):
+    """Adds a parameter of its own, spread over the rows, where the second stage begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.layers[1](self.layers[0](self.embed(x)))
+        x = self.layers[2](x + self.shift.expand(len(x), DIM))
+        return {"loss": self.head(self.layers[3](x)).square().mean()}
+
+
+def test_who_defers_gradients_of_a_parameter_between_modules_is_no_user() -> None:
+    """That looks at the graph too, for every operation on a parameter that none other is for."""
+    first, second = ["embed", "layers.0", "layers.1"], ["shift", "layers.2", "layers.3", "head"]
+    split_by_module(Shifts(), [first, second], (batch()[:2],))
+    trains_alike(Shifts(), split=[first, second], schedule="zb-h1")
+
+
 def test_backward_hooks_of_what_runs_on_several_stages() -> None:
     model = Net()
     model.register_full_backward_hook(lambda *_: None)

@@ -48,6 +48,9 @@ HOOKS = (
     "_backward_pre_hooks",
 )
 
+# The registries of a module that its copy must not share.
+REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS)
+
 # What FSDP2 and replicate keep on the modules that they wrap; a number of its own stands behind.
 WRAPPERS_STATE = "__composable_api_state_key_"
 
@@ -319,8 +322,12 @@ def _told_register_hook(tensor: Tensor, hook: Any) -> Any:
 
 
 def _told_grad_fn(tensor: Tensor) -> Any:
-    reader = sys._getframe(1).f_code.co_filename
-    if reader == _GRAPH or not reader.startswith((_TORCH, _OURS)):
+    frame: Any = sys._getframe(1)
+    helps = frame.f_code.co_filename == _GRAPH
+    while frame.f_code.co_filename == _GRAPH:
+        frame = frame.f_back
+    reader = frame.f_code.co_filename
+    if not reader.startswith(_OURS if helps else (_TORCH, _OURS)):
         for watcher in list(_watchers):
             watcher("reads a tensor's grad_fn")
     return _grad_fn.__get__(tensor)
