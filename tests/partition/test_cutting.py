@@ -219,11 +219,10 @@ def test_a_step_without_any_loss_is_refused(model_type: type[NetBase]) -> None:
 def test_what_is_neither_says_both() -> None:
     class Worse(Again):
         def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            return x if x.sum() > 0 else -x
+            return super().forward(x if x.sum() > 0 else -x)
 
     with pytest.raises(
-        PartitionError, match=r"needs the value of output 0 of head.*nor can it be capt"
+        PartitionError, match=r"needs the value of input argument 0.*nor can it be capt"
     ):
         Pipeline(Worse(), ranks=2, example=(X[:3],), n_microbatches=2)
 

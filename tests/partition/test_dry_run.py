@@ -137,3 +137,23 @@ class Begins(Net):
 def test_parameters_between_modules_in_a_dry_run_on_values() -> None:
     split_by_module(Begins(), [2, 2], (batch(),))
     trains_alike(Begins())
+
+
+class Behind(Net):
+    """A loss of which no shapes can tell, as that of CTC; and a skip that it alone looks at."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first = self.layers[0](x)
+        scores = torch.log_softmax(self.layers[3](self.layers[2](self.layers[1](first))), -1)
+        length = torch.full((len(x),), 3)
+        loss = nn.functional.ctc_loss(
+            scores.expand(4, *scores.shape), torch.ones(len(x), 2, dtype=torch.long),
+            length + 1, length - 1,
+        )  # fmt: skip
+        return {"loss": loss if first.sum() > -1e9 else -loss}
+
+
+def test_code_behind_the_last_module_may_look_at_values() -> None:
+    """The last stage alone runs it, to which all that is looked at is carried."""
+    split_by_module(Behind(), [2, 2], (batch(),))
+    trains_alike(Behind())

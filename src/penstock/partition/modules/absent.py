@@ -13,7 +13,7 @@ remembers its sources, the values that it would have been computed from.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,11 +35,25 @@ from penstock.partition.torch_private import (
     wrapper_subclass,
 )
 
-__all__ = ["Absent", "Kind", "Origin", "Source", "named", "on_meta", "sources_of", "turn_absent"]
+__all__ = [
+    "Absent",
+    "Kind",
+    "NeedsValue",
+    "Origin",
+    "Source",
+    "named",
+    "on_meta",
+    "sources_of",
+    "told_of_looks",
+    "turn_absent",
+]
 
 
 # Numbers random draws apart.
 draws = itertools.count()
+
+# Told of what the code between the parts looks at, where a model is run dry on values.
+told_of_looks: list[Callable[[set[Source]], None]] = []
 
 
 class Kind(Enum):
@@ -150,6 +164,16 @@ class Absent(Tensor):
         return _run(func, args, kwargs or {})
 
 
+class NeedsValue(PartitionError):
+    """The code between the parts computes what an absent value's shape does not tell."""
+
+    def __init__(self, func: Any, sources: set[Source]) -> None:
+        super().__init__(
+            f"the code between the model's parts needs the value of {named(sources)} ({func}), "
+            "which is on another stage; cut elsewhere, or move that code into a module"
+        )
+
+
 class Overwritten(PartitionError):
     """An absent value is written into tensors that are here."""
 
@@ -224,11 +248,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if by_place is not args:
         args = by_place
         leaves, tree = leaves_of(args, kwargs)
-    if valueless and is_data_dependent(func, args):
-        raise PartitionError(
-            f"the code between the model's parts needs the value of {named(sources)} ({func}), "
-            "which is on another stage; cut elsewhere, or move that code into a module"
-        )
+    if is_data_dependent(func, args):
+        if valueless:
+            raise NeedsValue(func, sources)
+        for tell in told_of_looks:
+            tell(sources)
     device = kwargs.get("device") or absent[0].device
     if is_random(func, args, kwargs):
         sources.add(Source(Kind.DRAW, next(draws), 0, str(func)))

@@ -25,11 +25,13 @@ from penstock.partition.huggingface import capture_since, collector, mark
 from penstock.partition.modules.absent import (
     Absent,
     Kind,
+    NeedsValue,
     Origin,
     Source,
     draws,
     on_meta,
     sources_of,
+    told_of_looks,
     turn_absent,
 )
 from penstock.partition.modules.attributes import Attributes, Stale, put
@@ -84,6 +86,10 @@ class DryRunner:
         self._set: dict[str, tuple[nn.Module, set[str]]] = {}
         self._calls: list[Recorded] = []
         self._given = Given()
+        # What the code between the units looked at, after so many calls; and what it said of that
+        # when there were no values.
+        self._looks: list[tuple[int, set[Source]]] = []
+        self._looked: NeedsValue | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> DryRun:
         """Run the model once.
@@ -109,19 +115,33 @@ class DryRunner:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
     ) -> DryRun:
         if self._bodies.on_values:
-            return self._whole(args, kwargs, training)
+            return self._on_values(args, kwargs, training)
         try:
             seen = self._whole(args, kwargs, training)
-        except NeedsValues as error:
+        except (NeedsValues, NeedsValue) as error:
             self._bodies.take_values(error)
+            self._looked = error if isinstance(error, NeedsValue) else None
             logger.info("dry run on values: %s", error)
-            return self._whole(args, kwargs, training)
+            return self._on_values(args, kwargs, training)
         self._bodies.let_go()
         self._held = {}
         return seen
 
+    def _on_values(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
+    ) -> DryRun:
+        """Behind the last unit, where the last stage alone runs, the code may look at values."""
+        seen = self._whole(args, kwargs, training)
+        if self._looked is not None and any(at < len(seen.calls) for at, _ in self._looks):
+            raise self._looked
+        behind = (sources for at, sources in self._looks if at == len(seen.calls))
+        return replace(seen, needs=seen.needs.union(*behind))
+
+    def _look(self, sources: set[Source]) -> None:
+        self._looks.append((len(self._calls), set(sources)))
+
     def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> DryRun:
-        self._calls, self._given = [], Given()
+        self._calls, self._given, self._looks = [], Given(), []
         self._where = self._bodies.place
         if self._bodies.on_values:
             self._give_values()
@@ -173,11 +193,13 @@ class DryRunner:
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
             state, attributes = State(self._opened), Attributes(self._shell)
             self._draws = GlueDraws()
+            told_of_looks.append(self._look)
             try:
                 with self._draws:
                     output = self._shell(*args, **kwargs)
                 return output, state.written()
             finally:
+                told_of_looks.remove(self._look)
                 attributes.restore()  # for the next run, to which they may be none of those before
 
     def _enter(self, index: int, leaf: Any, name: str) -> Any:

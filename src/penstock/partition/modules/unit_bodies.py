@@ -73,7 +73,7 @@ class UnitBodies:
         for module in self._bare.values():
             module.train(training)
 
-    def take_values(self, error: NeedsValues) -> None:
+    def take_values(self, error: Exception) -> None:
         """Run on values from now on.
 
         Raises:
