@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging.handlers
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,25 @@ def peers_in_a_v(rank: int) -> list[bool]:
     ]
 
 
+def batches_that_differ(rank: int) -> list[bool]:
+    """As a sampler deals them out; a rank may pass what is not used, and is told once."""
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("penstock").addHandler(told)
+
+    def remarks(*inputs: Tensor) -> list[str]:
+        told.buffer.clear()
+        pipe = Pipeline(make_layers(2), loss_fn=mse, split=[1, 1], n_microbatches=2)
+        for _ in range(2):
+            pipe.step(*inputs, target=batch())
+        return [record.getMessage() for record in told.buffer]
+
+    same, others = remarks(batch()), remarks(batch() + rank)
+    none = remarks(*(() if rank else (batch(),)))
+    logging.getLogger("penstock").removeHandler(told)
+    said = "rank 1 was given other inputs than rank 0"
+    return [same == none == [], [said in each for each in others] == [True] * rank]
+
+
 def play(rank: int, num_ranks: int) -> dict[str, list[bool]]:
     every: dict[str, Callable[[], list[bool]]] = {
         "stages of all ranks, 1f1b": lambda: stages_of_all_ranks("1f1b", 2),
@@ -130,6 +150,7 @@ def play(rank: int, num_ranks: int) -> dict[str, list[bool]]:
         "forward only, no grad": lambda: forwards_alone(rank, ScheduleForwardOnly, torch.no_grad),
         "gpipe without a loss, no grad": lambda: forwards_alone(rank, ScheduleGPipe, torch.no_grad),
         "peers in a V": lambda: peers_in_a_v(rank),
+        "batches that differ": lambda: batches_that_differ(rank),
     }
     return {name: script() for name, script in every.items()}
 
@@ -142,6 +163,7 @@ SCRIPTS = (
     "forward only, no grad",
     "gpipe without a loss, no grad",
     "peers in a V",
+    "batches that differ",
 )
 
 
