@@ -256,8 +256,11 @@ class Act:
                 )
         for stage in (s for s in self._program.placement.entries if s in self._stages):
             if batch.args is None:
+                called = "step() or eval()"
+                if not self.role.train:
+                    called += ", which runs the model; train(False) of its modules sets their mode"
                 raise StageError(
-                    "no inputs: the rank of the first stage passes them to step() or eval()",
+                    f"no inputs: the rank of the first stage passes them to {called}",
                     where=Where(rank=rank_of(stage), stage=stage),
                 )
             under = conditions(self._stages.values(), self._device)
