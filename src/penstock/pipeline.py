@@ -316,10 +316,13 @@ class Pipeline:
         """
         self._state.load_state_dict(state_dict)
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set them to zero, as an ``nn.Module`` would."""
         for param in self.parameters():
-            param.grad = None
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad = torch.zeros_like(param.grad)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: stages are bound to their ranks and their processes."""
