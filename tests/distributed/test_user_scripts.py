@@ -122,23 +122,48 @@ def peers_in_a_v(rank: int) -> list[bool]:
     ]
 
 
+def remarks(script: Callable[[], object]) -> list[str]:
+    """What is logged meanwhile."""
+    told = logging.handlers.BufferingHandler(100)
+    told.setLevel(logging.WARNING)
+    logging.getLogger("penstock").addHandler(told)
+    script()
+    logging.getLogger("penstock").removeHandler(told)
+    return [record.getMessage() for record in told.buffer]
+
+
 def batches_that_differ(rank: int) -> list[bool]:
     """As a sampler deals them out; a rank may pass what is not used, and is told once."""
-    told = logging.handlers.BufferingHandler(100)
-    logging.getLogger("penstock").addHandler(told)
 
-    def remarks(*inputs: Tensor) -> list[str]:
-        told.buffer.clear()
+    def train(*inputs: Tensor) -> None:
         pipe = Pipeline(make_layers(2), loss_fn=mse, split=[1, 1], n_microbatches=2)
         for _ in range(2):
             pipe.step(*inputs, target=batch())
-        return [record.getMessage() for record in told.buffer]
 
-    same, others = remarks(batch()), remarks(batch() + rank)
-    none = remarks(*(() if rank else (batch(),)))
-    logging.getLogger("penstock").removeHandler(told)
+    same, others = remarks(lambda: train(batch())), remarks(lambda: train(batch() + rank))
+    none = remarks(lambda: train(*(() if rank else (batch(),))))
     said = "rank 1 was given other inputs than rank 0"
     return [same == none == [], [said in each for each in others] == [True] * rank]
+
+
+def one_model_in_two_pipelines(rank: int) -> list[bool]:
+    """Cut alike they train the same; cut otherwise, what other ranks have trained is not here."""
+    model = nn.Sequential(*make_layers(4))
+
+    def made(schedule: str) -> Pipeline:
+        return Pipeline(model, loss_fn=mse, schedule=schedule, n_microbatches=2)
+
+    first, alike, other = made("1f1b"), made("gpipe"), made("zbv")
+    before = remarks(lambda: other.eval(batch()))
+    first.step(batch(), target=batch())
+    alike_told = remarks(lambda: alike.eval(batch()))
+    told = remarks(lambda: [other.eval(batch()) for _ in range(2)])
+    later = made("zbv")
+    later_told = remarks(lambda: later.eval(batch()))
+    handed_on = made("zbv")
+    handed_on.load_state_dict(first.state_dict(full=True))
+    silent = remarks(lambda: handed_on.eval(batch()))
+    return [before == alike_told == silent == [], len(told) == len(later_told) == 1]
 
 
 def play(rank: int, num_ranks: int) -> dict[str, list[bool]]:
@@ -151,6 +176,7 @@ def play(rank: int, num_ranks: int) -> dict[str, list[bool]]:
         "gpipe without a loss, no grad": lambda: forwards_alone(rank, ScheduleGPipe, torch.no_grad),
         "peers in a V": lambda: peers_in_a_v(rank),
         "batches that differ": lambda: batches_that_differ(rank),
+        "one model in two pipelines": lambda: one_model_in_two_pipelines(rank),
     }
     return {name: script() for name, script in every.items()}
 
@@ -164,6 +190,7 @@ SCRIPTS = (
     "gpipe without a loss, no grad",
     "peers in a V",
     "batches that differ",
+    "one model in two pipelines",
 )
 
 
