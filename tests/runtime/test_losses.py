@@ -226,6 +226,8 @@ def test_ready_microbatches_of_the_wrong_number() -> None:
         both.pipe.step(arg_mbs=args, target_mbs=targets)
     with pytest.raises(ValueError, match="differ in length"):
         both.pipe.step(arg_mbs=args[:3], target_mbs=targets)
+    with pytest.raises(TypeError, match="arg_mbs is a generator, expected a list"):
+        both.pipe.step(arg_mbs=(mb for mb in args), target_mbs=targets)
     both.step(arg_mbs=args[:3], target_mbs=targets[:3])
 
 

@@ -292,9 +292,11 @@ def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, b
 
     Raises:
         ValueError: a batch was given as well.
-        TypeError: an item is no tuple of arguments, or no dict of them.
+        TypeError: one is no list, or an item no tuple of arguments, or no dict of them.
     """
     for name, mbs in ready.items():
+        if mbs is not None and not hasattr(mbs, "__len__"):
+            raise TypeError(f"{name} is a {type(mbs).__name__}, expected a list of microbatches")
         if mbs is not None and whole[name]:
             raise ValueError(
                 f"{_WHOLE[name]} and {name} were both given; pass a batch, which is split, or "
