@@ -136,6 +136,7 @@ class Pipeline:
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._whole_call = made.whole_call
         self._forecast, self._num_steps = made.forecast, 0
+        self._homes = made.homes
         self._state = ModelState(
             self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
@@ -183,9 +184,11 @@ class Pipeline:
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         watch = self._forecast.watch if self._forecast is not None else _nothing
         args, target, kwargs = self._moved(args, target, kwargs)
+        self._homes.remark()
         with watch(self._num_steps, self.device, alone=self._group is None):
             self._schedule.step(*args, target=target, **kwargs)
         self._num_steps += 1
+        self._homes.stepped()
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
         return losses.mean()
@@ -215,6 +218,7 @@ class Pipeline:
                 ``merge_outputs=False`` or ``return_outputs=False``.
         """
         args, target, kwargs = self._moved(args, target, kwargs)
+        self._homes.remark()
         return self._schedule.eval(*args, target=target, **kwargs)
 
     def _moved(
@@ -316,10 +320,13 @@ class Pipeline:
         """
         self._state.load_state_dict(state_dict)
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set them to zero, as an ``nn.Module`` would."""
         for param in self.parameters():
-            param.grad = None
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad = torch.zeros_like(param.grad)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: stages are bound to their ranks and their processes."""

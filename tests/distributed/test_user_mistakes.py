@@ -75,6 +75,12 @@ def target_with_too_few_rows(rank: int, group: dist.ProcessGroup) -> object:
     return schedule.step(BATCH) if rank == 0 else schedule.step(target=BATCH[:2])
 
 
+def a_step_within_a_step(rank: int, group: dist.ProcessGroup) -> object:
+    teacher = make_schedule(rank, group)
+    schedule = make_schedule(rank, group, loss_fn=lambda out, _: teacher.eval(out).mean())
+    return step(rank, schedule)
+
+
 def no_target(rank: int, group: dist.ProcessGroup) -> object:
     schedule = make_schedule(rank, group)
     return schedule.step(BATCH) if rank == 0 else schedule.step()
@@ -357,6 +363,9 @@ MISTAKES = {
     "target of another size": Mistake(target_of_other_size, (P, S), "The size of tensor a", (1,)),
     "target with too few rows": Mistake(
         target_with_too_few_rows, (P, "ValueError"), r"\(2, 4\) can't be split into 4", (1,)
+    ),
+    "a step within a step": Mistake(
+        a_step_within_a_step, (SCH, SCH), r"within a step of another one over the same ranks", (1,)
     ),
     "no target": Mistake(no_target, (P, S), r"no target.*passes target= .* to step\(\)", (1,)),
     "no inputs": Mistake(no_inputs, (S, P), r"no inputs.*passes them to step\(\) or eval", (0,)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging.handlers
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,50 @@ def peers_in_a_v(rank: int) -> list[bool]:
     ]
 
 
+def remarks(script: Callable[[], object]) -> list[str]:
+    """What is logged meanwhile."""
+    told = logging.handlers.BufferingHandler(100)
+    told.setLevel(logging.WARNING)
+    logging.getLogger("penstock").addHandler(told)
+    script()
+    logging.getLogger("penstock").removeHandler(told)
+    return [record.getMessage() for record in told.buffer]
+
+
+def batches_that_differ(rank: int) -> list[bool]:
+    """As a sampler deals them out; a rank may pass what is not used, and is told once."""
+
+    def train(*inputs: Tensor) -> None:
+        pipe = Pipeline(make_layers(2), loss_fn=mse, split=[1, 1], n_microbatches=2)
+        for _ in range(2):
+            pipe.step(*inputs, target=batch())
+
+    same, others = remarks(lambda: train(batch())), remarks(lambda: train(batch() + rank))
+    none = remarks(lambda: train(*(() if rank else (batch(),))))
+    said = "rank 1 was given other inputs than rank 0"
+    return [same == none == [], [said in each for each in others] == [True] * rank]
+
+
+def one_model_in_two_pipelines(rank: int) -> list[bool]:
+    """Cut alike they train the same; cut otherwise, what other ranks have trained is not here."""
+    model = nn.Sequential(*make_layers(4))
+
+    def made(schedule: str) -> Pipeline:
+        return Pipeline(model, loss_fn=mse, schedule=schedule, n_microbatches=2)
+
+    first, alike, other = made("1f1b"), made("gpipe"), made("zbv")
+    before = remarks(lambda: other.eval(batch()))
+    first.step(batch(), target=batch())
+    alike_told = remarks(lambda: alike.eval(batch()))
+    told = remarks(lambda: [other.eval(batch()) for _ in range(2)])
+    later = made("zbv")
+    later_told = remarks(lambda: later.eval(batch()))
+    handed_on = made("zbv")
+    handed_on.load_state_dict(first.state_dict(full=True))
+    silent = remarks(lambda: handed_on.eval(batch()))
+    return [before == alike_told == silent == [], len(told) == len(later_told) == 1]
+
+
 def play(rank: int, num_ranks: int) -> dict[str, list[bool]]:
     every: dict[str, Callable[[], list[bool]]] = {
         "stages of all ranks, 1f1b": lambda: stages_of_all_ranks("1f1b", 2),
@@ -130,6 +175,8 @@ def play(rank: int, num_ranks: int) -> dict[str, list[bool]]:
         "forward only, no grad": lambda: forwards_alone(rank, ScheduleForwardOnly, torch.no_grad),
         "gpipe without a loss, no grad": lambda: forwards_alone(rank, ScheduleGPipe, torch.no_grad),
         "peers in a V": lambda: peers_in_a_v(rank),
+        "batches that differ": lambda: batches_that_differ(rank),
+        "one model in two pipelines": lambda: one_model_in_two_pipelines(rank),
     }
     return {name: script() for name, script in every.items()}
 
@@ -142,6 +189,8 @@ SCRIPTS = (
     "forward only, no grad",
     "gpipe without a loss, no grad",
     "peers in a V",
+    "batches that differ",
+    "one model in two pipelines",
 )
 
 

@@ -140,6 +140,8 @@ def test_missing_inputs_are_told_before_anything_runs() -> None:
     inputs, target = features(6, 0)
     with pytest.raises(StageError, match="no inputs"):
         both.pipe.step(target=target)
+    with pytest.raises(StageError, match=r"no inputs.* train\(False\) of its modules"):
+        both.pipe.eval()
     both.step(inputs, target=target)
 
 
@@ -201,6 +203,22 @@ def test_ready_keyword_microbatches(schedule: str) -> None:
         assert all(map(torch.equal, pipe.losses, expected.losses))
 
 
+def test_a_loss_may_not_call_the_pipeline_that_it_is_computed_in() -> None:
+    pipes: list[Pipeline] = []
+    teacher = Pipeline(mlp(2), ranks=2, n_microbatches=1)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        known = pipes[0].eval(target) if pipes else teacher.eval(target)
+        return F.mse_loss(output, known)
+
+    pipe = Pipeline(mlp(2), loss_fn=loss_fn, ranks=2, n_microbatches=2)
+    inputs, target = features(2, 0)
+    pipe.step(inputs, target=target)  # another one, all in this process
+    pipes.append(pipe)
+    with pytest.raises(ScheduleError, match=r"stage 1, .*within a step of the same .* target="):
+        pipe.step(inputs, target=target)
+
+
 def test_ready_microbatches_of_the_wrong_number() -> None:
     both = twins()
     pairs = [features(2, i) for i in range(4)]
@@ -209,6 +227,8 @@ def test_ready_microbatches_of_the_wrong_number() -> None:
         both.pipe.step(arg_mbs=args, target_mbs=targets)
     with pytest.raises(ValueError, match="differ in length"):
         both.pipe.step(arg_mbs=args[:3], target_mbs=targets)
+    with pytest.raises(TypeError, match="arg_mbs is a generator, expected a list"):
+        both.pipe.step(arg_mbs=(mb for mb in args), target_mbs=targets)
     both.step(arg_mbs=args[:3], target_mbs=targets[:3])
 
 

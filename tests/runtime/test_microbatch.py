@@ -202,6 +202,40 @@ def test_ready_microbatches_may_differ_in_length_but_not_in_rows(
     assert len(warnings_of(caplog)) == told
 
 
+# --- tensors with other numbers of rows ------------------------------------------------------
+
+
+def tabled(x: Tensor, table: Tensor) -> Any:
+    """Given to a module that adds one to the other; broadcast, where that goes."""
+
+    class Adds(nn.Linear):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return super().forward(x + table[: x.size(-2)])
+
+    return one_stage(Adds(DIM, DIM)).step(x, table=table, target=x)
+
+
+def test_rows_that_are_cut_at_different_places_are_refused() -> None:
+    x, offsets = torch.ones(8, DIM), torch.tensor([0, 2, 4, 6, 8])[:, None]
+    said = r"8 rows of .* \(8, 4\) and 5 of .* \(5, 1\) are cut at different places for 2"
+    with pytest.raises(ValueError, match=said + ".* ready microbatches"):
+        tabled(x, offsets)
+    weighted = one_stage(nn.Linear(DIM, DIM), loss_fn=lambda out, target: out.mean())
+    with pytest.raises(ValueError, match=said):
+        weighted.step(x, target={"weights": offsets})
+
+
+def test_inputs_with_other_numbers_of_rows_are_remarked_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    captions = one_stage(nn.Linear(DIM, DIM), loss_fn=lambda out, target: out.mean())
+    captions.step(torch.ones(4, DIM), target=torch.ones(8))  # two for each row
+    assert not warnings_of(caplog)
+    tabled(torch.ones(4, 2, DIM), torch.ones(2, DIM))
+    (told,) = warnings_of(caplog)
+    assert "inputs of shapes (4, 2, 4) and (2, 4) are all split into 2 microbatches" in told
+
+
 # --- outputs that can't be merged ------------------------------------------------------------
 
 

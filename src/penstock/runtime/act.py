@@ -31,6 +31,7 @@ from penstock.runtime.lanes import Lanes, can_overlap, has_blocks, why_in_turn
 from penstock.runtime.outputs import join_outputs
 from penstock.runtime.player import Player
 from penstock.runtime.role import Role
+from penstock.runtime.same_batch import looks_of, remark_on_others
 from penstock.runtime.shapes import ShapeBook, conditions
 from penstock.runtime.transport import Transport
 from penstock.schedule.acknowledgements import acknowledgements
@@ -90,6 +91,7 @@ class Act:
         )
         self._shapes = ShapeBook()
         self._is_fresh = self._is_restless = False
+        self._has_looked = self._is_alone
         # By the number of the first microbatch's inputs, which is another under autocast.
         self._loss_dtypes: dict[int, torch.dtype | None] = {}
         self._told_later: str | None = None
@@ -219,14 +221,17 @@ class Act:
         ids = self._check_batch(batch)
         # Where inputs enter on several ranks, numbers alone do not tell whether shapes are alike.
         digest = self._shapes.digest(ids) if self._compares_inputs else 0
+        looks = (0, 0) if self._has_looked else looks_of(batch)
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
-            shared = transport.share_numbers([*header, digest, *ids], self._first_rank)
+            shared = transport.share_numbers([*header, digest, *looks, *ids], self._first_rank)
             if shared[:3] != header:
                 raise ScheduleError(
                     f"rank {self._first_rank} is at {_moment(shared)}, rank {transport.rank} at "
                     f"{_moment(header)}: call step() and eval() in the same order on every rank"
                 )
-            batch.shape_ids = shared[4:]
+            remark_on_others(looks, transport.rank, shared[4:6], self._first_rank)
+            batch.shape_ids = shared[6:]
+        self._has_looked = True
         if self._compares_inputs and shared[3] != digest:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
@@ -252,8 +257,11 @@ class Act:
                 )
         for stage in (s for s in self._program.placement.entries if s in self._stages):
             if batch.args is None:
+                called = "step() or eval()"
+                if not self.role.train:
+                    called += ", which runs the model; train(False) of its modules sets their mode"
                 raise StageError(
-                    "no inputs: the rank of the first stage passes them to step() or eval()",
+                    f"no inputs: the rank of the first stage passes them to {called}",
                     where=Where(rank=rank_of(stage), stage=stage),
                 )
             under = conditions(self._stages.values(), self._device)

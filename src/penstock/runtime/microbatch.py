@@ -37,6 +37,7 @@ __all__ = [
     "Replicate",
     "TensorChunkSpec",
     "check_ready",
+    "is_split_alike",
     "merge_chunks",
     "num_chunks",
     "split_args_kwargs_into_chunks",
@@ -96,7 +97,9 @@ sum_reducer = Reducer(0, operator.add)
 _BATCH_DIM = TensorChunkSpec(0)
 
 
-def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
+def split_tree(
+    tree: Any, chunks: int, spec: Any = None, seen: dict[int, torch.Size] | None = None
+) -> list[Any]:
     """Split every tensor of a tree.
 
     Args:
@@ -104,6 +107,7 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
         chunks: into how many.
         spec: a ``TensorChunkSpec`` for all leaves, a tree of them that begins like ``tree``, or
             None for dimension 0. Where a spec has None, the value is given to every chunk.
+        seen: is filled with the numbers of rows of what is split, each with the first shape met.
 
     Returns:
         ``chunks`` trees; the first ones are a row longer where rows do not divide.
@@ -114,7 +118,7 @@ def split_tree(tree: Any, chunks: int, spec: Any = None) -> list[Any]:
     """
     leaves, treedef = flatten_rows(tree)
     specs = _leaf_specs(tree, len(leaves), spec)
-    columns = [_split_leaf(leaf, chunks, s) for leaf, s in zip(leaves, specs, strict=True)]
+    columns = [_split_leaf(leaf, chunks, s, seen) for leaf, s in zip(leaves, specs, strict=True)]
     # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
     if treedef.is_leaf():
         return list(columns[0])
@@ -140,7 +144,9 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     return [each for each, leaf in zip(specs, leaves, strict=True) if leaf is not None]
 
 
-def _split_leaf(leaf: Any, chunks: int, spec: TensorChunkSpec | None) -> Sequence[Any]:
+def _split_leaf(
+    leaf: Any, chunks: int, spec: TensorChunkSpec | None, seen: dict[int, torch.Size] | None
+) -> Sequence[Any]:
     if spec is None:
         return [leaf] * chunks
     if is_block_mask(leaf):
@@ -166,9 +172,32 @@ def _split_leaf(leaf: Any, chunks: int, spec: TensorChunkSpec | None) -> Sequenc
         raise ValueError(
             f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "
             f"along dimension {spec.split_dim}; pass at least {chunks} rows, or use "
-            f"n_microbatches={rows}"
+            f"n_microbatches={rows}; what is the same for every microbatch goes into each of the "
+            "ready ones (arg_mbs=, kwarg_mbs=, target_mbs=)"
         )
+    if seen is not None:
+        seen.setdefault(rows, leaf.shape)
     return torch.tensor_split(leaf, chunks, dim=spec.split_dim)
+
+
+def is_split_alike(rows: int, others: int, chunks: int) -> bool:
+    """Whether two numbers of rows are cut at the same places, seen from the whole.
+
+    Then chunk i of the one may belong to chunk i of the other: 4 images and 8 of their captions.
+
+    Example:
+        >>> is_split_alike(4, 8, 2), is_split_alike(5, 8, 2)
+        (True, False)
+    """
+    return all(
+        _begin(i, rows, chunks) * others == _begin(i, others, chunks) * rows for i in range(chunks)
+    )
+
+
+def _begin(chunk: int, rows: int, chunks: int) -> int:
+    """The first row of a chunk, where rows are shared out as evenly as they go."""
+    each, longer = divmod(rows, chunks)
+    return chunk * each + min(chunk, longer)
 
 
 def split_args_kwargs_into_chunks(
@@ -270,9 +299,11 @@ def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, b
 
     Raises:
         ValueError: a batch was given as well.
-        TypeError: an item is no tuple of arguments, or no dict of them.
+        TypeError: one is no list, or an item no tuple of arguments, or no dict of them.
     """
     for name, mbs in ready.items():
+        if mbs is not None and not hasattr(mbs, "__len__"):
+            raise TypeError(f"{name} is a {type(mbs).__name__}, expected a list of microbatches")
         if mbs is not None and whole[name]:
             raise ValueError(
                 f"{_WHOLE[name]} and {name} were both given; pass a batch, which is split, or "

@@ -26,6 +26,7 @@ from penstock.runtime.given import (
     check_timeout,
     group_of,
 )
+from penstock.runtime.in_turn import InTurn
 from penstock.runtime.loopback import loopback
 from penstock.runtime.pieces import Pieces
 from penstock.runtime.transport import Transport
@@ -349,13 +350,18 @@ class PipelineSchedule:
     def _run(
         self, passed: Passed, losses: list[Tensor] | None, merges: bool, *, train: bool
     ) -> Any:
-        with self.engine.guard(), nullcontext() if train else torch.no_grad():
+        engine = self.engine
+        with (
+            InTurn(engine, self._group),
+            engine.guard(),
+            nullcontext() if train else torch.no_grad(),
+        ):
             trains = train and self._trains
             if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             check_losses(losses)
             batch = self._batching.split(passed)
-            computed = self.engine.run(batch, train=trains)
+            computed = engine.run(batch, train=trains)
         self.losses = self._batching.join_losses(computed)
         self.metrics = batch.metrics if self.engine.has_last else []
         if losses is not None:

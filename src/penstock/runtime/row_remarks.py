@@ -1,7 +1,8 @@
-"""What a batch's rows are worth remarking on: that some count more than others, or are not split.
+"""What a batch's rows are worth remarking on: that some count more than others, or are not split,
+or that tensors have more or fewer of them than others.
 
-Neither is a mistake by itself, so it is said once per schedule, in the log, with what to do. This
-module splits nothing.
+None of these is a mistake by itself, so it is said once per schedule, in the log, with what to do.
+Tensors whose rows can't belong together are one, and refused. This module splits nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.block_mask import is_block_mask
+from penstock.runtime.microbatch import is_split_alike
 from penstock.stage.trees import flatten
 
 __all__ = ["RowRemarks"]
 
 _log = logging.getLogger(__name__)
+_WHOLE = (
+    "one whose rows are not the batch's (a mask or a table for all, offsets of packed sequences) "
+    "goes whole, or as it belongs there, into each of the ready microbatches: arg_mbs=, "
+    "kwarg_mbs=, target_mbs="
+)
 
 
 class RowRemarks:
@@ -31,6 +38,7 @@ class RowRemarks:
     def __init__(self, *, weighs_rows: bool) -> None:
         self._weighs_rows = weighs_rows
         self._seen: set[type[Any]] = set()
+        self._has_told_counts = False
 
     def on_rows(self, mbs: Sequence[Any], *, ready: bool) -> None:
         """Say that microbatches differ in rows.
@@ -53,6 +61,46 @@ class RowRemarks:
             len(counts),
             ", ".join(shown),
         )
+
+    def on_counts(
+        self,
+        inputs: Mapping[int, torch.Size],
+        targets: Mapping[int, torch.Size],
+        chunks: int,
+        *,
+        says: bool,
+    ) -> None:
+        """Say that inputs differ in their number of rows; targets may have several for each.
+
+        Args:
+            inputs: the numbers of rows of what is split, each with a tensor's shape.
+            targets: likewise.
+            chunks: into how many microbatches.
+            says: whether a remark is to be made here.
+
+        Raises:
+            ValueError: they are cut at different places, so that rows of a microbatch can't belong
+                together.
+        """
+        counts = {**targets, **inputs}
+        if len(counts) < 2 or chunks == 1:
+            return
+        (rows, shape), *others = sorted(counts.items(), reverse=True)
+        for other_rows, other in others:
+            if not is_split_alike(rows, other_rows, chunks):
+                raise ValueError(
+                    f"{rows} rows of a tensor of shape {tuple(shape)} and {other_rows} of one of "
+                    f"shape {tuple(other)} are cut at different places for {chunks} microbatches; "
+                    f"{_WHOLE}"
+                )
+        if says and len(inputs) > 1 and not self._has_told_counts:
+            self._has_told_counts = True
+            _log.warning(
+                "inputs of shapes %s are all split into %d microbatches by rows; %s",
+                " and ".join(str(tuple(inputs[count])) for count in sorted(inputs, reverse=True)),
+                chunks,
+                _WHOLE,
+            )
 
     def on_objects(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Say that an object whose tensors have the batch's rows goes whole to each microbatch.
