@@ -46,8 +46,8 @@ def _samples(leaf: Any) -> Any:
         return None
     flat = leaf.detach().reshape(-1)
     some = flat[:: max(1, len(flat) // _NUM_SAMPLES)]
-    wide = torch.complex128 if some.is_complex() else torch.float64
-    return tuple(leaf.shape), some.to("cpu", wide).tolist()
+    bits = some.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    return tuple(leaf.shape), leaf.dtype, bits.tolist()
 
 
 def _number(text: str) -> int:
