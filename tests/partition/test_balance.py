@@ -20,6 +20,7 @@ from penstock.partition.balance import shared_ranks
 from penstock.partition.balance.balance import Balance, Objective, balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.schedule.placement import Placement, bidirectional, linear, looped, v_shape, wave
+from tests.pace import slowness
 
 
 def splits(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
@@ -383,7 +384,7 @@ def test_200_blocks_into_128_stages_of_64_ranks_within_a_second(placement: Place
         found = balance(layered(0, 200), 128, placement=placement, latency_s=1)
         took.append(time.process_time() - start)
     assert sum(found.counts) == 200
-    assert min(took) < 1
+    assert min(took) < slowness()
 
 
 @pytest.mark.parametrize("head", [1, 300])
@@ -405,7 +406,7 @@ def test_200_blocks_into_128_stages_within_a_second(head: float) -> None:
         found = balance(blocks, 128, 300, bandwidth=100)
         took.append(time.process_time() - start)
     assert sum(found.counts) == 200
-    assert min(took) < 1
+    assert min(took) < slowness()
 
 
 # --- what can't be -----------------------------------------------------------------------------
