@@ -328,6 +328,15 @@ class Pipeline:
             else:
                 param.grad = torch.zeros_like(param.grad)
 
+    if not TYPE_CHECKING:  # to which every attribute would be there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say where to find what an ``nn.Module`` has."""
+            told = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(nn.Module, name):
+                told += "; this process's modules, which have it, are pipe.stages[i].submod"
+            raise AttributeError(told, name=name, obj=self)
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: stages are bound to their ranks and their processes."""
         raise TypeError(
