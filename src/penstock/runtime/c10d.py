@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from penstock.runtime.answer import Answer, poll
 from penstock.runtime.breaking import abort_all, break_pairs
 from penstock.runtime.control_plane import ControlPlane
 from penstock.runtime.failure import Board, Place
+from penstock.runtime.held_sends import Held
 from penstock.runtime.nccl import as_wire, make_connections
 from penstock.runtime.transport import empty_tensors
 from penstock.runtime.watcher import Others, Watcher, Whom
@@ -77,30 +78,6 @@ class _Receipt:
         return self._tensors
 
 
-class _Held:
-    """Sends to one peer that are on their way, oldest first, and how many messages went before."""
-
-    __slots__ = ("num_bytes", "num_sent", "sends")
-
-    def __init__(self) -> None:
-        # The number of its message, counted from the step's start; the work; the tensor.
-        self.sends: deque[tuple[int, Any, Tensor]] = deque()
-        self.num_bytes = 0
-        self.num_sent = 0
-
-    def add(self, work: Any, tensor: Tensor) -> None:
-        self.sends.append((self.num_sent, work, tensor))
-        self.num_bytes += tensor.nbytes
-
-    def drop_first(self) -> None:
-        self.num_bytes -= self.sends.popleft()[2].nbytes
-
-    def drop_all(self) -> None:
-        self.sends.clear()
-        self.num_bytes = 0
-        self.num_sent = 0
-
-
 class C10dTransport(ControlPlane):
     """One rank's connection over process groups.
 
@@ -128,7 +105,7 @@ class C10dTransport(ControlPlane):
         self._connected = self._is_joined = self._has_stepped = False
         # As this one's last good step has found it.
         self._num_failed = 0
-        self._held: defaultdict[int, _Held] = defaultdict(_Held)
+        self._held: defaultdict[int, Held] = defaultdict(Held)
         self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # Ranks with which connections are still to be made.
         self._strangers: set[int] = set()
@@ -219,7 +196,7 @@ class C10dTransport(ControlPlane):
             self.wait_for((sends[0][1],), peer)  # no wait: the tensor has arrived
             held.drop_first()
 
-    def _drop_sent(self, held: _Held, peer: int) -> None:
+    def _drop_sent(self, held: Held, peer: int) -> None:
         """Let go of what the device has sent; the host waits for it where it is far ahead."""
         while held.sends:
             work = held.sends[0][1]
