@@ -20,6 +20,7 @@ from penstock.runtime.microbatch import (
     check_ready,
     merge_chunks,
     num_chunks,
+    split_call,
     split_tree,
 )
 from penstock.runtime.pieces import Pieces
@@ -94,20 +95,21 @@ class Batching:
         batch = Batch(self._engine.num_microbatches)
         batch.keep_outputs = passed.return_outputs
         batch.loss_kwargs = passed.loss_kwargs or {}
-        num, specs, has_first = self._num, self._specs, self._engine.has_first
+        specs, has_first = self._specs, self._engine.has_first
         # The rows of what counts here: where the inputs enter, and the loss is computed.
         rows: dict[int, torch.Size] = {}
         target_rows: dict[int, torch.Size] = {}
         entering = rows if has_first else None
-        args = split_tree(passed.args, num, specs.args, entering) if passed.args else [()] * num
-        kwargs = split_tree(passed.kwargs, num, specs.kwargs, rows) if passed.kwargs else [{}] * num
+        args, kwargs = split_call(
+            passed.args, passed.kwargs, self._num, specs.args, specs.kwargs, entering, rows
+        )
         if passed.args or passed.kwargs or passed.arg_mbs or passed.kwarg_mbs:
             batch.args = passed.arg_mbs or args
         batch.kwargs = passed.kwarg_mbs or kwargs
         batch.targets = passed.target_mbs
         if passed.target_mbs is None and has_target and self._engine.has_last:
-            batch.targets = split_tree(passed.target, num, seen=target_rows)
-        self._remarks.on_counts(rows, target_rows, num, says=has_first)
+            batch.targets = split_tree(passed.target, self._num, seen=target_rows)
+        self._remarks.on_counts(rows, target_rows, self._num, says=has_first)
         self._remark(passed, batch, ready=length is not None)
         self._pieces.split(batch, even=self._averages)
         return batch

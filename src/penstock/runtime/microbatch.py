@@ -41,6 +41,7 @@ __all__ = [
     "merge_chunks",
     "num_chunks",
     "split_args_kwargs_into_chunks",
+    "split_call",
     "split_tree",
     "sum_reducer",
 ]
@@ -228,8 +229,21 @@ def split_args_kwargs_into_chunks(
         >>> args, kwargs
         ([(tensor([0, 1, 2]),), (tensor([3, 4]),)], [{'scale': 2}, {'scale': 2}])
     """
-    split_args = split_tree(args, chunks, args_chunk_spec) if args else [()] * chunks
-    split_kwargs = split_tree(kwargs, chunks, kwargs_chunk_spec) if kwargs else [{}] * chunks
+    return split_call(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, None, None)
+
+
+def split_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_spec: tuple[Any, ...] | None,
+    kwargs_spec: dict[str, Any] | None,
+    args_seen: dict[int, torch.Size] | None,
+    kwargs_seen: dict[int, torch.Size] | None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """``split_args_kwargs_into_chunks``; ``split_tree`` says what the last two arguments are."""
+    split_args = split_tree(args, chunks, args_spec, args_seen) if args else [()] * chunks
+    split_kwargs = split_tree(kwargs, chunks, kwargs_spec, kwargs_seen) if kwargs else [{}] * chunks
     return split_args, split_kwargs
 
 
