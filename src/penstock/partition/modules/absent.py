@@ -38,7 +38,7 @@ from penstock.partition.torch_private import (
 __all__ = [
     "Absent",
     "Kind",
-    "NeedsValue",
+    "LooksAtValue",
     "Origin",
     "Source",
     "named",
@@ -164,7 +164,7 @@ class Absent(Tensor):
         return _run(func, args, kwargs or {})
 
 
-class NeedsValue(PartitionError):
+class LooksAtValue(PartitionError):
     """The code between the parts computes what an absent value's shape does not tell."""
 
     def __init__(self, func: Any, sources: set[Source]) -> None:
@@ -250,7 +250,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = leaves_of(args, kwargs)
     if is_data_dependent(func, args):
         if valueless:
-            raise NeedsValue(func, sources)
+            raise LooksAtValue(func, sources)
         for tell in told_of_looks:
             tell(sources)
     device = kwargs.get("device") or absent[0].device

@@ -25,7 +25,7 @@ from penstock.partition.huggingface import capture_since, collector, mark
 from penstock.partition.modules.absent import (
     Absent,
     Kind,
-    NeedsValue,
+    LooksAtValue,
     Origin,
     Source,
     draws,
@@ -89,7 +89,7 @@ class DryRunner:
         # What the code between the units looked at, after so many calls; and what it said of that
         # when there were no values.
         self._looks: list[tuple[int, set[Source]]] = []
-        self._looked: NeedsValue | None = None
+        self._looked: LooksAtValue | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> DryRun:
         """Run the model once.
@@ -118,9 +118,9 @@ class DryRunner:
             return self._on_values(args, kwargs, training)
         try:
             seen = self._whole(args, kwargs, training)
-        except (NeedsValues, NeedsValue) as error:
+        except (NeedsValues, LooksAtValue) as error:
             self._bodies.take_values(error)
-            self._looked = error if isinstance(error, NeedsValue) else None
+            self._looked = error if isinstance(error, LooksAtValue) else None
             logger.info("dry run on values: %s", error)
             return self._on_values(args, kwargs, training)
         self._bodies.let_go()
