@@ -12,19 +12,7 @@ from torch import Tensor, nn
 from penstock import Pipeline, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
-
-DIM = 6
-
-
-class Block(nn.Module):
-    """A linear layer and a tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+from tests.partition.odd_models import DIM, Block, own_loss
 
 
 class Choosy(Block):
@@ -61,18 +49,13 @@ def batch(rows: int = 8) -> Tensor:
     return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(rows))
 
 
-def own(output: Any, target: object = None) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
-
-
 def trains_alike(model: nn.Module) -> None:
     """Three steps, each of another shape, as in the plain model."""
     plain = copy.deepcopy(model)
     pipe = Pipeline(model, example=(batch(4),), ranks=2, n_microbatches=2)
     for rows in (8, 4, 6):
         pipe.step(batch(rows))
-        plain_step(plain, own, batch(rows), n_microbatches=2)
+        plain_step(plain, own_loss, batch(rows), n_microbatches=2)
         assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)
 
 

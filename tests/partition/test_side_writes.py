@@ -14,19 +14,7 @@ from penstock import PartitionError, Pipeline, draw_step_seed, microbatch_rng
 from penstock.partition.modules.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
-
-DIM = 6
-
-
-class Block(nn.Module):
-    """A linear layer and a tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+from tests.partition.odd_models import DIM, Block, own_loss
 
 
 class Net(nn.Module):
@@ -53,11 +41,6 @@ def batch(rows: int = 8) -> Tensor:
     return torch.randn(rows, DIM)
 
 
-def own(output: Any, target: object = None) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
-
-
 def trains_alike(model: nn.Module, split: Any = None, **options: Any) -> None:
     """Two steps, each as in the plain model."""
     plain = copy.deepcopy(model)
@@ -65,7 +48,7 @@ def trains_alike(model: nn.Module, split: Any = None, **options: Any) -> None:
     pipe = Pipeline(model, example=(x[:2],), split=split, n_microbatches=4, **options)
     for _ in range(2):
         loss = pipe.step(x)
-        expected = plain_step(plain, own, x, n_microbatches=4)
+        expected = plain_step(plain, own_loss, x, n_microbatches=4)
         assert loss is not None
         torch.testing.assert_close(loss, expected.loss)
         assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)
