@@ -1,6 +1,7 @@
 """How whoever waits over a process group is woken: what they wait for is broken.
 
-    gloo   a receive that times out closes its pair; all that waits on the pair fails at once
+    gloo   a receive that times out closes its pair; all that waits on the pair fails at once, but
+           for a message of which a part is there (see ``large_messages.py``)
     NCCL   the communicators are aborted, and what the device does over them ends
 
 Called from any thread. It does not know who waits, or why that is in vain.
@@ -13,11 +14,12 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["abort_all", "break_pairs"]
+__all__ = ["abort_all", "break_pairs", "is_closed"]
 
 POKE_TAG = 0x5EA
 # How long to wait for communicators to be given up.
@@ -29,8 +31,21 @@ def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
     for peer in peers:
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                scrap = torch.empty(1, dtype=torch.uint8, device="cpu")
-                group.recv([scrap], peer, POKE_TAG).wait(timedelta(milliseconds=1))
+                _poke(group, peer).wait(timedelta(milliseconds=1))
+
+
+def is_closed(group: dist.ProcessGroup, peer: int) -> bool:
+    """Whether gloo's connection to ``peer`` is closed."""
+    try:
+        _poke(group, peer)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _poke(group: dist.ProcessGroup, peer: int) -> Any:
+    """A receive of what is never sent."""
+    return group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POKE_TAG)
 
 
 def abort_all(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -28,10 +29,11 @@ from penstock.cause import as_error, cause_of
 from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime import torch_private
 from penstock.runtime.answer import Answer, poll
-from penstock.runtime.breaking import abort_all, break_pairs
+from penstock.runtime.breaking import abort_all, break_pairs, is_closed
 from penstock.runtime.control_plane import ControlPlane
 from penstock.runtime.failure import Board, Place
 from penstock.runtime.held_sends import Held
+from penstock.runtime.large_messages import MIN_LARGE_BYTES, LargeMessage
 from penstock.runtime.nccl import as_wire, make_connections
 from penstock.runtime.transport import empty_tensors
 from penstock.runtime.watcher import Others, Watcher, Whom
@@ -56,6 +58,8 @@ MAX_AHEAD_BYTES = 512 << 20
 MAX_SETTLE_S = 30.0
 # How long the store may take, after a failure, to say who was first.
 MAX_ANSWER_S = 10.0
+# How long a wait may go on, in torch's code, where the watcher could not break it.
+MAX_OVERTIME_S = 5.0
 # Torch counts timeouts in whole numbers.
 MAX_TIMEOUT_S = 1e7
 # How many schedules over a group have failed in this process: each may leave connections broken.
@@ -74,7 +78,7 @@ class _Receipt:
         self._works = works
 
     def wait(self) -> Sequence[Tensor]:
-        self._transport.wait_for(self._works, self._peer)
+        self._transport.await_message(self._works, self._tensors, self._peer)
         return self._tensors
 
 
@@ -115,6 +119,9 @@ class C10dTransport(ControlPlane):
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
         self._board = self._make_board()
         self._watcher = Watcher(timeout_s, self.wake)
+        # How long torch itself waits, where the group is the caller's; the watcher goes first.
+        limit_s = min(timeout_s + MAX_OVERTIME_S, MAX_TIMEOUT_S)
+        self._limit = () if self._on_cuda else (timedelta(seconds=limit_s),)
 
     def connect(self) -> None:
         """Make the groups that are missing. Every rank calls it at the same point."""
@@ -184,7 +191,8 @@ class C10dTransport(ControlPlane):
         while held.num_bytes > MAX_HELD_BYTES or len(held.sends) > MAX_HELD_SENDS:
             if self._is_relaxed or len(held.sends) <= 2:
                 return
-            self.wait_for((held.sends[0][1],), peer)
+            _, work, tensor = held.sends[0]
+            self.await_message((work,), (tensor,), peer)
             held.drop_first()
 
     def release(self, peer: int, num_messages: int) -> None:
@@ -220,7 +228,8 @@ class C10dTransport(ControlPlane):
 
     def drain(self) -> None:
         for peer, held in self._held.items():
-            self.wait_for([work for _, work, _ in held.sends], peer)
+            works, tensors = [x[1] for x in held.sends], [x[2] for x in held.sends]
+            self.await_message(works, tensors, peer)
             held.drop_all()
         for peer, notes in self._notes.items():
             self.wait_for([work for work, _ in notes], peer)
@@ -239,8 +248,14 @@ class C10dTransport(ControlPlane):
         watcher = self._watcher
         watcher.waiting_for = (works, whom)
         for work in works:
-            work.wait()
+            work.wait(*self._limit)
         watcher.waiting_for = None
+
+    def await_message(self, works: Sequence[Any], tensors: Iterable[Tensor], peer: int) -> None:
+        """Wait until ``tensors`` have been sent to ``peer``, or have come from it."""
+        if not self._on_cuda and sum(tensor.nbytes for tensor in tensors) >= MIN_LARGE_BYTES:
+            works = (LargeMessage(works, partial(is_closed, self._group, peer)),)
+        self.wait_for(works, peer)
 
     def add_up(self, tensor: Tensor) -> None:
         group = self._up if tensor.is_cuda else self._control
