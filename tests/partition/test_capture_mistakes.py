@@ -311,7 +311,8 @@ def test_a_tensor_kept_from_an_earlier_call_is_no_constant() -> None:
 
     model = Reads()
     model(X)
-    with pytest.raises(PartitionError, match="autograd function Straight"):
+    told = r"autograd function Straight.*torch\.fx.* fails too: tracing by torch\.fx meets a tensor"
+    with pytest.raises(PartitionError, match=told):
         pipeline(model, (X,), split_spec=cuts_before("parts.1"))
 
 
