@@ -24,8 +24,7 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError, StageError
 from penstock.partition.capture.attribute_writes import ABSENT
-from penstock.partition.capture.call_form import CallForm
-from penstock.partition.capture.captured import CONSTANTS, OutputForm
+from penstock.partition.capture.captured import CONSTANTS
 from penstock.partition.capture.regions import leaving_all
 
 __all__ = ["StageCode", "StageModule", "compile_graph"]
@@ -40,14 +39,16 @@ class StageCode:
     Args:
         graph: its part of the graph.
         run: the graph as a function of the module and the values that come in.
-        form: how the model is called, on the first stage; None on the others.
-        output: what the model returns, on the last stage; None on the others.
+        take: on the first stage, what makes of a call of the model the tensors that come in.
+        give: on the last stage, what makes of what goes out the model's output.
+        has_loss: whether there is a loss in that.
     """
 
     graph: fx.Graph
     run: Callable[..., Any]
-    form: CallForm | None
-    output: OutputForm | None
+    take: Callable[..., Any] | None
+    give: Callable[..., Any] | None
+    has_loss: bool
 
     def __deepcopy__(self, memo: object) -> StageCode:
         """Itself: code holds no state."""
@@ -115,12 +116,12 @@ class StageModule(nn.Module):
         code = self._codes.get(self.training)
         if code is None:
             raise StageError(self._missing)
-        if code.form is not None:
-            values = tuple(code.form.tensors(values, kwargs))
+        if code.take is not None:
+            values = tuple(code.take(values, kwargs))
         with leaving_all():
             results = code.run(self, *values)
         self._check_read()
-        return results if code.output is None else code.output.assemble(results)
+        return results if code.give is None else code.give(results)
 
     def hold_to(self, read: Iterable[tuple[str, str, Any]]) -> None:
         """Hold modules to plain values that the graphs of all stages have built in.
@@ -181,7 +182,7 @@ class StageModule(nn.Module):
     @property
     def has_loss(self) -> bool:
         """Whether what it returns is the model's output, with a loss in it."""
-        return any(c.output is not None and c.output.has_loss for c in self._codes.values())
+        return any(code.has_loss for code in self._codes.values())
 
     @property
     def graph(self) -> fx.Graph:
