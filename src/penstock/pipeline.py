@@ -65,6 +65,11 @@ class Pipeline:
             ``reset_parameters`` if None.
         device: where stages live; the CPU, or under torchrun with GPUs this process's GPU.
         group: the process group; the default group if None.
+        args_chunk_spec: per positional argument how it is split into microbatches: a
+            ``TensorChunkSpec`` of its dimension, or None where every microbatch gets the whole (a
+            mask, a table for all). Along dimension 0 if there is no spec.
+        kwargs_chunk_spec: likewise by name, for as many keyword arguments as need it.
+        output_merge_spec: likewise how the outputs that ``eval`` returns are merged.
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
         dynamic_shapes: whether shapes may change between the microbatches of a step.
         microbatch_rng: whether dropout draws the plain loop's masks (see ``PipelineSchedule``).
@@ -102,6 +107,9 @@ class Pipeline:
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
         scale_grads: bool = True,
         dynamic_shapes: bool = False,
         microbatch_rng: bool = False,
@@ -145,6 +153,9 @@ class Pipeline:
             made.program,
             made.loss_fn,
             transports=None if self._group is not None else list(loopback(self.num_ranks)),
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
             dynamic_shapes=dynamic_shapes,
             microbatch_rng=microbatch_rng,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -311,7 +312,8 @@ def test_a_tensor_kept_from_an_earlier_call_is_no_constant() -> None:
 
     model = Reads()
     model(X)
-    with pytest.raises(PartitionError, match="autograd function Straight"):
+    told = r"autograd function Straight.*torch\.fx.* fails too: tracing by torch\.fx meets a tensor"
+    with pytest.raises(PartitionError, match=told):
         pipeline(model, (X,), split_spec=cuts_before("parts.1"))
 
 
@@ -546,3 +548,16 @@ def test_compiled_models(name: str) -> None:
     cut = pipeline(model, (X,), split_spec=cuts_before(name))
     assert cut.num_stages == 2
     torch.testing.assert_close(cut(X), expected)
+
+
+def test_what_a_graph_has_built_in_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """It computes in the dtype that it was captured in, and can't be pickled."""
+
+    def compute(model: Of, x: Tensor) -> Any:
+        return model.layers[1](model.layers[0](x).double().to(x.dtype))
+
+    cut = pipeline(Of(compute), (X,), split_spec=cuts_before("layers.1"))
+    cut.double()
+    assert "stage 0: its parameters are torch.float64 now" in caplog.text
+    with pytest.raises(TypeError, match="can't be pickled; save its state_dict"):
+        pickle.dumps(cut.get_stage_module(0))

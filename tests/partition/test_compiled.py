@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, pipeline
 from penstock.partition.modules.by_module import NotByModule, split_by_module
+from penstock.testing.compare import assert_same, snapshot
 from tests.partition.capturing import cuts_before
 from tests.partition.odd_models import DIM, NetBase
 from tests.partition.test_code_between import X, trains_alike
@@ -104,3 +106,21 @@ def test_a_cut_within_a_scripted_module() -> None:
         split_by_module(model, ["trunk.blocks"], (X[:2],))
     with pytest.raises(PartitionError, match="inside of a compiled or fused region, which can't"):
         pipeline(model, (X[:2],), split_spec=cuts_before("trunk.blocks"))
+
+
+class Keyworded(nn.Sequential):
+    def forward(self, x: Tensor, *, scale: Tensor) -> Any:
+        return {"out": super().forward(x * scale)}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_captured_stages_are_compiled() -> None:
+    """Trees of arguments and outputs, which the compiler has its own of, are left to us."""
+    model = Keyworded(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+    plain = copy.deepcopy(model)
+    cut = pipeline(model, (X[:2],), {"scale": X[:2]}, cuts_before("2"))
+    for i in range(2):
+        cut.get_stage_module(i).compile(backend="eager")
+    for each in (cut, plain):
+        each(X, scale=X)["out"].square().mean().backward()
+    assert_same(snapshot(model), snapshot(plain))

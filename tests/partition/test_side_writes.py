@@ -506,6 +506,27 @@ def test_state_of_the_code_between(registered: bool, in_place: bool, late: bool,
     assert type(model.ema) is Tensor and model.ema == 0
 
 
+class Remembers(Net):
+    """Keeps of each call what a later one in another form would use, as for generation."""
+
+    deltas: Tensor | None = None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if self.deltas is None or x.dim() == 2:
+            self.deltas = x.detach().mean(1, keepdim=True)
+        x = self.embed(x) + self.deltas
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": self.head(x).square().mean()}
+
+
+def test_what_an_earlier_call_has_left_and_nobody_uses() -> None:
+    model = Remembers()
+    model(batch())
+    assert model.deltas is not None
+    trains_alike(model, ranks=2)
+
+
 def test_a_buffer_that_one_stage_writes() -> None:
     class Here(Averages):
         in_place = True

@@ -126,6 +126,49 @@ def test_chunk_specs_that_do_not_fit(spec: Any, told: str) -> None:
         split_args_kwargs_into_chunks((torch.ones(4),), {}, 2, spec)
 
 
+class Masked(nn.Linear):
+    """Attention of sorts, as one causal mask and one row of positions for all rows have it."""
+
+    def forward(self, x_BTD: Tensor, *, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is not None:
+            x_BTD = x_BTD + positions[..., None]
+        return mask @ super().forward(x_BTD)
+
+
+def test_a_pipeline_gives_whole_what_its_spec_says(caplog: pytest.LogCaptureFixture) -> None:
+    """The mask has as many rows as the batch, and the positions have one."""
+    plain = Masked(DIM, DIM)
+    pipe = Pipeline(
+        [PipelineStage(copy.deepcopy(plain), 0, 1, CPU)],
+        loss_fn=mse,
+        n_microbatches=2,
+        kwargs_chunk_spec={"mask": None, "positions": None},
+        output_merge_spec=TensorChunkSpec(0),
+    )
+    x, target, mask = torch.randn(6, 6, DIM), torch.randn(6, 6, DIM), torch.ones(6, 6).tril()
+    positions = torch.arange(6.0)[None]
+    pipe.step(x, target=target, mask=mask, positions=positions)
+    for rows in (slice(0, 3), slice(3, 6)):
+        (mse(plain(x[rows], mask=mask, positions=positions), target[rows]) / 2).backward()
+    assert torch.equal(next(pipe.parameters()).grad, plain.weight.grad)
+    torch.testing.assert_close(pipe.eval(x, mask=mask, positions=None), plain(x, mask=mask))
+    assert not caplog.records
+    with pytest.raises(ValueError, match="has 'positions', which the call does not: it has 'mask'"):
+        pipe.step(x, target=target, mask=mask)
+
+
+def test_a_pipeline_splits_and_merges_other_dimensions() -> None:
+    plain = nn.Linear(DIM, DIM)
+    pipe = Pipeline(
+        [PipelineStage(plain, 0, 1, CPU)],
+        n_microbatches=2,
+        args_chunk_spec=(TensorChunkSpec(1),),
+        output_merge_spec=TensorChunkSpec(1),
+    )
+    x_TBD = torch.randn(1, 6, DIM)
+    torch.testing.assert_close(pipe.eval(x_TBD), plain(x_TBD))
+
+
 # --- masks of flex attention -----------------------------------------------------------------
 
 

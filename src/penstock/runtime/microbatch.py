@@ -173,8 +173,9 @@ def _split_leaf(
         raise ValueError(
             f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "
             f"along dimension {spec.split_dim}; pass at least {chunks} rows, or use "
-            f"n_microbatches={rows}; what is the same for every microbatch goes into each of the "
-            "ready ones (arg_mbs=, kwarg_mbs=, target_mbs=)"
+            f"n_microbatches={rows}; what is the same for every microbatch has None in "
+            "args_chunk_spec= or kwargs_chunk_spec=, or goes into each of the ready ones "
+            "(arg_mbs=, kwarg_mbs=, target_mbs=)"
         )
     if seen is not None:
         seen.setdefault(rows, leaf.shape)
@@ -214,15 +215,17 @@ def split_args_kwargs_into_chunks(
         args: positional arguments; any trees of tensors and values (see the module's table).
         kwargs: keyword arguments, likewise.
         chunks: number of microbatches.
-        args_chunk_spec: per argument its ``TensorChunkSpec``; None splits dimension 0.
-        kwargs_chunk_spec: likewise by name.
+        args_chunk_spec: per argument its ``TensorChunkSpec``, or a tree of them that begins like
+            it; where that is None, the value is given to every microbatch as it is. Without a
+            spec, dimension 0 is split.
+        kwargs_chunk_spec: likewise by name; of names that it lacks, dimension 0 is split.
 
     Returns:
         The positional and the keyword arguments of each microbatch. Shape (rows, …) becomes
         ``chunks`` shapes (rows/chunks, …), the first ones a row longer where it does not divide.
 
     Raises:
-        ValueError: a tensor has fewer rows than there are microbatches.
+        ValueError: a tensor has fewer rows than there are microbatches, or a spec does not fit.
 
     Example:
         >>> args, kwargs = split_args_kwargs_into_chunks((torch.arange(5),), {"scale": 2}, 2)
@@ -243,8 +246,22 @@ def split_call(
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """``split_args_kwargs_into_chunks``; ``split_tree`` says what the last two arguments are."""
     split_args = split_tree(args, chunks, args_spec, args_seen) if args else [()] * chunks
-    split_kwargs = split_tree(kwargs, chunks, kwargs_spec, kwargs_seen) if kwargs else [{}] * chunks
-    return split_args, split_kwargs
+    if not kwargs:
+        return split_args, [{}] * chunks
+    return split_args, split_tree(kwargs, chunks, _by_name(kwargs_spec, kwargs), kwargs_seen)
+
+
+def _by_name(spec: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A spec for every keyword argument, of one that may lack some."""
+    if not isinstance(spec, Mapping):
+        return spec
+    for name in spec:
+        if name not in kwargs:
+            raise ValueError(
+                f"kwargs_chunk_spec has {name!r}, which the call does not: it has "
+                f"{', '.join(map(repr, kwargs))}; take it out, or pass {name}=None"
+            )
+    return {name: spec.get(name, _BATCH_DIM) for name in kwargs}
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:

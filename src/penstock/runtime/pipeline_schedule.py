@@ -58,8 +58,9 @@ class PipelineSchedule:
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of a microbatch: a scalar
             tensor, or ``(scalar, metrics)``; ``loss_fn(output)``, of one argument, needs no
             target. Without one, steps run forward only.
-        args_chunk_spec, kwargs_chunk_spec: how arguments are split; dimension 0 if None.
-        output_merge_spec: how outputs are merged; dimension 0 if None.
+        args_chunk_spec, kwargs_chunk_spec: how arguments are split, by place and by name (see
+            ``split_args_kwargs_into_chunks``); along dimension 0 if None.
+        output_merge_spec: how outputs are merged (see ``merge_chunks``); dimension 0 if None.
         scale_grads: whether each microbatch's loss is divided by ``n_microbatches``, so that
             gradients are those of the mean loss over the batch.
         dynamic_shapes: whether shapes may change between the microbatches of a step.

@@ -23,8 +23,8 @@ __all__ = ["RowRemarks"]
 _log = logging.getLogger(__name__)
 _WHOLE = (
     "one whose rows are not the batch's (a mask or a table for all, offsets of packed sequences) "
-    "goes whole, or as it belongs there, into each of the ready microbatches: arg_mbs=, "
-    "kwarg_mbs=, target_mbs="
+    "goes whole to every microbatch where args_chunk_spec= or kwargs_chunk_spec= has None for it, "
+    "or as it belongs there into each of the ready microbatches: arg_mbs=, kwarg_mbs=, target_mbs="
 )
 
 

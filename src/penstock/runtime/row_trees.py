@@ -2,6 +2,7 @@
 
     opened                                   how, and how a part is made
     dataclasses                              by what their constructor takes; it is called again
+    mappings that their class can't make     refused
     a PackedSequence                         refused: its rows do not lie together
     all other containers                     as in ``stage/trees.py``
 
@@ -23,6 +24,7 @@ import optree
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from penstock.stage.mappings import Whole, holds_tensor
 from penstock.stage.torch_private import pytree_node
 from penstock.stage.trees import (
     Make,
@@ -51,6 +53,8 @@ def flatten_rows(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def _how_to_open(cls: type[Any]) -> tuple[Open, Make]:
+    if not dataclasses.is_dataclass(cls) and pytree_node(cls) is None:
+        return _how_to_open_mapping(cls)
     if pytree_node(cls) is not None or issubclass(cls, dict):
         return how_to_open(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
@@ -76,6 +80,18 @@ def _how_to_open(cls: type[Any]) -> tuple[Open, Make]:
             return cls(**dict(zip(taken, children, strict=True)))
         except Exception as error:
             _refuse(cls, f"its constructor fails when called with its fields: {error!r}", error)
+
+    return open_, make
+
+
+def _how_to_open_mapping(cls: type[Any]) -> tuple[Open, Make]:
+    open_parts, make = how_to_open(cls)
+
+    def open_(value: Any) -> tuple[Sequence[Any], Any]:
+        children, context = open_parts(value)
+        if isinstance(context, Whole) and holds_tensor(value):
+            _refuse(cls, "called with its items, its constructor does not make it again")
+        return children, context
 
     return open_, make
 

@@ -5,6 +5,7 @@
     classes registered with torch's pytree   as they are registered
     dataclasses                              by fields, and by what was set on the instance beside
                                              them, where that is made of tensors and plain values
+    other classes of mappings                as in ``mappings.py``
 
 Any nesting of these is a tree, wherever one is taken apart: inputs, what crosses, outputs. Leaves
 are put back into the same value; a value of other rows is made otherwise (``row_trees.py``). This
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from penstock.errors import BoundaryError
+from penstock.stage.mappings import Whole, is_mapping, mapping_parts
 from penstock.stage.tensor_meta import decode_leaf, encode_leaf, plain_tag
 from penstock.stage.torch_private import pytree_node
 
@@ -92,7 +94,7 @@ def flatten_in(
 
 def is_container(cls: type[Any]) -> bool:
     """Whether a class is opened because of what it is, or of what torch's pytree knows of it."""
-    return dataclasses.is_dataclass(cls) or pytree_node(cls) is not None
+    return dataclasses.is_dataclass(cls) or is_mapping(cls) or pytree_node(cls) is not None
 
 
 def how_to_open(cls: type[Any]) -> tuple[Open, Make]:
@@ -102,6 +104,8 @@ def how_to_open(cls: type[Any]) -> tuple[Open, Make]:
     node = None if is_both else pytree_node(cls)
     if node is not None:
         return node
+    if not dataclasses.is_dataclass(cls):
+        return mapping_parts(cls)
     names = tuple(f.name for f in dataclasses.fields(cls))
     if is_both:
         return (
@@ -207,10 +211,7 @@ def register_in(namespace: str, cls: type[Any], open_: Open, make: Make) -> None
 
     def flatten_node(value: Any) -> tuple[Sequence[Any], Context, Any]:
         children, context = open_(value)
-        # Of a dataclass the context is the names of its children, which paths are made of.
-        are_names = isinstance(context, tuple) and len(context) == len(children)
-        entries = context if dataclasses.is_dataclass(cls) and are_names else None
-        return tuple(children), Context(context), entries
+        return tuple(children), Context(context), _entries(cls, children, context)
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
         return make(children, context.value)
@@ -221,6 +222,14 @@ def register_in(namespace: str, cls: type[Any], open_: Open, make: Make) -> None
         unflatten_node,  # type: ignore[arg-type]  # what it makes is no Collection; optree takes it
         namespace=namespace,
     )
+
+
+def _entries(cls: type[Any], children: Sequence[Any], context: Any) -> Any:
+    """What paths to a container's children are made of; None for their numbers."""
+    names = context if dataclasses.is_dataclass(cls) else None
+    if names is None and is_mapping(cls) and isinstance(context, tuple):
+        names = next(iter(context), None)
+    return names if isinstance(names, tuple) and len(names) == len(children) else None
 
 
 def _register(cls: type[Any], open_: Open, make: Make) -> None:
@@ -277,9 +286,13 @@ def _encode(node: Any) -> Any:
         case dict() if type(node) in (dict, OrderedDict):
             items = [[_encode_key(k), _encode(v)] for k, v in node.items()]
             return {"kind": type(node).__name__, "items": items}
-    raise BoundaryError(
-        f"a {type(node).__qualname__} can't cross between stages; return a tuple, list, dict, "
-        "named tuple or dataclass"
+    raise _can_not_cross(type(node))
+
+
+def _can_not_cross(cls: type[Any]) -> BoundaryError:
+    return BoundaryError(
+        f"a {cls.__qualname__} can't cross between stages; return a tuple, list, dict, named "
+        "tuple or dataclass"
     )
 
 
@@ -290,6 +303,8 @@ def _encode_key(key: Any) -> Any:
 
 
 def _encode_context(cls: type[Any], context: Any) -> Any:
+    if isinstance(context, Whole):
+        raise _can_not_cross(cls)
     leaves, tree = flatten(context)
     for leaf in leaves:
         if plain_tag(leaf) is None:

@@ -32,13 +32,25 @@ from penstock.partition.capture.export_private import (
 )
 from penstock.partition.capture.regions import Region, region_of
 
-__all__ = ["BY_MODULE", "MODEL", "Called", "capture", "place_in_user_code", "warn_of_writes"]
+__all__ = [
+    "BY_MODULE",
+    "MODEL",
+    "Called",
+    "LostInGraph",
+    "capture",
+    "place_in_user_code",
+    "warn_of_writes",
+]
 
 logger = logging.getLogger(__name__)
 
 BY_MODULE = "cut it by module instead (split_by_module), which runs the code as it is"
 MODEL = "penstock_model"
 LEAVES = "leaves"
+
+
+class LostInGraph(PartitionError):
+    """A forward does what changes gradients and is no operation."""
 
 
 class _Seen:
@@ -147,7 +159,7 @@ def _refuse(what: str) -> None:
     # Cut by module, code between the modules can't take gradients either.
     either = "do it inside of one module, which split_spec then leaves whole"
     advice = either if "takes gradients" in what else f"{either}, or {BY_MODULE}"
-    raise PartitionError(f"capturing{place_in_user_code()} meets {what}; {advice}")
+    raise LostInGraph(f"capturing{place_in_user_code()} meets {what}; {advice}")
 
 
 def _refuse_write(what: str) -> None:

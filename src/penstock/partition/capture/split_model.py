@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.capture.call_form import CallForm
-from penstock.partition.capture.capture import BY_MODULE, capture
+from penstock.partition.capture.capture import BY_MODULE, LostInGraph, capture
 from penstock.partition.capture.capture_fx import capture_modules
 from penstock.partition.capture.captured import CONSTANTS, Captured
 from penstock.partition.capture.export_private import shape_text
@@ -172,8 +172,12 @@ def _captured(
     try:
         captured = capture_modules(model, form, spec)
     except PartitionError as error:
-        logger.debug("torch.fx can't capture it either: %s", error)
-        raise exported from exported.__cause__
+        if not isinstance(exported, LostInGraph):
+            logger.debug("torch.fx can't capture it either: %s", error)
+            raise exported from exported.__cause__
+        # It may be inside of one module already: then what stands in the way is elsewhere.
+        told = f"{exported}; torch.fx, which would leave modules whole, fails too: {error}"
+        raise PartitionError(told) from exported.__cause__
     logger.info("captured by torch.fx, modules as they are: %s", exported)
     return captured
 

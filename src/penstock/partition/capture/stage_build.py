@@ -5,7 +5,7 @@ It knows neither how graphs are captured nor where they are cut best.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +72,21 @@ def build_modules(
 
 
 def _stage_code(mode: Mode, index: int) -> StageCode:
-    is_last = index == mode.num_stages - 1
+    is_last, captured = index == mode.num_stages - 1, mode.captured
     graph = _stage_graph(mode, index)
     return StageCode(
         graph=graph,
         run=compile_graph(graph),
-        form=mode.captured.form if index == 0 else None,
-        output=mode.captured.output if is_last else None,
+        take=_uncompiled(captured.form.tensors) if index == 0 else None,
+        give=_uncompiled(captured.output.assemble) if is_last else None,
+        has_loss=is_last and captured.output.has_loss,
     )
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that stays as it is where a stage is compiled: the compiler has its own trees."""
+    left_alone: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return left_alone
 
 
 def _stage_graph(mode: Mode, index: int) -> fx.Graph:

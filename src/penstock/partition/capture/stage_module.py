@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError, StageError
 from penstock.partition.capture.attribute_writes import ABSENT
-from penstock.partition.capture.call_form import CallForm
-from penstock.partition.capture.captured import CONSTANTS, OutputForm
+from penstock.partition.capture.captured import CONSTANTS
 from penstock.partition.capture.regions import leaving_all
 
 __all__ = ["StageCode", "StageModule", "compile_graph"]
 
+logger = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
@@ -40,18 +41,32 @@ class StageCode:
     Args:
         graph: its part of the graph.
         run: the graph as a function of the module and the values that come in.
-        form: how the model is called, on the first stage; None on the others.
-        output: what the model returns, on the last stage; None on the others.
+        take: on the first stage, what makes of a call of the model the tensors that come in.
+        give: on the last stage, what makes of what goes out the model's output.
+        has_loss: whether there is a loss in that.
     """
 
     graph: fx.Graph
     run: Callable[..., Any]
-    form: CallForm | None
-    output: OutputForm | None
+    take: Callable[..., Any] | None
+    give: Callable[..., Any] | None
+    has_loss: bool
 
     def __deepcopy__(self, memo: object) -> StageCode:
         """Itself: code holds no state."""
         return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled: operations of torch can't be."""
+        raise TypeError(
+            "a captured stage can't be pickled; save its state_dict(), and capture the model again "
+            "where it is to be loaded, as every process of a pipeline does"
+        )
+
+    def names_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether an operation is told to compute in this dtype."""
+        args = ((*node.args, *node.kwargs.values()) for node in self.graph.nodes)
+        return any(arg is dtype for each in args for arg in each)
 
 
 def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
@@ -115,12 +130,12 @@ class StageModule(nn.Module):
         code = self._codes.get(self.training)
         if code is None:
             raise StageError(self._missing)
-        if code.form is not None:
-            values = tuple(code.form.tensors(values, kwargs))
+        if code.take is not None:
+            values = tuple(code.take(values, kwargs))
         with leaving_all():
             results = code.run(self, *values)
         self._check_read()
-        return results if code.output is None else code.output.assemble(results)
+        return results if code.give is None else code.give(results)
 
     def hold_to(self, read: Iterable[tuple[str, str, Any]]) -> None:
         """Hold modules to plain values that the graphs of all stages have built in.
@@ -181,7 +196,7 @@ class StageModule(nn.Module):
     @property
     def has_loss(self) -> bool:
         """Whether what it returns is the model's output, with a loss in it."""
-        return any(c.output is not None and c.output.has_loss for c in self._codes.values())
+        return any(code.has_loss for code in self._codes.values())
 
     @property
     def graph(self) -> fx.Graph:
@@ -210,7 +225,9 @@ class StageModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
         """Move along what is no state: constants, and devices that the graphs name."""
+        dtype = self._dtype()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._remark_on_dtype(dtype, self._dtype())
         before, self._place = self._place.device, _moved_place(fn, self._place)
         now = self._place.device
         if now != before:
@@ -220,6 +237,23 @@ class StageModule(nn.Module):
                     constants[name] = _moved_constant(value, now)
             self._codes = {k: _moved(code, before, now) for k, code in self._codes.items()}
         return self
+
+    def _dtype(self) -> torch.dtype | None:
+        """That of its first floating point parameter."""
+        dtypes = (param.dtype for param in self.parameters())
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+    def _remark_on_dtype(self, before: torch.dtype | None, now: torch.dtype | None) -> None:
+        codes = self._codes.values()
+        if before is None or now == before or not any(c.names_dtype(before) for c in codes):
+            return
+        logger.warning(
+            "stage %d: its parameters are %s now, but the graph has operations that were captured "
+            "to compute in %s, and still do; convert the model before it is captured",
+            self.index,
+            now,
+            before,
+        )
 
 
 def _moved_place(fn: Callable[[Tensor], Tensor], place: Tensor) -> Tensor:

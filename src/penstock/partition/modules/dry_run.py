@@ -38,7 +38,13 @@ from penstock.partition.modules.attributes import Attributes, Stale, put
 from penstock.partition.modules.glue_draws import GlueDraws
 from penstock.partition.modules.recorded import DryRun, Recorded
 from penstock.partition.modules.shell import build_shell
-from penstock.partition.modules.side_writes import State, is_opaque, refuse_filled, tensors_in
+from penstock.partition.modules.side_writes import (
+    State,
+    is_opaque,
+    refuse_filled,
+    tensors_in,
+    told_replaced,
+)
 from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies, with_values
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import in_function_forward, watched_hooks
@@ -82,8 +88,10 @@ class DryRunner:
         self._inside = False
         self._draws = GlueDraws()
         self.captures = False
-        # The attributes that units were seen to set, of the modules that stand for them.
+        # The attributes that units were seen to set, of the modules that stand for them, and those
+        # that the code between replaced.
         self._set: dict[str, tuple[nn.Module, set[str]]] = {}
+        self._replaced: set[str] = set()
         self._calls: list[Recorded] = []
         self._given = Given()
         # What the code between the units looked at, after so many calls; and what it said of that
@@ -109,7 +117,7 @@ class DryRunner:
         return seen
 
     def _num_set(self) -> int:
-        return sum(len(names) for _, names in self._set.values())
+        return sum(len(names) for _, names in self._set.values()) + len(self._replaced)
 
     def _on_shapes_or_values(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
@@ -147,6 +155,7 @@ class DryRunner:
             self._give_values()
         for unit, (module, attributes) in self._set.items():
             put(module, {name: Stale(_told_stale(unit, name)) for name in attributes})
+        put(self._shell, {name: Stale(told_replaced(name)) for name in self._replaced})
         self._shell.train(training)
         self._bodies.train(training)
         leaves, tree = flatten((args, dict(kwargs)))
@@ -197,6 +206,7 @@ class DryRunner:
             try:
                 with self._draws:
                     output = self._shell(*args, **kwargs)
+                self._replaced.update(state.replaced())
                 return output, state.written()
             finally:
                 told_of_looks.remove(self._look)

@@ -19,7 +19,7 @@ from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Absent
 from penstock.stage.trees import flatten
 
-__all__ = ["State", "is_opaque", "refuse_filled", "tensors_in"]
+__all__ = ["State", "is_opaque", "refuse_filled", "tensors_in", "told_replaced"]
 
 
 class State:
@@ -34,25 +34,32 @@ class State:
         self._before: dict[str, tuple[Any, int]] = {
             name: (x, x._version) for name, x in self._tensors(True)
         }
+        self._registered = {name for name, _ in self._tensors(False)}
+
+    def replaced(self) -> list[str]:
+        """The attributes, no buffers, that held a tensor and now hold something else."""
+        now = dict(self._tensors(True))
+        return [
+            name
+            for name, (tensor, _) in self._before.items()
+            if name not in self._registered and now.get(name) is not tensor
+        ]
 
     def written(self) -> frozenset[str]:
         """The parameters and buffers that have been written into since.
 
         Raises:
             PartitionError: others have been put in their place, or a tensor that is neither has
-                been written into or replaced.
+                been written into.
         """
         found = set()
         now: dict[str, Any] = dict(self._tensors(True))
-        registered = {name for name, _ in self._tensors(False)}
         for name, (tensor, version) in self._before.items():
             if now.get(name) is not tensor:
-                raise PartitionError(
-                    f"the code between the model's parts assigns a new tensor to {name}, which "
-                    "every stage would do for itself, and some could not; keep it within a module "
-                    "that runs whole, or cut elsewhere"
-                )
-            if type(tensor) is Absent and name in registered:
+                if name not in self._registered:
+                    continue  # see replaced()
+                raise PartitionError(told_replaced(name))
+            if type(tensor) is Absent and name in self._registered:
                 if tensor.origin.written:
                     found.add(name)
                 continue
@@ -73,6 +80,15 @@ class State:
             for name, value in each.items():
                 if isinstance(value, Tensor):
                     yield f"{dot}{name}", value
+
+
+def told_replaced(name: str) -> str:
+    """What to say of a tensor between modules that is another one after each call."""
+    return (
+        f"the code between the model's parts assigns a new tensor to {name}, of which it uses the "
+        "one before: every stage would do that for itself, and some could not; keep it within a "
+        "module that runs whole, or cut elsewhere"
+    )
 
 
 def is_opaque(leaf: Any) -> bool:
