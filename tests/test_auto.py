@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage, ScheduleError, auto, check
 from penstock.partition.balance.profile import profile
+from penstock.runtime.link import Link, measure_link
 from penstock.schedule.action import Action, Op
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
@@ -213,3 +214,22 @@ def train(rank: int, num_ranks: int) -> str:
 def test_all_processes_run_what_the_first_found() -> None:
     programs = [outcome.result() for outcome in run_ranks(train, 2)]
     assert programs[0] == programs[1]
+
+
+def measure(rank: int, num_ranks: int) -> list[float]:
+    """What one rank measures of the link, and what it predicts where that is slow."""
+    auto.SEARCH_S = 1.0  # this process's own
+    link = measure_link(torch.distributed.group.WORLD, CPU)
+    auto.measure_link = lambda *_: Link(latency_s=1.0, bandwidth=link.bandwidth)
+    options = {"schedule": "auto", "example": EXAMPLE, "n_microbatches": 4}
+    pipe = Pipeline(layers(), loss_fn=F.mse_loss, **options)
+    return [link.latency_s, link.bandwidth, pipe._forecast.step_s]
+
+
+def test_messages_between_processes_count() -> None:
+    here, there = (outcome.result() for outcome in run_ranks(measure, 2))
+    assert here == there
+    latency_s, bandwidth, step_s = here
+    assert 0 < latency_s < 1.0
+    assert 1e6 < bandwidth < 1e12
+    assert step_s >= 2.0  # to the other stage and back

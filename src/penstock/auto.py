@@ -1,6 +1,7 @@
 """``Pipeline(schedule="auto")``: measure the stages, search for a program, tell how it came out.
 
-    model, example ──profile──► costs per stage ──search──► program ──Pipeline──► steps
+    model, example ──profile──► costs per stage ─┐
+    messages between ranks ──► latency, bandwidth ┴─search─► program ──Pipeline──► steps
                                                    │                                │
                                                    └─ predicted time ───────► log ◄─┘ measured time
 
@@ -15,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +31,7 @@ from penstock.partition.balance.measuring import measure_model
 from penstock.partition.balance.plan import Plan
 from penstock.partition.cutting import Example, SplitWish, cut_model
 from penstock.runtime.group import from_first_rank
+from penstock.runtime.link import Link, measure_link
 from penstock.schedule.choice import DEFAULT_MICROBATCHES
 from penstock.schedule.program import Program
 from penstock.schedule.text import from_json, to_json
@@ -149,6 +151,7 @@ def find_program(
         )
     ranks = ranks if group is None else group.size()
     ranks, virtual = _sizes(num_stages, ranks, virtual)
+    link = None if group is None or group.size() == 1 else measure_link(group, device)
     told = from_first_rank(
         group,
         lambda: _find(
@@ -160,6 +163,7 @@ def find_program(
             virtual=virtual,
             microbatches=n_microbatches or DEFAULT_MICROBATCHES,
             memory_limit=memory_limit,
+            link=link,
             device=device,
         ),
     )
@@ -182,6 +186,7 @@ def _find(
     virtual: int,
     microbatches: int,
     memory_limit: float | None,
+    link: Link | None,
     device: torch.device,
 ) -> str:
     """What the first rank tells the others, as text."""
@@ -196,6 +201,13 @@ def _find(
     else:
         groups = _by_stage(model, measured, split, num_stages, example, device)
     costs = _costs(groups)
+    if link is not None:
+        costs = replace(costs, latency=link.latency_s, bandwidth=link.bandwidth)
+        logger.info(
+            "auto: messages take %.4g s, and %.4g bytes more a second more",
+            link.latency_s,
+            link.bandwidth,
+        )
     result = search(
         costs,
         ranks=ranks,
