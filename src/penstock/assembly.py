@@ -32,6 +32,7 @@ from penstock.partition.cutting import (
 )
 from penstock.partition.elsewhere import Homes
 from penstock.partition.modules.materialize import materialize
+from penstock.partition.shared_buffers import SharedBuffers
 from penstock.partition.tied import Tie, find_ties, refuse_shared_statistics
 from penstock.runtime.group import from_first_rank
 from penstock.schedule.choice import choose_program, copies_of
@@ -62,6 +63,7 @@ class Assembly:
         state_names: the names in the whole model's state; None where this process does not know
             those of other ranks.
         homes: where the parameters lie.
+        shared_buffers: those of layers that several stages call.
     """
 
     program: Program
@@ -72,6 +74,7 @@ class Assembly:
     forecast: Forecast | None
     state_names: frozenset[str] | None
     homes: Homes
+    shared_buffers: SharedBuffers
 
 
 def assemble(
@@ -158,6 +161,11 @@ def assemble(
         homes=Homes(
             [param for stage in stages for param in stage.submod.parameters()],
             [] if cut is None else [p for module in cut.modules for p in module.parameters()],
+        ),
+        shared_buffers=SharedBuffers(
+            [s.submod for s in stages[: program.placement.num_model_stages]]
+            if cut is None
+            else cut.modules
         ),
     )
 

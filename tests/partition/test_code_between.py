@@ -255,3 +255,25 @@ class Normed(NetBase):
 def test_blocks_with_computed_weights_are_repeated_blocks(norm: Any) -> None:
     """Each has a class of its own; they are found, and cut like others."""
     trains_alike(Normed(norm), Normed(norm), split=None)
+
+
+class Listed(NetBase):
+    """Keeps parameters of its modules in a list and in a dict too, and computes with these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = [self.embed.weight, self.head.weight]
+        self.named = {"first": (self.embed.bias,)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) + self.named["first"][0]
+        return x + 0.1 * sum(p.square().sum() for p in self.listed)
+
+
+def test_parameters_that_the_model_keeps_in_containers() -> None:
+    """A stage that has not got them shall not compute with what its process began with."""
+    split = split_by_module(Listed(), [2, 2], (X[:2],))
+    assert split.crossings is not None
+    crossing = [str(source) for source in split.crossings.carried[0]]
+    assert {"parameter embed.weight", "parameter embed.bias"} <= set(crossing)
+    trains_alike(Listed(), schedule="zbv", ranks=2)

@@ -122,6 +122,25 @@ def test_parameters_between_modules_in_a_dry_run_on_values() -> None:
     trains_alike(Begins())
 
 
+class Recurrent(Block):
+    """Keeps its weights in a list beside the registry, as all of torch's recurrent layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.rnn(x)[0])
+
+
+def test_weights_in_a_list_are_those_of_the_copy_that_runs_dry(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="penstock")
+    trains_alike(net(Recurrent))
+    assert "captured" not in caplog.text and "dry run on values" not in caplog.text
+
+
 class Behind(Net):
     """A loss of which no shapes can tell, as that of CTC; and a skip that it alone looks at."""
 

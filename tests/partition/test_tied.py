@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,37 @@ def test_running_statistics_are_not_shared(form: str) -> None:
         pipeline()
     norm.eval()
     assert pipeline().eval(torch.ones(4, 4)).shape == (4, 4)
+
+
+class Counts(nn.Module):
+    """Writes into a buffer, or puts another in its place; or leaves it alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+        self.register_buffer("scale", torch.ones(4))
+        self.scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "in place":
+            self.scale.mul_(1.1)
+        elif self.way == "another":
+            self.scale = self.scale * 1.1
+        y: torch.Tensor = self.linear(x) + self.scale
+        return y
+
+
+@pytest.mark.parametrize("way", ["in place", "another", "none"])
+@pytest.mark.parametrize("given", [True, False])
+def test_buffers_that_several_stages_write_are_told_of(
+    way: str, given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = Counts(way)
+    halves: list[Any] = [nn.Sequential(nn.Linear(4, 4), layer), nn.Sequential(layer)]
+    if given:
+        halves = [penstock.PipelineStage(half, i, 2, "cpu") for i, half in enumerate(halves)]  # type: ignore[arg-type]
+    pipe = penstock.Pipeline(halves, loss_fn=nn.functional.mse_loss, n_microbatches=2, ranks=2)
+    for _ in range(2):
+        pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    told = "0.scale of stage 1 is that of stage 0 too, and is written"
+    assert caplog.text.count(told) == (way != "none")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from penstock import Op, Pipeline, Program, StageError, build
+from penstock import Op, Pipeline, PipelineStage, Program, StageError, build
 from penstock.schedule.passes import offload, recompute
 from penstock.stage.shelf import Shelf
+from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.models import features, gpt, images, mlp, token_loss, tokens
@@ -204,3 +207,38 @@ def test_what_is_saved_in_another_way_than_it_lies_in_memory(kind: str) -> None:
     program = offload(build("gpipe", ranks=2, microbatches=4))
     both = Twins([Using(6, 6), nn.Linear(6, 6)], F.mse_loss, schedule=program)
     both.step(features(8, 0)[0], target=features(8, 0)[1])
+
+
+class Writes(nn.Module):
+    """Writes into what it is given: its input, and perhaps a keyword argument."""
+
+    def __init__(self, *, scales: bool) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(6, 6), scales
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return self.linear(x.mul_(2)) * (scale.add_(1) if self.scales else scale)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_what_a_forward_writes_into_its_batch_is_written_once(name: str) -> None:
+    """Recomputed, it finds its microbatch and the target as they were."""
+    model = nn.Sequential(Writes(scales=True), Writes(scales=False))
+    plain = copy.deepcopy(model)
+
+    def call(x: Tensor, scale: Tensor) -> Tensor:
+        output: Tensor = plain[1](plain[0](x, scale=scale), scale=scale)
+        return output
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target.mul_(3))
+
+    stages = [PipelineStage(layer, i, 2, torch.device("cpu")) for i, layer in enumerate(model)]
+    program = recompute(build(name, ranks=2, microbatches=2))
+    pipe = Pipeline(stages, loss_fn=loss_fn, schedule=program)
+    for step in range(2):
+        (x, target), scale = features(5, step), torch.rand(5, 1)
+        batch: dict[str, Any] = {"target": target.clone(), "scale": scale.clone()}
+        plain_step(call, loss_fn, x.clone(), n_microbatches=2, **batch)
+        pipe.step(x, target=target, scale=scale)
+        assert_same(snapshot(model), snapshot(plain), tolerance=ROUNDING)

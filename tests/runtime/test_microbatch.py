@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 from penstock import Pipeline, PipelineStage, ScheduleGPipe, TensorChunkSpec
 from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
+from penstock.testing.compare import assert_same, plain_step, snapshot
 
 DIM = 4
 CPU = torch.device("cpu")
@@ -319,3 +320,18 @@ def test_outputs_of_two_lengths() -> None:
             schedule.step(**given)
     outputs = schedule.step(**given, merge_outputs=False)
     assert [tuple(out.shape) for out in outputs] == [(2, 3, 4), (2, 5, 4)]
+
+
+def test_a_model_may_write_into_its_microbatch() -> None:
+    """Many are in flight: what is saved of one is not changed by what is done to the next."""
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Linear(3, 3))
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(5, 3), torch.randn(5, 3)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target.mul_(2))
+
+    plain_step(plain, loss_fn, x.clone(), target=target.clone(), n_microbatches=2)
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule="gpipe", n_microbatches=2, ranks=2)
+    pipe.step(x, target=target)
+    assert_same(snapshot(pipe), snapshot(plain))

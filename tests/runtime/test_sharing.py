@@ -217,6 +217,22 @@ def test_an_optimizer_in_the_backward_of_a_tied_parameter_is_refused(schedule: s
         pipe.step(inputs, target=target)
 
 
+def test_a_hook_on_the_gradient_of_a_tied_parameter(caplog: pytest.LogCaptureFixture) -> None:
+    """Each stage calls it with its own part: a factor is right, what else it may be is told."""
+    modules = nn.Sequential(*make_modules())
+    modules[3].weight = modules[0].weight
+    both = Twins(modules, token_loss, tolerance=ROUNDING, ranks=2, n_microbatches=2)
+    for model in (both.plain, modules):
+        model.get_parameter("0.weight").register_hook(lambda grad: grad * 0.5)  # type: ignore[no-untyped-call]
+    for step in range(2):
+        inputs, target = tokens(8, step)
+        both.step(inputs, target=target)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        len(told) == 1 and "weight of stage 0 is shared with other stages and has a hook" in told[0]
+    )
+
+
 def test_statistics_of_copies_in_several_processes_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

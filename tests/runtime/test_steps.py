@@ -509,6 +509,23 @@ def test_a_stage_that_begins_with_an_operation_in_place(schedule: str) -> None:
         both.eval(inputs)
 
 
+@FEW
+def test_a_stage_that_writes_into_its_input_at_times(schedule: str) -> None:
+    """A copy is made where memory does not lie in the order asked for: not of a single row."""
+
+    class Ordered(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.t().contiguous().t()
+
+    def stage() -> nn.Module:
+        return nn.Sequential(Ordered(), nn.ReLU(inplace=True), nn.Linear(DIM, DIM))
+
+    both = made(nn.Sequential(*(stage() for _ in range(4))), F.mse_loss, schedule)
+    for rows in (6, 4):
+        inputs, target = features(rows, rows)
+        both.step(inputs * 1, target=target)
+
+
 @SCHEDULES
 def test_two_pipelines_over_the_same_modules(schedule: str) -> None:
     """Nothing of a pipeline is kept in the modules."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.runtime.torch_private import (
     has_grad_hooks,
+    has_tensor_hooks,
     is_lost_connection,
     make_group,
     profiler_is_on,
@@ -26,6 +27,15 @@ def test_hooks_on_accumulated_gradients() -> None:
     assert has_grad_hooks(param)
     hook.remove()
     assert not has_grad_hooks(param)
+
+
+def test_hooks_on_gradients() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert not has_tensor_hooks(param)
+    hook = param.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]
+    assert has_tensor_hooks(param)
+    hook.remove()
+    assert not has_tensor_hooks(param)
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")

@@ -5,9 +5,11 @@ A batch holds; it neither splits nor computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import optree
 from torch import Tensor
 
 from penstock.stage.trees import flatten
@@ -59,3 +61,31 @@ class Batch:
         """The tensors that this rank was given for a microbatch."""
         given = (each[microbatch] for each in (self.args, self.kwargs, self.targets) if each)
         return [leaf for leaf in flatten(tuple(given))[0] if isinstance(leaf, Tensor)]
+
+    @contextmanager
+    def as_before(self, microbatch: int, before: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Give a microbatch as it was, before stages wrote into it.
+
+        Args:
+            microbatch: the microbatch.
+            before: tensors of its, each with what is to be given in its place.
+        """
+        if not before:
+            yield
+            return
+        instead = {id(tensor): old for tensor, old in before}
+
+        def restored(tree: Any) -> Any:
+            leaves, shape = flatten(tree)
+            return optree.tree_unflatten(shape, [instead.get(id(leaf), leaf) for leaf in leaves])
+
+        now = self.args, self.kwargs, self.targets
+        then: list[Any] = [
+            each and [*each[:microbatch], restored(each[microbatch]), *each[microbatch + 1 :]]
+            for each in now
+        ]
+        try:
+            self.args, self.kwargs, self.targets = then
+            yield
+        finally:
+            self.args, self.kwargs, self.targets = now

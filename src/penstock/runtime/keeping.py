@@ -2,7 +2,7 @@
 
                 F                       then            before the backward
     as usual    graph and activations
-    recomputed  inputs alone                            the forward again
+    recomputed  inputs, as they came                    the forward again
     offloaded   graph and activations   to the host     back
 
 The player runs forwards; the keeper says what is around them. It knows no messages.
@@ -16,6 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from penstock.runtime.batch import Batch
 from penstock.schedule.action import Op
 from penstock.stage import device_streams
 from penstock.stage.replay import Replayer
@@ -56,30 +57,30 @@ class Keeper:
             given: the tensors that the batch holds of it.
         """
         if microbatch in self._recomputed:
-            return lambda slot: self._drop(slot, forward)
+            return lambda slot: self._drop(slot, forward, given())
         if microbatch in self._offloaded:
             return lambda slot: self._collect(slot, forward, given())
         return forward
 
     # --- recomputed --------------------------------------------------------------------------
 
-    def _drop(self, slot: Slot, forward: Callable[[Slot], None]) -> None:
+    def _drop(self, slot: Slot, forward: Callable[[Slot], None], given: Sequence[Tensor]) -> None:
         stage, received = self._stage, slot.arrival
         if received is not None:
             # The forward gets leaves of its own, and memory of its own if it writes into it.
             alike = torch.clone if stage.may_write_inputs else torch.Tensor.detach
             slot.arrival = [alike(tensor) for tensor in received]
-        replay = self._replayer.record(stage.submod)
+        replay = self._replayer.record(stage.submod, given)
         forward(slot)
         replay.close()
         slot.arrival, slot.replay = received, replay
         slot.roots, slot.leaves, slot.work = (), (), None
 
-    def recompute(self, slot: Slot, forward: Callable[[Slot], None]) -> None:
+    def recompute(self, slot: Slot, batch: Batch, forward: Callable[[Slot], None]) -> None:
         """Run the forward again, in the circumstances of its first run."""
         replay, slot.replay = slot.replay, None
         assert replay is not None
-        with replay:
+        with replay, batch.as_before(slot.microbatch, replay.given):
             forward(slot)
 
     # --- offloaded ---------------------------------------------------------------------------

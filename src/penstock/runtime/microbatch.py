@@ -179,7 +179,12 @@ def _split_leaf(
         )
     if seen is not None:
         seen.setdefault(rows, leaf.shape)
-    return torch.tensor_split(leaf, chunks, dim=spec.split_dim)
+    parts = torch.tensor_split(leaf, chunks, dim=spec.split_dim)
+    if leaf.requires_grad or type(leaf) is not Tensor:
+        return parts
+    # Each with a version of its own: a model may write into its input, and what autograd has saved
+    # of one microbatch is not changed by what is written into another.
+    return [part.data for part in parts]
 
 
 def is_split_alike(rows: int, others: int, chunks: int) -> bool:

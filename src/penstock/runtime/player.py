@@ -128,7 +128,7 @@ class Player:
                 forward = self._keeper.forward_for(action.microbatch, self._forward, given)
                 return self._calls(action, wait, forward, slot)
             case Op.RECOMPUTE:
-                return [Call(action, partial(self._keeper.recompute, slot, self._forward_again))]
+                return [Call(action, partial(self._recompute, slot))]
             case Op.OFFLOAD:
                 return [Call(action, partial(self._keeper.offload, slot))]
             case Op.RELOAD:
@@ -242,6 +242,9 @@ class Player:
             self._ending.take(slot, output, self.batch)
         else:
             self._pass_on(slot, output)
+
+    def _recompute(self, slot: Slot) -> None:
+        self._keeper.recompute(slot, self.batch, self._forward_again)
 
     def _forward_again(self, slot: Slot) -> None:
         """Run the forward for its graph alone: what it gave has been passed on already."""

@@ -27,7 +27,7 @@ from penstock.runtime.equal_start import equalize
 from penstock.runtime.flat import flat_meta, flatten_tensors, unflatten_tensors
 from penstock.runtime.shared import Shared, buckets, find_shared, local
 from penstock.runtime.shared_names import groups_of
-from penstock.runtime.torch_private import has_grad_hooks
+from penstock.runtime.torch_private import has_grad_hooks, has_tensor_hooks
 from penstock.runtime.transport import Transport
 from penstock.schedule.placement import Placement
 from penstock.stage.counted import set_counts_here, set_pipeline_size
@@ -66,6 +66,7 @@ class Sharing:
         self._seen: list[nn.Parameter] = []
         self._params: tuple[Shared, ...] = ()
         self._tied: list[Shared] = []
+        self._told_of_hooks = False
         self._introduce()
         self._resolve()
         self._tell()
@@ -164,6 +165,7 @@ class Sharing:
                     "hook, which would see the gradient of one stage alone; step the optimizer "
                     "after step() instead"
                 )
+        self._tell_of_hooks()
         if not self._params:
             yield
             return
@@ -184,6 +186,17 @@ class Sharing:
                 for param in params:
                     fresh = param.grad if is_whole else None
                     param.grad = _added(earlier[id(param)], fresh)
+
+    def _tell_of_hooks(self) -> None:
+        hooked = [s for s in self._tied if any(map(has_tensor_hooks, s.here))]
+        if hooked and not self._told_of_hooks:
+            self._told_of_hooks = True
+            _log.warning(
+                "%s is shared with other stages and has a hook (register_hook), which is called "
+                "with the gradient of each stage by itself: right for a mask or a factor, but not "
+                "where it clips, or counts its calls",
+                hooked[0].label,
+            )
 
     def _sum(self, bucket: Sequence[Shared]) -> None:
         likes = [shared.like for shared in bucket]

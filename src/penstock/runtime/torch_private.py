@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 __all__ = [
     "has_grad_hooks",
+    "has_tensor_hooks",
     "is_lost_connection",
     "make_group",
     "profiler_is_on",
@@ -25,6 +26,11 @@ __all__ = [
 def has_grad_hooks(param: Tensor) -> bool:
     """Whether hooks run whenever the gradient of ``param`` has been accumulated."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def has_tensor_hooks(param: Tensor) -> bool:
+    """Whether hooks change the gradient of ``param`` before it is accumulated."""
+    return bool(param._backward_hooks)
 
 
 def is_lost_connection(error: BaseException | None) -> bool:

@@ -1,11 +1,13 @@
-"""What a forward depends on beside its inputs, so that it can be run again with the same outcome.
+"""What a forward depends on, so that it can be run again with the same outcome.
 
 Random numbers and buffers: dropout draws the same mask, and a BatchNorm layer counts a microbatch
-once. This module knows neither inputs nor outputs.
+once. Of what it is given, what it writes into: that is there again as it was. This module knows
+neither arguments nor outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -39,12 +41,18 @@ class Replayer:
         self._module: nn.Module | None = None
         # None as long as no forward has told.
         self.written: set[_Place] | None = None
+        self.writes_given: bool | None = None
 
-    def record(self, module: nn.Module) -> Replay:
-        """Note what is there before a forward of ``module``."""
+    def record(self, module: nn.Module, given: Sequence[Tensor] = ()) -> Replay:
+        """Note what is there before a forward of ``module``.
+
+        Args:
+            module: the module.
+            given: the tensors that it is called with and may write into, which others hold too.
+        """
         if module is not self._module:
-            self._module, self.written = module, None
-        return Replay(self, module, self._device)
+            self._module, self.written, self.writes_given = module, None, None
+        return Replay(self, module, self._device, given)
 
 
 class Replay:
@@ -54,9 +62,15 @@ class Replay:
         maker: what it learns and has learned.
         module: the module that runs.
         device: whose random numbers it draws, beside those of the CPU.
+        given: the tensors that it is called with.
+
+    Attributes:
+        given: those of them that the forward wrote into, each with a copy of what was in it.
     """
 
-    def __init__(self, maker: Replayer, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, maker: Replayer, module: nn.Module, device: torch.device, given: Sequence[Tensor]
+    ) -> None:
         self._maker = maker
         # The CPU's generator, and that of the device where it is another one.
         self._devices = dict.fromkeys((torch.device("cpu"), device))
@@ -69,13 +83,19 @@ class Replay:
         wanted = self._noted if maker.written is None else maker.written & self._noted.keys()
         self._before = {place: _copy(self._noted[place][0]) for place in wanted}
         self._now: list[tuple[_Buffers, _Buffers]] = []
+        # A tensor of inference mode counts no versions; nobody may write into it here.
+        self._versions = [(t, t._version) for t in given if not t.is_inference()]
+        copied = () if maker.writes_given is False else self._versions
+        self.given = [(tensor, tensor.detach().clone()) for tensor, _ in copied]
 
     def close(self) -> None:
         """The forward is over: forget what it has left alone.
 
         Raises:
-            StageError: it wrote into a buffer that forwards before it did not write into.
+            StageError: it wrote into a buffer that forwards before it did not write into, or
+                likewise into what it was given.
         """
+        self._close_given()
         noted, self._noted = self._noted, {}
         written = {
             place
@@ -106,6 +126,18 @@ class Replay:
         }
         kept = self._maker.written & self._before.keys()
         self._before = replaced | {place: self._before[place] for place in kept}
+
+    def _close_given(self) -> None:
+        written = {id(tensor) for tensor, version in self._versions if tensor._version != version}
+        self._versions = []
+        if self._maker.writes_given is None:
+            self._maker.writes_given = bool(written)
+        if written and not self._maker.writes_given:
+            raise StageError(
+                "this forward wrote into what it was given, and the first one did not: it can't "
+                "be recomputed; leave the stage out of the recomputed ones"
+            )
+        self.given = [(tensor, old) for tensor, old in self.given if id(tensor) in written]
 
     def __enter__(self) -> None:
         owners = {owner for owner, _ in self._before}

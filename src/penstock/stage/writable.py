@@ -3,8 +3,10 @@
 What a stage receives is a leaf of its autograd graph, and autograd lets nobody write into a leaf
 that takes gradients. Within a model cut in two after a convolution this would be no leaf; so a
 stage gets aliases that are none, until its first forward has shown that it writes into none of
-them: others are spared the few microseconds. Compiled modules would be compiled twice, for an
-alias and for a leaf: they are asked what their layers say of themselves (``inplace=True``).
+them: others are spared the few microseconds. Layers that say of themselves that they write
+(``inplace=True``) may do so later, where what is before them copies only some shapes: they get
+aliases always. Compiled modules would be compiled twice, for an alias and for a leaf: of them,
+what their layers say is all that is asked.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class InputWriter:
             self._module = module
             self._writes = _says_in_place(module) if _is_compiled(module) else None
         elif self._writes is None and self._lent:
-            self._writes = any(tensor._version != version for tensor, version in self._lent)
+            written = any(tensor._version != version for tensor, version in self._lent)
+            self._writes = written or _says_in_place(module)
         self._lent = []
         return self._writes is not False
 

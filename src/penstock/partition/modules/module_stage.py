@@ -24,7 +24,7 @@ from penstock.partition.modules.dry_run import input_names
 from penstock.partition.modules.own_units import OwnUnits, registry_of
 from penstock.partition.modules.route import absent
 from penstock.partition.modules.shared_parts import known_names
-from penstock.partition.modules.shell import build_shell, own_tree
+from penstock.partition.modules.shell import build_shell, own_tree, swap_kept
 from penstock.partition.modules.stage_player import Left, StagePlayer
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import autocast_state, watched_hooks
@@ -206,13 +206,18 @@ class ModuleStage(nn.Module):
     def _lend(self, values: dict[Source, Tensor]) -> list[tuple[Any, str, Any]]:
         """Put parameters that come from other stages in all their places, for one microbatch."""
         lent = []
+        instead: dict[int, Tensor] = {}
         for source, value in values.items():
             if source.kind is Kind.PARAMETER:
                 for place in self._ties[source.name]:
                     registry, name = registry_of(self._shell, place)
                     if type(registry[name]) is Absent:  # else it is here, under another name
                         lent.append((registry, name, registry[name]))
+                        instead[id(registry[name])] = value
                         registry[name] = value
+        if instead:
+            for module in self._shell.modules():
+                lent += swap_kept(module, lambda tensor: instead.get(id(tensor), tensor))
         return lent
 
     def _carry(self, source: Source, values: dict[Source, Tensor]) -> Tensor:

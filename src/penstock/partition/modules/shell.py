@@ -13,7 +13,8 @@ The shell runs the model's own forward. Its units, own and hollow alike, report 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections.abc import Callable, Collection
 from types import MethodType, new_class
 from typing import Any, Protocol
 
@@ -23,9 +24,9 @@ from torch import nn
 from penstock.partition.huggingface import without_cache
 from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_meta
 from penstock.partition.modules.units import Units
-from penstock.partition.torch_private import copied_shell, run_uncompiled
+from penstock.partition.torch_private import REGISTRIES, copied_shell, run_uncompiled
 
-__all__ = ["Play", "build_shell", "own_tree", "skeleton", "watched"]
+__all__ = ["Play", "build_shell", "own_tree", "put_tensors", "skeleton", "swap_kept", "watched"]
 
 
 class Play(Protocol):
@@ -77,6 +78,11 @@ def build_shell(
                 made[key] = hollow(module, name, play, absent)
         return made[key]
 
+    def kept(name: str) -> bool:
+        steps = name.split(".")
+        paths = (".".join(steps[: i + 1]) for i in range(len(steps)))
+        return any(path in own or parts.unit_at(path) in own for path in paths)
+
     def opened(module: nn.Module, prefix: str) -> None:
         shell = made[id(module)] = copied_shell(module)
         for name, child in module._modules.items():
@@ -84,6 +90,7 @@ def build_shell(
                 shell._modules[name] = visit(child, f"{prefix}{name}.")
         rebind(shell, module)
         absent.put(shell, prefix, kept=own)
+        swap_kept(shell, lambda tensor: absent.instead_of(tensor, kept))
         without_cache(shell)
 
     return visit(model, "")
@@ -124,19 +131,79 @@ def hollow_out(module: nn.Module, prefix: str, absent: AbsentState) -> None:
 
 def skeleton(module: nn.Module) -> nn.Module:
     """A copy of ``module`` on the meta device, that can be run there."""
-    made = copied_shell(module)
-    for name, param in made._parameters.items():
-        if param is not None:
-            made._parameters[name] = nn.Parameter(on_meta(param), requires_grad=False)
-    for name, buffer in made._buffers.items():
-        if buffer is not None:
-            made._buffers[name] = on_meta(buffer)
-    for name, child in made._modules.items():
-        if child is not None:
-            made._modules[name] = skeleton(child)
-    rebind(made, module)
-    run_uncompiled(made)
+
+    def visit(module: nn.Module) -> nn.Module:
+        made = copied_shell(module)
+        for name, child in made._modules.items():
+            if child is not None:
+                made._modules[name] = visit(child)
+        rebind(made, module)
+        run_uncompiled(made)
+        return made
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(on_meta(tensor), requires_grad=False)
+        return on_meta(tensor)
+
+    made = visit(module)
+    put_tensors(made, bare)
     return made
+
+
+def put_tensors(copy: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put other tensors in the places of a copied tree's parameters and buffers.
+
+    Also in the containers of them that modules keep as attributes, as ``nn.LSTM`` does.
+
+    Args:
+        copy: the tree, whose modules' registries are its own.
+        made: what is to stand in the place of a tensor; called once for each place.
+    """
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # held, so that ids stay their own
+    for module in copy.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    new: Any = made(tensor)
+                    registry[name] = new
+                    known[id(tensor)] = tensor, new
+    for module in copy.modules():
+        swap_kept(module, lambda tensor: known[id(tensor)][1] if id(tensor) in known else tensor)
+
+
+def swap_kept(
+    copy: nn.Module, instead: Callable[[torch.Tensor], torch.Tensor]
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """Put other tensors into the lists, tuples and dicts that a copied shell has as attributes.
+
+    Args:
+        copy: the shell; the containers are left as they are, others take their places.
+        instead: what is to stand in the place of a tensor, perhaps itself.
+
+    Returns:
+        What has been replaced: where, under which name, and what was there.
+    """
+
+    def swapped(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return instead(value)
+        if type(value) is list or type(value) is tuple:
+            items = type(value)(map(swapped, value))
+            return value if all(map(operator.is_, items, value)) else items
+        if type(value) is dict:
+            named = {key: swapped(item) for key, item in value.items()}
+            return value if all(named[key] is value[key] for key in value) else named
+        return value
+
+    attributes = vars(copy)
+    before = []
+    for name, value in attributes.items():
+        if name not in REGISTRIES and isinstance(value, (list, tuple, dict)):
+            attributes[name] = swapped(value)
+            if attributes[name] is not value:
+                before.append((attributes, name, value))
+    return before
 
 
 class AbsentState:
@@ -149,10 +216,10 @@ class AbsentState:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._names: dict[int, str] = {}
+        self._names: dict[int, list[str]] = {}
         for named in (model.named_parameters, model.named_buffers):
-            for name, tensor in named():
-                self._names[id(tensor)] = name
+            for name, tensor in named(remove_duplicate=False):
+                self._names.setdefault(id(tensor), []).append(name)
         self._made: dict[str, Any] = {}
 
     def put(self, module: nn.Module, prefix: str, *, kept: Collection[str] = ()) -> None:
@@ -162,8 +229,14 @@ class AbsentState:
                 if tensor is not None and f"{prefix}{name}" not in kept:
                     registry[name] = self._for(tensor)
 
+    def instead_of(self, tensor: torch.Tensor, kept: Callable[[str], bool]) -> torch.Tensor:
+        """What stands for a tensor: itself where it is none of the model's, or is to be kept."""
+        names = self._names.get(id(tensor), ())
+        made: torch.Tensor = tensor if not names or any(map(kept, names)) else self._for(tensor)
+        return made
+
     def _for(self, tensor: torch.Tensor) -> Any:
-        known = self._names[id(tensor)]
+        known = self._names[id(tensor)][0]
         if known not in self._made:
             source = Source(Kind.PARAMETER, 0, 0, known)
             self._made[known] = Absent(on_meta(tensor), self._device, Origin({source}))

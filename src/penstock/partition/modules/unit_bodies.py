@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Absent, on_meta
-from penstock.partition.modules.shell import skeleton
+from penstock.partition.modules.shell import put_tensors, skeleton
 from penstock.partition.torch_private import as_fake, autocast_state, fake_mode
 
 __all__ = ["NeedsValues", "UnitBodies", "with_values"]
@@ -127,12 +127,7 @@ class UnitBodies:
             return self._bare[unit]
         if unit not in self._fakes:
             made = self._fakes[unit] = skeleton(self._bare[unit])
-            for module in made.modules():
-                for registry in (module._parameters, module._buffers):
-                    for name, tensor in registry.items():
-                        if tensor is not None:
-                            fake: Any = self._fake(tensor)
-                            registry[name] = fake
+            put_tensors(made, self._fake)
         return self._fakes[unit].train(self._bare[unit].training)
 
     def _fake(self, tensor: Tensor) -> Tensor:
@@ -180,7 +175,8 @@ def imagined(bare: nn.Module, unit: nn.Module, device: torch.device) -> nn.Modul
         device: where to.
     """
     made = skeleton(bare)
-    real: dict[int, Tensor] = {}
+    real: dict[int, Tensor] = {}  # by what the unit has there
+    stand: dict[int, Tensor] = {}  # by what stands for it in the copy
     places = made.named_modules(remove_duplicate=False), unit.named_modules(remove_duplicate=False)
     for (_, copy), (_, module) in zip(*places, strict=True):
         for kind in ("_parameters", "_buffers"):
@@ -189,7 +185,8 @@ def imagined(bare: nn.Module, unit: nn.Module, device: torch.device) -> nn.Modul
                 if tensor is not None:
                     if id(tensor) not in real:
                         real[id(tensor)] = with_values(tensor, device) if tensor.is_meta else tensor
-                    registry[name] = real[id(tensor)]
+                    stand[id(registry[name])] = real[id(tensor)]
+    put_tensors(made, lambda tensor: stand[id(tensor)])
     return made.train(bare.training)
 
 
