@@ -26,7 +26,7 @@ class Cause:
         rank: the pipeline rank that it was raised on.
         processes: the processes (global ranks) of that pipeline, by rank there.
         stage, microbatch, action: what was at work, where known.
-        traceback: the original traceback.
+        traceback: the original traceback; empty where nothing was raised.
     """
 
     kind: str
@@ -102,6 +102,8 @@ def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
     if cause.processes != tuple(processes):
         listed = ", ".join(map(str, cause.processes))
         told = f"in another replica's pipeline (processes {listed}): {told}"
-    error = kind(f"{told}\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}")
+    if cause.traceback:
+        told += f"\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}"
+    error = kind(told)
     error.where = cause.where
     return error

@@ -50,7 +50,7 @@ def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
     assert store.get(key_of(every, 0)) == repr(every.processes).encode()  # type: ignore[arg-type]
 
     transport: Any = object.__new__(C10dTransport)
-    transport._group, transport._processes, transport._number = every, every.processes, 0
+    transport._group, transport._processes, transport.number = every, every.processes, 0
     transport._watcher = Watcher(1.0, lambda whom: None)
     monkeypatch.setattr(torch_private, "make_group", lambda *told, **_: store.set(told[2], "here"))
     transport._new_group("gloo", "control")

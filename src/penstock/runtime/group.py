@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, ScheduleError
+from penstock.runtime.together import together
 from penstock.runtime.torch_private import make_group, takes_cpu_tensors
 from penstock.stage.announcing import key_of, own_group
 from penstock.stage.device_streams import indexed
@@ -92,7 +93,9 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) ->
         except PenstockError as error:
             told[1] = error
     source = dist.get_global_rank(group, 0)
-    dist.broadcast_object_list(told, src=source, group=_of_objects(group))
+    by = _of_objects(group)
+    with together(by, "Pipeline()"):
+        dist.broadcast_object_list(told, src=source, group=by)
     text, failure = told
     if failure is not None:
         raise failure
@@ -111,7 +114,9 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
     if group is None:
         return mine
     parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine, group=_of_objects(group))
+    by = _of_objects(group)
+    with together(by, "state_dict(full=True)"):
+        dist.all_gather_object(parts, mine, group=by)
     return {name: value for part in parts for name, value in part.items()}
 
 
