@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
@@ -263,9 +264,11 @@ class StagePlayer:
         output = ((result, capture_since(marked), kept_in(run, route.kept(index))),)
         leaves, tree = flatten(output)
         if tree != call.output.tree:
+            dry = _shown(call.output.tree, call.output.leaves)
             raise PartitionError(
-                f"stage {self.index}: {call.unit} returned {tree}, in its dry run "
-                f"{call.output.tree}; what it returns may not depend on values"
+                f"stage {self.index}: {call.unit} returned {_shown(tree, leaves)}, in its dry run "
+                f"{dry}; how many values it returns, and in which containers, may not depend on "
+                "values; have it return the same always, or keep it and its users in one stage"
             )
         changed = False
         for i, (leaf, expected) in enumerate(zip(leaves, call.output.leaves, strict=True)):
@@ -294,3 +297,25 @@ class StagePlayer:
             f"stage {self.index}: output {leaf} of {call.unit} is {got}, in its dry run "
             f"{expected}; other stages run by what the dry run showed"
         )
+
+
+def _shown(tree: PyTreeSpec, leaves: Sequence[Any]) -> str:
+    """A unit's result, as a message shows it; with what it appends or keeps, where it does."""
+    ((result, captured, kept),) = rebuilt(tree, [_Shown(leaf) for leaf in leaves])
+    beside = [f"appending {captured}"] if captured else []
+    beside += [f"keeping {kept}"] if kept else []
+    return ", ".join([repr(result), *beside])
+
+
+class _Shown:
+    """A leaf that a message shows by its dtype and shape, or by its value."""
+
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+
+    def __repr__(self) -> str:
+        """What is shown."""
+        leaf = self._leaf
+        if not isinstance(leaf, Tensor | TensorMeta):
+            return repr(leaf)
+        return f"{leaf.dtype} {tuple(leaf.shape)}".removeprefix("torch.")
