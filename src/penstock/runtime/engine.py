@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.cause import message_of
-from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
+from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
 from penstock.runtime.agreement import digest, hold_together
@@ -377,9 +377,10 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         microbatch=action.microbatch,
         action=str(action),
     )
-    if isinstance(error, PenstockError):
+    if isinstance(error, PenstockError) and error.where == NOWHERE:
         error.locate(where)
         return error
+    # One that has a place comes from another pipeline, which the user's code runs here.
     if (call.waits or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
     placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)
