@@ -32,6 +32,7 @@ from penstock.runtime.control_plane import ControlPlane
 from penstock.runtime.failure import Board, Place
 from penstock.runtime.group_log import GroupLog, calls_over
 from penstock.runtime.held_sends import Held
+from penstock.runtime.last_words import tells_at_the_end
 from penstock.runtime.nccl import as_wire, make_connections
 from penstock.runtime.transport import empty_tensors
 from penstock.runtime.watcher import Others, Watcher, Whom
@@ -113,6 +114,7 @@ class C10dTransport(ControlPlane):
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
         self._board = self._make_board()
         self._watcher = Watcher(timeout_s, self.wake)
+        tells_at_the_end(self)
 
     def connect(self) -> None:
         """Make the groups that are missing. Every rank calls it at the same point."""
@@ -318,6 +320,14 @@ class C10dTransport(ControlPlane):
         if not is_own or stands != cause:
             return as_error(stands, self._processes)
         return error if isinstance(error, PeerError) else None
+
+    def tell_of_end(self, error: BaseException) -> bool:
+        """See ``last_words.py``; what has been told already is not told again."""
+        if self.number not in self._calls.failed:
+            self._calls.failed.add(self.number)
+            cause = cause_of(error, self.rank, self._processes)
+            self._asked(lambda: self._board.write(cause))
+        return not self._board.is_lost
 
     def _found_elsewhere(self) -> Cause | None:
         """What has failed in another call over the group, if this one has waited in vain for it."""
