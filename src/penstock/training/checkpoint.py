@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from penstock.errors import PartitionError
 from penstock.runtime.together import together
@@ -146,7 +146,8 @@ def load(
         True
     """
     with together(group, "load()", (PartitionError, FileNotFoundError)):
-        saved = _described(path, group)
+        metadata = _described(path, group)
+        saved: Mapping[str, object] = metadata.state_dict_metadata
         held = _state_of(model, group)
         state: dict[str, Any] = {"model": _kept(held, keep)}
         settings: dict[str, Any] = {}
@@ -155,7 +156,7 @@ def load(
             faults += _strangers(model, optimizer)
             if not faults:
                 settings = _blank_settings(saved, model, optimizer)
-                state["optim"] = _blank_state(saved, model, optimizer)
+                state["optim"] = _blank_state(metadata, model, optimizer)
                 faults += _faults(saved, {f"optim.{key}": None for key in settings})
         _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
         # What is read into the model overwrites it: whatever may be refused is read before.
@@ -234,8 +235,8 @@ def _settings(group: Mapping[str, Any]) -> list[str]:
     return [key for key in group if key not in ("params", "param_names")]
 
 
-def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Mapping[str, object]:
-    """By name, what a checkpoint says of what is in it."""
+def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Metadata:
+    """What a checkpoint says of what is in it."""
     missing = damaged = ""
     cut: list[str] = []
     metadata = None
@@ -252,8 +253,7 @@ def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Ma
     _raise_together([missing] if missing else [], group, FileNotFoundError)
     _raise_together([damaged] if damaged else cut, group)
     assert metadata is not None, "it was read"
-    saved: Mapping[str, object] = metadata.state_dict_metadata
-    return saved
+    return metadata
 
 
 def _state_of(model: Model, group: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -321,17 +321,31 @@ def _blank_settings(
 
 
 def _blank_state(
-    saved: Mapping[str, object], model: Model, optimizer: torch.optim.Optimizer
+    metadata: Metadata, model: Model, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """What is to be read, as the checkpoint describes it: an optimizer that has taken no step has
-    no state yet to read into."""
+    no state yet to read into. Some keep lists and dicts, whose items are saved one by one."""
     held = {name: param for name, param, _ in _held(model, optimizer)}
-    blank: dict[str, Any] = {}
-    for key, meta in saved.items():
-        name, _, _ = key.removeprefix(_STATE).rpartition(".")
-        if key.startswith(_STATE) and name in held:
-            blank[key.removeprefix("optim.")] = _blank(meta, held[name])
-    return blank
+    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
+    blank: dict[str | int, Any] = {}
+    for key, meta in metadata.state_dict_metadata.items():
+        _, entry, *within = paths.get(key, ("optim", key.removeprefix("optim.")))
+        name, _, _ = str(entry).removeprefix("state.").rpartition(".")
+        if not key.startswith(_STATE) or name not in held:
+            continue
+        place: dict[str | int, Any] = blank
+        for step in [entry, *within][:-1]:
+            place = place.setdefault(step, {})
+        place[[entry, *within][-1]] = _blank(meta, held[name])
+    return {str(entry): _as_lists(value) for entry, value in blank.items()}
+
+
+def _as_lists(value: Any) -> Any:
+    """Dicts that have numbers for keys, which stand for lists, made lists."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _as_lists(item) for key, item in value.items()}
+    return [items[i] for i in sorted(items)] if all(isinstance(i, int) for i in items) else items
 
 
 def _blank(meta: object, param: Tensor | None = None) -> Tensor | None:
