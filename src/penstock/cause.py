@@ -73,10 +73,13 @@ def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause
     where = error.where if isinstance(error, PenstockError) else NOWHERE
     if where.rank not in (None, rank):
         where = NOWHERE  # a place that it tells of, such as one in a program: not this rank's
+    message = message_of(error)
+    if not isinstance(error, PenstockError):
+        message = f"{type(error).__name__}: {message}"
     original = error if error.__cause__ is None else error.__cause__
     return Cause(
         kind=type(error).__name__,
-        message=_shortened(message_of(error)),
+        message=_shortened(message),
         rank=rank,
         processes=tuple(processes),
         stage=where.stage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -87,3 +88,41 @@ def test_what_fails_in_another_call_is_told() -> None:
     assert waited.kind == "PeerError"
     assert waited.where[0] == 1
     assert failed.message in waited.message
+
+
+@dataclass(frozen=True)
+class SavedInVain:
+    """Saving fails on rank 1 alone, or on both ranks."""
+
+    culprits: tuple[int, ...]
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        layers = [nn.Linear(DIM, DIM) for _ in range(2)]
+        pipe = Pipeline(layers, loss_fn=nn.functional.mse_loss, n_microbatches=2, group=group)
+
+        def burst(*_: object) -> None:
+            raise KeyError("it burst")
+
+        if rank in self.culprits:
+            pipe.stages[0].submod.register_state_dict_post_hook(burst)
+
+        def clip_late() -> None:
+            time.sleep(1.0 * rank)  # so that the other one waits, and looks
+            clip_grad_norm_(pipe.parameters(), 1.0, group=group)
+
+        return [lambda: checkpoint.save("nowhere", pipe, group=group), clip_late]
+
+
+def test_what_fails_in_saving_is_told() -> None:
+    (waited, _), (failed, _) = played((SavedInVain((1,)),), 2)[SavedInVain((1,))]
+    assert failed.kind == "KeyError"
+    assert waited.kind == "PeerError"
+    assert waited.message.startswith("rank 1: KeyError: 'it burst'")
+    assert waited.elapsed_s < SOON_S
+
+
+def test_what_fails_on_all_ranks_does_no_harm_afterwards() -> None:
+    for failed, later in played((SavedInVain((0, 1)),), 2)[SavedInVain((0, 1))]:
+        assert failed.kind in ("KeyError", "PeerError")
+        assert "it burst" in failed.message
+        assert later.kind is None, later.message

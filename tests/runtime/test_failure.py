@@ -80,7 +80,7 @@ def test_whatever_was_raised_can_be_told() -> None:
     # More than 8 MiB would break the connection to the store.
     long = cause_of(ValueError("a" + "\0" * 20_000_000 + "b"), 1, (0, 1))
     assert len(long.to_json()) < 2 << 20
-    assert long.message.startswith("a") and long.message.endswith("b")
+    assert long.message.startswith("ValueError: a") and long.message.endswith("b")
     assert "characters left out" in long.message and "ValueError" in long.traceback
 
     error = StageError("outer")

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from penstock.cause import Cause
 from penstock.stage.announcing import key_of
 
-__all__ = ["CALLS", "Calls", "GroupLog", "calls_over"]
+__all__ = ["NOBODY", "Calls", "GroupLog", "calls_over"]
 
-# Stand for the number of a schedule: calls that are no schedule's, and failures that are no call's.
-CALLS, NOBODY = -1, -2
+# In place of the number of a schedule: a failure that is no schedule's. Smaller numbers are those
+# of calls that belong to none.
+NOBODY = -1
 
 
 @dataclass(slots=True)

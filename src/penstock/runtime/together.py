@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.c10d import C10dTransport
-from penstock.runtime.group_log import CALLS
+from penstock.runtime.group_log import NOBODY, calls_over
 from penstock.runtime.torch_private import takes_cpu_tensors
 from penstock.stage.announcing import own_group
 
@@ -40,8 +40,10 @@ def together(
     if group is None or group.size() == 1 or not takes_cpu_tensors(group):
         yield
         return
-    # One for each call: kept by its group, it would keep the group alive.
-    transport = C10dTransport(group, torch.device("cpu"), CALLS, math.inf)
+    # One for each call: kept by its group, it would keep the group alive. Its number is its own,
+    # so that a later call does not find what an earlier one has left.
+    number = NOBODY - 1 - calls_over(group).count
+    transport = C10dTransport(group, torch.device("cpu"), number, math.inf)
     try:
         transport.begin(what)
         transport.gather_numbers(0)
