@@ -15,6 +15,10 @@ from penstock.errors import NOWHERE, PeerError, PenstockError, Where
 
 __all__ = ["Cause", "as_error", "cause_of", "message_of"]
 
+# Of a message, and of a traceback, so many are told to the other ranks: a store of torch's breaks
+# the connection over which more than 8 MiB come.
+MAX_CHARACTERS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -26,7 +30,7 @@ class Cause:
         rank: the pipeline rank that it was raised on.
         processes: the processes (global ranks) of that pipeline, by rank there.
         stage, microbatch, action: what was at work, where known.
-        traceback: the original traceback.
+        traceback: the original traceback; empty where nothing was raised.
     """
 
     kind: str
@@ -57,10 +61,10 @@ class Cause:
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, also where its own ``__str__`` fails."""
+    """What an exception says, also where its own ``__str__`` fails, in whatever way."""
     try:
         return str(error)
-    except Exception as failed:
+    except BaseException as failed:
         return f"(its message can't be shown: __str__ raised {type(failed).__name__})"
 
 
@@ -69,17 +73,36 @@ def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause
     where = error.where if isinstance(error, PenstockError) else NOWHERE
     if where.rank not in (None, rank):
         where = NOWHERE  # a place that it tells of, such as one in a program: not this rank's
-    original = error.__cause__ or error
+    message = message_of(error)
+    if not isinstance(error, PenstockError):
+        message = f"{type(error).__name__}: {message}"
+    original = error if error.__cause__ is None else error.__cause__
     return Cause(
         kind=type(error).__name__,
-        message=message_of(error),
+        message=_shortened(message),
         rank=rank,
         processes=tuple(processes),
         stage=where.stage,
         microbatch=where.microbatch,
         action=where.action,
-        traceback="".join(traceback.format_exception(original)),
+        traceback=_shortened(_traceback_of(original)),
     )
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - MAX_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]} ... ({left_out} characters left out) ... {text[-half:]}"
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException as failed:  # its notes, or those of its causes, can't be shown either
+        where = "".join(traceback.format_tb(error.__traceback__))
+        return f"{where}(the rest can't be shown: it raised {type(failed).__name__})\n"
 
 
 def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
@@ -102,6 +125,8 @@ def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
     if cause.processes != tuple(processes):
         listed = ", ".join(map(str, cause.processes))
         told = f"in another replica's pipeline (processes {listed}): {told}"
-    error = kind(f"{told}\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}")
+    if cause.traceback:
+        told += f"\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}"
+    error = kind(told)
     error.where = cause.where
     return error

@@ -67,7 +67,7 @@ def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
     """Rank 1 asks for a note where nothing can even be asked any more."""
     group = torch.distributed.group.WORLD
     transport = c10d.C10dTransport(group, CPU, 0, 60.0)
-    transport.begin()
+    transport.begin("this test")
     if rank == 0:
         return None
     break_pairs(group, [0])

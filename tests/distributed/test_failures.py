@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -287,3 +290,36 @@ def test_a_schedule_beside_one_that_failed_says_so() -> None:
         assert [each.kind for each in whole] == [None, None]
         assert "it burst" in failed.message
         assert "its process may have died, or it broke when another schedule" in other.message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """Between two steps, an exception that nobody catches ends rank 1."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        stage = PipelineStage(nn.Linear(DIM, DIM), rank, group.size(), CPU, group=group)
+        schedule = Schedule1F1B(stage, 2, nn.functional.mse_loss)
+        batch = torch.ones(4, DIM)
+
+        def step() -> None:
+            schedule.step(*((batch,) if rank == 0 else ()), target=batch)
+
+        def end() -> None:
+            try:
+                raise Boom("the optimizer burst")
+            except Boom as error:
+                with contextlib.redirect_stderr(io.StringIO()) as shown:
+                    sys.excepthook(Boom, error, error.__traceback__)  # as Python itself does
+                assert "Boom: the optimizer burst" in shown.getvalue()
+
+        return [step, end if rank == 1 else step]
+
+
+def test_what_ends_a_process_between_steps_is_told() -> None:
+    (_, waited), (_, ended) = played((Ended(),), 2)[Ended()]
+    assert ended.kind is None, ended.message
+    assert waited.kind == "PeerError"
+    assert waited.where[0] == 1
+    assert waited.message.startswith("rank 1: Boom: the optimizer burst")
+    assert "in end\n" in waited.message
+    assert waited.elapsed_s < SOON_S

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -364,7 +365,7 @@ def test_gradients_for_what_is_not_here() -> None:
 def test_outputs_that_depend_on_values() -> None:
     class Counts(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, int]:
-            return x, int((x > 0).sum())
+            return x, int(x.sum())
 
     class Net(NetBase):
         def __init__(self) -> None:
@@ -384,3 +385,33 @@ def test_outputs_that_depend_on_values() -> None:
     second(*first(**given))
     with pytest.raises(PartitionError, match=r"output 1 of count is .*in its dry run"):
         first(x=given["x"] + 100)
+
+
+def test_an_output_that_is_built_otherwise_is_shown() -> None:
+    class Many(nn.Linear):
+        many = False
+
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return (out, 1) if self.many else {"out": out}
+
+    class Net(NetBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = Many(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.embed(x)
+            x = out["out"] if isinstance(out, dict) else out[0]
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model, given = Net(), batch("NetBase")
+    first, _ = split_by_module(model, [2, 2], given).stages
+    first(**given)
+    model.embed.many = True
+    shown = re.escape(f"float32 ({len(given['x'])}, {DIM})")
+    told = rf"embed returned \({shown}, 1\), in its dry run \{{'out': {shown}\}}; how many values"
+    with pytest.raises(PartitionError, match=told):
+        first(**given)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -277,3 +279,51 @@ def test_parameters_that_the_model_keeps_in_containers() -> None:
     crossing = [str(source) for source in split.crossings.carried[0]]
     assert {"parameter embed.weight", "parameter embed.bias"} <= set(crossing)
     trains_alike(Listed(), schedule="zbv", ranks=2)
+
+
+class Draws(NetBase):
+    """Draws from the host's generators between its blocks, which draw as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[float, ...]] = []  # of whole forwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales: list[float] = []
+        for block in self.blocks:
+            scales.append(0.5 + random.random() + np.random.rand())
+            x = block(x) * scales[-1]
+        self.drawn.append(tuple(scales))
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "gis"])
+def test_what_the_code_between_draws_on_the_host_is_alike_on_every_stage(schedule: str) -> None:
+    model = Draws()
+    plain = copy.deepcopy(model)
+
+    def draw(*_: object) -> None:
+        random.random()
+        np.random.rand()
+
+    for block in model.blocks:
+        block.register_forward_hook(draw)
+    made = {"ranks": 2, "n_microbatches": 2, "schedule": schedule, "example": (X[:4],)}
+    pipe = Pipeline(model, loss_fn=square, **made)  # type: ignore[arg-type]
+    shell: Any = pipe.stages[-1].submod
+    drawn = shell._shell.drawn
+    seen = set()
+    for _ in range(2):
+        drawn.clear()
+        loss = pipe.step(X)
+        scales = [*dict.fromkeys(drawn)]  # forwards that are recomputed draw the same again
+        assert len(scales) == 2
+        seen.update(scales)
+        numbers = iter([scale - 0.5 for each in scales for scale in each])
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(random, "random", lambda numbers=numbers: next(numbers))
+            patched.setattr(np.random, "rand", lambda: 0.0)
+            expected = plain_step(plain, square, X, n_microbatches=2)
+        torch.testing.assert_close(loss, expected.loss)
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)
+    assert len(seen) == 4

@@ -50,7 +50,39 @@ def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
     assert store.get(key_of(every, 0)) == repr(every.processes).encode()  # type: ignore[arg-type]
 
     transport: Any = object.__new__(C10dTransport)
-    transport._group, transport._processes, transport._number = every, every.processes, 0
+    transport._group, transport._processes, transport.number = every, every.processes, 0
     transport._watcher = Watcher(1.0, lambda whom: None)
     monkeypatch.setattr(torch_private, "make_group", lambda *told, **_: store.set(told[2], "here"))
     transport._new_group("gloo", "control")
+
+
+class Untellable(Exception):
+    """Nothing of it can be shown."""
+
+    __notes__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class Falsy(Exception):
+    """An exception that is no cause, to who asks carelessly."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_whatever_was_raised_can_be_told() -> None:
+    told = cause_of(Untellable(), 1, (0, 1))
+    assert told.kind == "Untellable"
+    assert "its message can't be shown: __str__ raised KeyboardInterrupt" in told.message
+
+    # More than 8 MiB would break the connection to the store.
+    long = cause_of(ValueError("a" + "\0" * 20_000_000 + "b"), 1, (0, 1))
+    assert len(long.to_json()) < 2 << 20
+    assert long.message.startswith("ValueError: a") and long.message.endswith("b")
+    assert "characters left out" in long.message and "ValueError" in long.traceback
+
+    error = StageError("outer")
+    error.__cause__ = Falsy("inner")
+    assert "Falsy: inner" in cause_of(error, 1, (0, 1)).traceback

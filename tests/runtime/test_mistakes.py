@@ -443,3 +443,25 @@ def test_a_batch_without_rows() -> None:
     pipe = Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss, n_microbatches=2, split=[1])
     with pytest.raises(ValueError, match=r"shape \(0, 2\) has no rows along dimension 0"):
         pipe.step(torch.ones(0, 2), target=torch.ones(0, 2))
+
+
+def test_another_pipelines_failure_within_a_module_has_the_place_of_both() -> None:
+    def burst(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("it burst")
+
+    teacher = make_pipe(loss_fn=burst)
+
+    class Taught(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            teacher.step(BATCH, target=BATCH)
+            return super().forward(x)
+
+    pipe = Pipeline(
+        [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), Taught(DIM, DIM)],
+        loss_fn=mse,
+        n_microbatches=4,
+        ranks=3,
+    )
+    with pytest.raises(StageError, match=r"action 2F0: StageError: rank 1, .*1F0: Va") as told:
+        pipe.step(BATCH, target=BATCH)
+    assert (told.value.rank, told.value.action) == (2, "2F0")

@@ -217,22 +217,23 @@ class Act:
         """
         # Where outputs leave on several ranks, these must agree on whether they are asked for.
         joins = len(self._exit_ranks) > 1
-        header = [num_steps, int(self.role.train), int(joins and batch.keep_outputs)]
+        number = self._transports[0].number
+        header = [num_steps, int(self.role.train), int(joins and batch.keep_outputs), number]
         ids = self._check_batch(batch)
         # Where inputs enter on several ranks, numbers alone do not tell whether shapes are alike.
         digest = self._shapes.digest(ids) if self._compares_inputs else 0
         looks = (0, 0) if self._has_looked else looks_of(batch)
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
             shared = transport.share_numbers([*header, digest, *looks, *ids], self._first_rank)
-            if shared[:3] != header:
+            if shared[:4] != header:
                 raise ScheduleError(
                     f"rank {self._first_rank} is at {_moment(shared)}, rank {transport.rank} at "
                     f"{_moment(header)}: call step() and eval() in the same order on every rank"
                 )
-            remark_on_others(looks, transport.rank, shared[4:6], self._first_rank)
-            batch.shape_ids = shared[6:]
+            remark_on_others(looks, transport.rank, shared[5:7], self._first_rank)
+            batch.shape_ids = shared[7:]
         self._has_looked = True
-        if self._compares_inputs and shared[3] != digest:
+        if self._compares_inputs and shared[4] != digest:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
                 "rank where the model's inputs enter passes the whole batch"
@@ -332,4 +333,5 @@ _DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torc
 
 def _moment(header: Sequence[int]) -> str:
     outputs = " with outputs" if header[2] else ""
-    return f"{'step' if header[1] else 'eval'}(){outputs}, after {header[0]} others"
+    call = f"{'step' if header[1] else 'eval'}(){outputs} of schedule {header[3]}"
+    return f"{call}, after {header[0]} others"

@@ -19,21 +19,22 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.cause import as_error, cause_of
+from penstock.cause import Cause, as_error, cause_of
 from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime import torch_private
 from penstock.runtime.answer import Answer, poll
 from penstock.runtime.breaking import abort_all, break_pairs, is_closed
 from penstock.runtime.control_plane import ControlPlane
 from penstock.runtime.failure import Board, Place
+from penstock.runtime.group_log import GroupLog, calls_over
 from penstock.runtime.held_sends import Held
 from penstock.runtime.large_messages import MIN_LARGE_BYTES, LargeMessage
+from penstock.runtime.last_words import tells_at_the_end
 from penstock.runtime.nccl import as_wire, make_connections
 from penstock.runtime.transport import empty_tensors
 from penstock.runtime.watcher import Others, Watcher, Whom
@@ -62,8 +63,6 @@ MAX_ANSWER_S = 10.0
 MAX_OVERTIME_S = 5.0
 # Torch counts timeouts in whole numbers.
 MAX_TIMEOUT_S = 1e7
-# How many schedules over a group have failed in this process: each may leave connections broken.
-_num_failed: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Receipt:
@@ -88,8 +87,7 @@ class C10dTransport(ControlPlane):
     Args:
         group: the pipeline's group; its ranks are the pipeline's ranks.
         device: where the stages' tensors live.
-        number: how many schedules over this group were made before, alike on all ranks: failures
-            of one do not reach another.
+        number: how many schedules over this group were made before, alike on all ranks.
         timeout_s: how long any wait may take.
     """
 
@@ -105,8 +103,8 @@ class C10dTransport(ControlPlane):
         # On a device, all that the last good step has given it.
         self._last_step: Event = None
         self._up = self._down = self._control = group
-        # Whether the groups are made, all ranks are connected over them, and have made a step.
-        self._connected = self._is_joined = self._has_stepped = False
+        # Whether the groups are made, and all ranks are connected over them.
+        self._connected = self._is_joined = False
         # As this one's last good step has found it.
         self._num_failed = 0
         self._held: defaultdict[int, Held] = defaultdict(Held)
@@ -114,7 +112,8 @@ class C10dTransport(ControlPlane):
         # Ranks with which connections are still to be made.
         self._strangers: set[int] = set()
         self._is_relaxed = False
-        self._number = number
+        self.number = number
+        self._calls = calls_over(group)
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
         self._board = self._make_board()
@@ -122,6 +121,7 @@ class C10dTransport(ControlPlane):
         # How long torch itself waits, where the group is the caller's; the watcher goes first.
         limit_s = min(timeout_s + MAX_OVERTIME_S, MAX_TIMEOUT_S)
         self._limit = () if self._on_cuda else (timedelta(seconds=limit_s),)
+        tells_at_the_end(self)
 
     def connect(self) -> None:
         """Make the groups that are missing. Every rank calls it at the same point."""
@@ -139,7 +139,7 @@ class C10dTransport(ControlPlane):
 
     def _await_all(self) -> None:
         """Wait until every rank is about to make groups: torch's wait for them minds no board."""
-        store, key = store_of(self._group), key_of(self._group, f"{self._number}/here")
+        store, key = store_of(self._group), key_of(self._group, f"{self.number}/here")
         store.add(key, 1)
         end = time.monotonic() + self._watcher.timeout_s
         while store.add(key, 0) < self.num_ranks:
@@ -151,7 +151,7 @@ class C10dTransport(ControlPlane):
             time.sleep(max(0.02, self._board.pace_s))
 
     def _new_group(self, backend: str, purpose: str) -> dist.ProcessGroup:
-        name = key_of(self._group, f"{self._number}/{purpose}")
+        name = key_of(self._group, f"{self.number}/{purpose}")
         # The watcher goes first; where torch's own waits end, NCCL ends the process.
         timeout_s = min(2 * self._watcher.timeout_s + 60, MAX_TIMEOUT_S)
         return torch_private.make_group(self._processes, backend, name, timeout_s=timeout_s)
@@ -278,43 +278,80 @@ class C10dTransport(ControlPlane):
         yield
         self._watcher.waiting_for = None
 
+    @contextlib.contextmanager
+    def among_ranks(self) -> Iterator[None]:
+        """What is waited for within is the other ranks: by torch, under the watcher's eye."""
+        self._watcher.waiting_for = ((), Others.RANKS)
+        try:
+            yield
+        except Exception as error:
+            if not self._is_cut_off(error):
+                self._watcher.waiting_for = None
+            raise
+        self._watcher.waiting_for = None
+
+    def _is_cut_off(self, error: BaseException | None) -> bool:
+        """Whether ``error`` is that of a wait which was broken, by the watcher or by a death."""
+        return self._watcher.has_woken or torch_private.is_lost_connection(error)
+
     def _make_board(self) -> Board:
-        own = Place(store=store_of(self._group), key=key_of(self._group, self._number))
+        own = Place(store=store_of(self._group), key=key_of(self._group, self.number))
         # Every replica's pipeline has made as many schedules: the number is the same in each.
-        replicas = f"replicas/{self._number}"
+        replicas = f"replicas/{self.number}"
         others = [replace(own, key=key_of(group, replicas)) for group in self._replicas]
         note = replace(own, key=key_of(self._group, NOTE))
-        return Board([own, *others], note, (default_group() or self._group).size())
+        log = GroupLog(own.store, self._group, self.number)
+        return Board([own, *others], note, (default_group() or self._group).size(), log)
 
     def fail(self, error: BaseException) -> PenstockError | None:
         waited_for = self._watcher.stop()
         if isinstance(error, PenstockError):
             # Something else failed, not the wait; unless torch has waited within an action.
-            broken = self._watcher.has_woken or torch_private.is_lost_connection(error.__cause__)
-            waited_for = ((), Others.REPLICAS) if broken and self._replicas else None
+            broken = self._replicas and self._is_cut_off(error.__cause__)
+            waited_for = ((), Others.REPLICAS) if broken else None
+        elif not isinstance(error, RuntimeError):
+            waited_for = None  # Ctrl-C may reach a rank that waits
         self._board.is_lost |= self._watcher.lost_the_store
         found = self._asked(self._board.read)
         if found is None and waited_for is not None and not self._watcher.timed_out:
             # A wait broke: its peer may have failed a moment before it could say so.
             pace_s = self._board.pace_s
             found = poll(
-                lambda: self._asked(self._board.read),
+                lambda: self._asked(self._board.read) or self._found_elsewhere(),
                 for_s=2.0 + 2 * pace_s,
                 every_s=max(0.05, pace_s),
             )
+        is_own = found is None
         if found is None:
             if waited_for is not None:
                 error = self._broken_wait(error, waited_for[1])
             found = cause_of(error, self.rank, self._processes)
         # Also what was found: it may not have been told yet wherever this rank is heard.
-        _num_failed[self._group] = _num_failed.get(self._group, 0) + 1
+        self._calls.failed.add(self.number)
         cause = found
         stands = self._asked(lambda: self._board.write(cause)) or cause
         if self._on_cuda:  # or the device would wait for messages for ever, and the host for it
             self._give_up((self._up, self._down))
-        if (stands.rank, stands.processes) != (self.rank, self._processes):
+        if not is_own or stands != cause:
             return as_error(stands, self._processes)
         return error if isinstance(error, PeerError) else None
+
+    def tell_of_end(self, error: BaseException) -> bool:
+        """See ``last_words.py``; what has been told already is not told again."""
+        if self.number not in self._calls.failed:
+            self._calls.failed.add(self.number)
+            cause = cause_of(error, self.rank, self._processes)
+            self._asked(lambda: self._board.write(cause))
+        return not self._board.is_lost
+
+    def _found_elsewhere(self) -> Cause | None:
+        """What has failed in another call over the group, if this one has waited in vain for it."""
+        found = self._asked(self._board.read_elsewhere)
+        if found is None:
+            return None
+        place, cause = found
+        self._calls.met.add(place)
+        return cause
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
         """What the store has to say; one that keeps silent is lost."""
@@ -341,22 +378,14 @@ class C10dTransport(ControlPlane):
             told = f"reducing or gathering over {name} failed; one of them may have died ({error})"
         else:
             told = f"the connection to {name} broke; its process may have died"
-            failed_since = _num_failed.get(self._group, 0) > self._num_failed
-            if failed_since or (not self._has_stepped and self._asked(self._follows_a_failure)):
+            # Each schedule that has failed may leave connections broken.
+            if len(self._calls.failed) > self._num_failed:
                 told += ", or it broke when another schedule over this process group failed: then "
                 told += "make stages over a new one (torch.distributed.new_group), on every rank"
             told += f" ({error})"
         raised = PeerError(told, where=Where(rank=self.rank))
         raised.__cause__ = error
         return raised
-
-    def _follows_a_failure(self) -> bool:
-        """Whether a schedule that was made earlier over this group has failed."""
-        own = Place(store=store_of(self._group), key="")
-        earlier = (replace(own, key=key_of(self._group, n)) for n in range(self._number))
-        with contextlib.suppress(RuntimeError, dist.DistError):
-            return any(place.read() for place in earlier)
-        return False
 
     def wake(self, whom: Whom) -> None:
         """Break the wait of the main thread for ``whom``. Called by the watcher, in its own
@@ -383,15 +412,16 @@ class C10dTransport(ControlPlane):
     def close(self) -> None:
         self._watcher.stop()
 
-    def begin(self) -> None:
+    def begin(self, what: str) -> None:
+        self._what = what
+        self._calls.begin(what)
         withdraw(self._group)
         self.connect()
         self._watcher.start()
         self._meet_strangers()
 
     def end(self) -> None:
-        self._has_stepped = True
-        self._num_failed = _num_failed.get(self._group, 0)
+        self._num_failed = len(self._calls.failed)
         self._watcher.rest()
         if self._streams is not None:
             self._last_step = self._last_step or self._streams.event()

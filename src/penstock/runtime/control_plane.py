@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.errors import ScheduleError
 from penstock.runtime.watcher import Others, Whom
 
 __all__ = ["ControlPlane"]
@@ -20,6 +21,8 @@ __all__ = ["ControlPlane"]
 NOTE_TAG = 0x5E8
 RELAY_TAG = 0x5E9
 NOTE_BYTES = 4096
+# Of what every rank begins to gather with: a number, and the call that it is in.
+NUMBER_BYTES, HEAD_BYTES = 8, 128
 
 
 class ControlPlane(ABC):
@@ -34,6 +37,8 @@ class ControlPlane(ABC):
     # the wait is over, if nobody held it; they need the interpreter then, and where that is going
     # down, they abort the process.
     _collected: Sequence[Tensor] = ()
+    # The call that this rank is in, as a message would name it.
+    _what = ""
 
     @abstractmethod
     def post(self, start: Callable[[], Any], whom: Whom) -> Any:
@@ -95,16 +100,39 @@ class ControlPlane(ABC):
         options.device = torch.device("cpu")
         self._await(lambda: self._control.barrier(options), Others.RANKS)
 
+    def gather_numbers(self, number: int) -> list[int]:
+        """Every rank's number, by rank; every rank calls it.
+
+        Ranks in different calls would gather what does not match, over which gloo ends processes:
+        so whatever is gathered begins with this.
+
+        Raises:
+            ScheduleError: ranks are in different calls; the same on every rank.
+        """
+        head = number.to_bytes(NUMBER_BYTES, "little", signed=True) + self._what.encode()
+        head = head[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
+        gathered = self._gather(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        heads = list(map(_bytes, gathered))
+        calls = [each[NUMBER_BYTES:].rstrip(b"\0").decode(errors="ignore") for each in heads]
+        if len(set(calls)) > 1:
+            other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+            raise ScheduleError(
+                f"rank 0 is in {calls[0]}, and rank {other} in {calls[other]}: call them in the "
+                "same order on every rank"
+            )
+        return [int.from_bytes(each[:NUMBER_BYTES], "little", signed=True) for each in heads]
+
     def gather_notes(self, note: bytes) -> list[bytes]:
-        lengths = self._gather(torch.tensor([len(note)], device="cpu"))
-        longest = max(int(length) for length in lengths)
-        padded = torch.frombuffer(bytearray(note.ljust(longest, b"\0")), dtype=torch.uint8)
+        lengths = self.gather_numbers(len(note))
+        padded = torch.frombuffer(bytearray(note.ljust(max(lengths), b"\0")), dtype=torch.uint8)
         gathered = self._gather(padded)
-        return [
-            bytes(t.tolist())[: int(length)] for t, length in zip(gathered, lengths, strict=True)
-        ]
+        return [_bytes(t)[:length] for t, length in zip(gathered, lengths, strict=True)]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
         self._collect(lambda: self._control.allgather([parts], [tensor]), (*parts, tensor))
         return parts
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.tolist())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.cause import message_of
-from penstock.errors import PeerError, PenstockError, ScheduleError, StageError, Where
+from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.partition.tied import Tie
 from penstock.runtime.act import Act
 from penstock.runtime.agreement import digest, hold_together
@@ -187,8 +187,7 @@ class Engine:
             PenstockError: this rank failed, or another one did.
         """
         act = self._last = self._train if train else self._eval
-        for transport in self.transports:
-            transport.begin()
+        self._begin("step() or eval()")
         self._agree()
         self._look_at_wrappers()
         act.open(batch, self._num_steps)
@@ -205,6 +204,10 @@ class Engine:
             transport.end()
         self._num_steps += 1
         return losses
+
+    def _begin(self, what: str) -> None:
+        for transport in self.transports:
+            transport.begin(f"{what} of schedule {transport.number}")
 
     def _play(self, act: Act) -> None:
         replicas = self._wrappers.distinct
@@ -245,6 +248,11 @@ class Engine:
         Raises:
             PeerError: an earlier step failed.
         """
+        self._refuse_after_failure()
+        self._last.executor.marks = []
+        return _Guard(self._failed)
+
+    def _refuse_after_failure(self) -> None:
         if self.failure is not None:
             anew = "start the processes again, from a checkpoint"
             if self._is_alone:
@@ -252,8 +260,6 @@ class Engine:
             raise PeerError(
                 f"an earlier step failed, and this schedule can't go on; {anew}: {self.failure}"
             ) from self.failure
-        self._last.executor.marks = []
-        return _Guard(self._failed)
 
     def _failed(self, error: BaseException) -> BaseException | None:
         """What to raise for ``error``, where that is another one; the others are told."""
@@ -299,14 +305,20 @@ class Engine:
         self._agreed = True
 
     def trace(self) -> Trace:
-        """What ran when in the last step, on all ranks. Every rank calls it."""
+        """What ran when in the last step, on all ranks. Every rank calls it.
+
+        Raises:
+            PenstockError: this rank failed, or another one did.
+        """
         placement = self.program.placement
         spans = spans_of(self._last.executor, placement, self._streams)
         if not self._is_alone:
             transport = self.transports[0]
-            transport.begin()
-            notes = transport.gather_notes(encode_spans(spans))
-            transport.end()
+            self._refuse_after_failure()
+            with _Guard(self._failed):
+                self._begin("trace()")
+                notes = transport.gather_notes(encode_spans(spans))
+                transport.end()
             spans = [span for note in notes for span in decode_spans(note)]
         trace = merge_spans(self.program.name, self.program.num_ranks, spans)
         program = self.program if self._last is self._train else self.eval_program
@@ -365,9 +377,10 @@ def _placed(error: BaseException, call: Call, program: Program) -> BaseException
         microbatch=action.microbatch,
         action=str(action),
     )
-    if isinstance(error, PenstockError):
+    if isinstance(error, PenstockError) and error.where == NOWHERE:
         error.locate(where)
         return error
+    # One that has a place comes from another pipeline, which the user's code runs here.
     if (call.waits or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
     placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)

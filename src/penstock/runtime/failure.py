@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from penstock.cause import Cause
+from penstock.runtime.group_log import GroupLog
 
 __all__ = ["Board", "Place"]
 
@@ -28,6 +29,8 @@ NOTE_GRACE_S = 1.5
 # How much all processes of a job may ask of its one store, which answers some 100,000 times a
 # second and serves others, too.
 MAX_ASKED_PER_S = 10_000
+# So long a rank waits before it looks at what happens in other calls over the group.
+ELSEWHERE_S = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ class Board:
             stages are replicated, which all of their ranks read and write.
         note: where a rank that could not even make its stages has left its cause.
         num_readers: how many processes may read boards in the same store, again and again.
+        log: what happens in other calls over the same group.
 
     Attributes:
         is_lost: whether the store is gone, and with it most likely the process that held it.
@@ -70,11 +74,20 @@ class Board:
             all readers.
     """
 
-    def __init__(self, places: Sequence[Place], note: Place, num_readers: int = 1) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        note: Place,
+        num_readers: int = 1,
+        log: GroupLog | None = None,
+    ) -> None:
         self._places = tuple(places)
         self._note = note
+        self._log = log
         self._num_readers = num_readers
-        self.pace_s = (len(self._places) + 1) * num_readers / MAX_ASKED_PER_S
+        self.pace_s = (
+            (len(self._places) + (1 if log is None else 3)) * num_readers / MAX_ASKED_PER_S
+        )
         # What the note said when it was last read, and since when.
         self._noted = (b"", 0.0)
         # Once lost, a store stays lost, and asking it again costs a page of log each time.
@@ -86,7 +99,10 @@ class Board:
             return cause
         own, *others = self._places
         try:
-            cause = own.write(cause)
+            stands = own.write(cause)
+            if self._log is not None and stands == cause:
+                self._log.add(cause)
+            cause = stands
             for place in others:
                 place.write(cause)
         except (RuntimeError, dist.DistError):
@@ -111,6 +127,24 @@ class Board:
             self.is_lost = True
         return None
 
+    def read_elsewhere(self, waited_s: float | None = None) -> tuple[int, Cause] | None:
+        """A failure in another call over the group, and its place in the group's list.
+
+        Args:
+            waited_s: how long this rank has been waiting; None where it does not any more. That it
+                waits is told to ranks that wait in another call.
+        """
+        if self.is_lost or self._log is None or (waited_s is not None and waited_s < ELSEWHERE_S):
+            return None
+        try:
+            found = self._log.elsewhere()
+            if found is None and waited_s is not None:
+                self._log.compare()
+            return found
+        except (RuntimeError, dist.DistError):
+            self.is_lost = True
+        return None
+
     def _read_note(self, data: bytes, *, patient: bool) -> Cause | None:
         now = time.monotonic()
         if self._noted[0] != data:
@@ -121,7 +155,8 @@ class Board:
     def aside(self) -> Board:
         """The same board for another thread."""
         places = [place.aside() for place in self._places]
-        return Board(places, self._note.aside(), self._num_readers)
+        log = self._log.aside(places[0].store) if self._log is not None else None
+        return Board(places, self._note.aside(), self._num_readers, log)
 
 
 # The second connection to each store, for all boards of this process: to connect takes seconds

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, ScheduleError
+from penstock.runtime.together import together
 from penstock.runtime.torch_private import make_group, takes_cpu_tensors
 from penstock.stage.announcing import key_of, own_group
 from penstock.stage.device_streams import indexed
 
-__all__ = ["chosen_device", "from_first_rank", "gather_state", "process_group"]
+__all__ = ["chosen_device", "from_first_rank", "gather_state", "objects_group", "process_group"]
 
 # How long torch waits for ranks that gather objects.
 _OBJECTS_TIMEOUT_S = 1800.0
@@ -92,7 +93,9 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) ->
         except PenstockError as error:
             told[1] = error
     source = dist.get_global_rank(group, 0)
-    dist.broadcast_object_list(told, src=source, group=_of_objects(group))
+    by = objects_group(group)
+    with together(by, "Pipeline()"):
+        dist.broadcast_object_list(told, src=source, group=by)
     text, failure = told
     if failure is not None:
         raise failure
@@ -111,7 +114,7 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
     if group is None:
         return mine
     parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine, group=_of_objects(group))
+    dist.all_gather_object(parts, mine, group=objects_group(group))
     return {name: value for part in parts for name, value in part.items()}
 
 
@@ -119,7 +122,8 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
 _objects: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _of_objects(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def objects_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that moves objects by the host's memory; every rank calls."""
     if takes_cpu_tensors(group):
         return group
     if group not in _objects:

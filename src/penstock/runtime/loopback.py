@@ -63,9 +63,10 @@ class LoopbackTransport:
     def __init__(self, fabric: _Fabric, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self.number = 0
         self._fabric = fabric
 
-    def begin(self) -> None:
+    def begin(self, what: str) -> None:
         pass
 
     def end(self) -> None:

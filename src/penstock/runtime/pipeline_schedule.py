@@ -376,7 +376,9 @@ class PipelineSchedule:
 
     def trace(self) -> Trace:
         """What ran when in the last step, on all ranks. Every rank calls it."""
-        return self.engine.trace()
+        engine = self.engine
+        with InTurn(engine, self._group):
+            return engine.trace()
 
 
 def _transports(

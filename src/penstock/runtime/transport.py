@@ -35,13 +35,19 @@ class Transport(Protocol):
     Attributes:
         rank: this rank, from 0.
         num_ranks: how many there are.
+        number: which of the schedules over these ranks it serves, from 0.
     """
 
     rank: int
     num_ranks: int
+    number: int
 
-    def begin(self) -> None:
-        """A step begins: every rank calls it, so that what takes all of them can be set up."""
+    def begin(self, what: str) -> None:
+        """A call begins: every rank makes it, so that what takes all of them can be set up.
+
+        Args:
+            what: the call, as a message would name it; the same on every rank.
+        """
         ...
 
     def end(self) -> None:

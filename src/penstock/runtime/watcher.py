@@ -141,7 +141,7 @@ class Watcher:
                 self._look_after(waiting, time.monotonic() - since, board)
             elif self._looks_always and time.monotonic() - looked_s > IDLE_INTERVAL_S:
                 # Sharded parameters are gathered by torch itself, within forwards.
-                if not self._is_told(board):
+                if not self._is_told(board, 0.0):
                     looked_s = time.monotonic()
                 elif was_told:
                     self.lost_the_store = board.is_lost
@@ -154,16 +154,16 @@ class Watcher:
     def _look_after(self, waiting: Wait, waited_s: float, board: Board) -> None:
         if waited_s > self.timeout_s:
             self.timed_out = True
-        elif not self._is_told(board):
+        elif not self._is_told(board, waited_s):
             return
         self.lost_the_store = board.is_lost or self._asked is not None
         if self.waiting_for is waiting:
             self._break(waiting[1])
 
-    def _is_told(self, board: Board) -> bool:
+    def _is_told(self, board: Board, waited_s: float) -> bool:
         """Whether the board tells of a failure, or is gone; as long as it does not answer, no."""
         if self._asked is None:
-            self._asked = Answer(lambda: board.read(patient=True) is not None or board.is_lost)
+            self._asked = Answer(lambda: _tells(board, waited_s))
         if not self._asked.is_there(within_s=LOOK_INTERVAL_S):
             return False
         told, self._asked = self._asked.value, None
@@ -172,6 +172,11 @@ class Watcher:
     def _break(self, whom: Whom) -> None:
         self.has_woken = True
         self._wake(whom)
+
+
+def _tells(board: Board, waited_s: float) -> bool:
+    found = board.read(patient=True) or board.read_elsewhere(waited_s)
+    return found is not None or board.is_lost
 
 
 def _nobody(_: Whom) -> None:

@@ -77,7 +77,7 @@ def announced(group: dist.ProcessGroup | None) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if group is not None and group.size() > 1:
             # Where the store is gone, so is whoever would read it.
             with contextlib.suppress(RuntimeError, dist.DistError):

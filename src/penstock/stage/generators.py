@@ -1,11 +1,22 @@
-"""The state of the generator that a device draws random numbers from: read it, put it back."""
+"""The states of generators of random numbers, a device's and the host's: read them, set them."""
 
 from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["random_state", "random_state_there", "set_random_state"]
+__all__ = [
+    "host_random_states",
+    "random_state",
+    "random_state_there",
+    "set_host_random_states",
+    "set_random_state",
+]
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -34,3 +45,26 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state.cpu(), device)
     else:
         torch.set_rng_state(state)
+
+
+def host_random_states() -> dict[str, Any]:
+    """The states of Python's ``random`` and, where it is in use, of NumPy's generator, by name.
+
+    Example:
+        >>> before = host_random_states()
+        >>> one = random.random()
+        >>> set_host_random_states(before)
+        >>> one == random.random()
+        True
+    """
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def set_host_random_states(states: Mapping[str, Any]) -> None:
+    """Put the host's generators into states that ``host_random_states`` gave."""
+    random.setstate(states["random"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-from penstock.stage.generators import random_state, set_random_state
+from penstock.stage.generators import (
+    host_random_states,
+    random_state,
+    set_host_random_states,
+    set_random_state,
+)
 
 __all__ = ["Replay", "Replayer"]
 
@@ -74,7 +79,7 @@ class Replay:
         self._maker = maker
         # The CPU's generator, and that of the device where it is another one.
         self._devices = dict.fromkeys((torch.device("cpu"), device))
-        self._random = self._random_states()
+        self._random, self._host = self._random_states(), host_random_states()
         self._noted = {
             (owner, name): (buffer, 0 if buffer is None else buffer._version)
             for owner in module.modules()
@@ -146,9 +151,12 @@ class Replay:
             owner._buffers[name] = buffer
         then, self._random = self._random, self._random_states()
         self._set_random_states(then)
+        host, self._host = self._host, host_random_states()
+        set_host_random_states(host)
 
     def __exit__(self, *_: object) -> None:
         self._set_random_states(self._random)
+        set_host_random_states(self._host)
         for buffers, now in self._now:
             buffers.clear()
             buffers.update(now)

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from penstock.errors import PartitionError
+from penstock.runtime.together import together
 from penstock.training.files import cut_short, is_distributed, read, write
 from penstock.training.model_state import names_in_common, told_of_common
 
@@ -85,24 +86,27 @@ def save(
         >>> "model.weight" in names, "optim.param_groups.weight.lr" in names
         (True, True)
     """
-    _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
-    # A plain module is no stage, and may be the same on every rank.
-    stages = getattr(type(model), "parameter_stages", None)
-    mine = ({} if stages is None else stages(model), fspath(path))
-    named, folders = zip(*_gathered(mine, group), strict=True)
-    if len(set(folders)) > 1:
-        told = ", ".join(f"rank {rank}: {folder}" for rank, folder in enumerate(folders[:_SHOWN]))
-        raise PartitionError(
-            f"the ranks do not save to one folder ({told}); where each pipeline is to have a "
-            "checkpoint of its own, pass its process group as group="
-        )
-    common = names_in_common(named)
-    if common:
-        raise PartitionError(told_of_common(common))
-    state: dict[str, Any] = {"model": _kept(model.state_dict(), keep)}
-    if optimizer is not None:
-        state["optim"] = optimizer_state(model, optimizer)
-    write(path, state, group)
+    with together(group, "save()", (PartitionError, OSError)):
+        _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
+        # A plain module is no stage, and may be the same on every rank.
+        stages = getattr(type(model), "parameter_stages", None)
+        mine = ({} if stages is None else stages(model), fspath(path))
+        named, folders = zip(*_gathered(mine, group), strict=True)
+        if len(set(folders)) > 1:
+            told = ", ".join(
+                f"rank {rank}: {folder}" for rank, folder in enumerate(folders[:_SHOWN])
+            )
+            raise PartitionError(
+                f"the ranks do not save to one folder ({told}); where each pipeline is to have a "
+                "checkpoint of its own, pass its process group as group="
+            )
+        common = names_in_common(named)
+        if common:
+            raise PartitionError(told_of_common(common))
+        state: dict[str, Any] = {"model": _kept(_state_of(model, group), keep)}
+        if optimizer is not None:
+            state["optim"] = optimizer_state(model, optimizer)
+        write(path, state, group)
 
 
 def load(
@@ -141,27 +145,29 @@ def load(
         >>> torch.equal(trained.weight, fresh.weight)
         True
     """
-    saved = _described(path, group)
-    held = model.state_dict()
-    state: dict[str, Any] = {"model": _kept(held, keep)}
-    settings: dict[str, Any] = {}
-    faults = _faults(saved, {f"model.{name}": value for name, value in state["model"].items()})
-    if optimizer is not None:
-        faults += _strangers(model, optimizer)
-        if not faults:
-            settings = _blank_settings(saved, model, optimizer)
-            state["optim"] = _blank_state(saved, model, optimizer)
-            faults += _faults(saved, {f"optim.{key}": None for key in settings})
-    _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
-    # What is read into the model overwrites it: whatever may be refused is read before.
-    read(path, {"optim": settings}, group)
-    if optimizer is not None:
-        faults = _conflicts(model, optimizer, settings)
-    _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
-    read(path, state, group)
-    model.load_state_dict({**held, **state["model"]})
-    if optimizer is not None:
-        _fill_optimizer(model, optimizer, {**state["optim"], **settings})
+    with together(group, "load()", (PartitionError, FileNotFoundError)):
+        metadata = _described(path, group)
+        saved: Mapping[str, object] = metadata.state_dict_metadata
+        held = _state_of(model, group)
+        state: dict[str, Any] = {"model": _kept(held, keep)}
+        settings: dict[str, Any] = {}
+        faults = _faults(saved, {f"model.{name}": value for name, value in state["model"].items()})
+        if optimizer is not None:
+            faults += _strangers(model, optimizer)
+            if not faults:
+                settings = _blank_settings(saved, model, optimizer)
+                state["optim"] = _blank_state(metadata, model, optimizer)
+                faults += _faults(saved, {f"optim.{key}": None for key in settings})
+        _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
+        # What is read into the model overwrites it: whatever may be refused is read before.
+        read(path, {"optim": settings}, group)
+        if optimizer is not None:
+            faults = _conflicts(model, optimizer, settings)
+        _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
+        read(path, state, group)
+        model.load_state_dict({**held, **state["model"]})
+        if optimizer is not None:
+            _fill_optimizer(model, optimizer, {**state["optim"], **settings})
 
 
 def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -229,8 +235,8 @@ def _settings(group: Mapping[str, Any]) -> list[str]:
     return [key for key in group if key not in ("params", "param_names")]
 
 
-def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Mapping[str, object]:
-    """By name, what a checkpoint says of what is in it."""
+def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Metadata:
+    """What a checkpoint says of what is in it."""
     missing = damaged = ""
     cut: list[str] = []
     metadata = None
@@ -247,8 +253,19 @@ def _described(path: str | PathLike[str], group: dist.ProcessGroup | None) -> Ma
     _raise_together([missing] if missing else [], group, FileNotFoundError)
     _raise_together([damaged] if damaged else cut, group)
     assert metadata is not None, "it was read"
-    saved: Mapping[str, object] = metadata.state_dict_metadata
-    return saved
+    return metadata
+
+
+def _state_of(model: Model, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """What each rank holds; a fault of one is raised on all."""
+    held: dict[str, Any] = {}
+    faults = []
+    try:
+        held = model.state_dict()
+    except PartitionError as error:
+        faults = [str(error)]
+    _raise_together(faults, group)
+    return held
 
 
 def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
@@ -304,17 +321,31 @@ def _blank_settings(
 
 
 def _blank_state(
-    saved: Mapping[str, object], model: Model, optimizer: torch.optim.Optimizer
+    metadata: Metadata, model: Model, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """What is to be read, as the checkpoint describes it: an optimizer that has taken no step has
-    no state yet to read into."""
+    no state yet to read into. Some keep lists and dicts, whose items are saved one by one."""
     held = {name: param for name, param, _ in _held(model, optimizer)}
-    blank: dict[str, Any] = {}
-    for key, meta in saved.items():
-        name, _, _ = key.removeprefix(_STATE).rpartition(".")
-        if key.startswith(_STATE) and name in held:
-            blank[key.removeprefix("optim.")] = _blank(meta, held[name])
-    return blank
+    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
+    blank: dict[str | int, Any] = {}
+    for key, meta in metadata.state_dict_metadata.items():
+        _, entry, *within = paths.get(key, ("optim", key.removeprefix("optim.")))
+        name, _, _ = str(entry).removeprefix("state.").rpartition(".")
+        if not key.startswith(_STATE) or name not in held:
+            continue
+        place: dict[str | int, Any] = blank
+        for step in [entry, *within][:-1]:
+            place = place.setdefault(step, {})
+        place[[entry, *within][-1]] = _blank(meta, held[name])
+    return {str(entry): _as_lists(value) for entry, value in blank.items()}
+
+
+def _as_lists(value: Any) -> Any:
+    """Dicts that have numbers for keys, which stand for lists, made lists."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _as_lists(item) for key, item in value.items()}
+    return [items[i] for i in sorted(items)] if all(isinstance(i, int) for i in items) else items
 
 
 def _blank(meta: object, param: Tensor | None = None) -> Tensor | None:

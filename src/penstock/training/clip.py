@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import StageError
+from penstock.runtime.together import together
 from penstock.runtime.torch_private import takes_cpu_tensors
 from penstock.stage.counted import counts_here, pipeline_size
 from penstock.stage.device_streams import indexed
@@ -132,7 +133,8 @@ def _over_ranks(
     # the way loses what is not a number.
     mine = norm.to(device, torch.float64)
     norms = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(norms, mine, group)
+    with together(group, "clip_grad_norm_()"):
+        dist.all_gather(norms, mine, group)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     # Ranks may have gradients of other dtypes, or none: no rank rounds it to its own.
     return total.to(torch.promote_types(norm.dtype, torch.float32))

@@ -11,6 +11,7 @@ This module knows no program, and writes no files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import shortened
 from penstock.partition.tied import Tie, all_names, first_name
-from penstock.runtime.group import gather_state
+from penstock.runtime.group import gather_state, objects_group
+from penstock.runtime.together import together
 from penstock.schedule.placement import Placement
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name
@@ -89,17 +91,21 @@ class ModelState:
         Raises:
             PartitionError: stages have a name in common; with ``full``, also on several ranks.
         """
+        if not full or self._group is None:
+            return self._here(keep)
+        with together(objects_group(self._group), "state_dict(full=True)", (PartitionError,)):
+            mine = {str(self._group.rank()): (self.parameter_stages(), self._common_names())}
+            stages, here = zip(*gather_state(self._group, mine).values(), strict=True)
+            _refuse(sorted({*names_in_common(stages), *chain.from_iterable(here)}))
+            return gather_state(self._group, self._here(keep))
+
+    def _here(self, keep: Callable[[str], bool]) -> dict[str, Any]:
         self._refuse_common_names()
-        if full and self._group is not None:
-            mine = {str(self._group.rank()): self.parameter_stages()}
-            common = names_in_common(gather_state(self._group, mine).values())
-            _refuse(common)
         state: dict[str, Any] = {}
         for stage in self._distinct_stages():
             submod = stage.submod
             state.update((plain_name(submod, n), v) for n, v in submod.state_dict().items())
-        state = {name: value for name, value in state.items() if keep(name)}
-        return gather_state(self._group, state) if full else state
+        return {name: value for name, value in state.items() if keep(name)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load these stages' part of a plain model's state.
@@ -178,12 +184,16 @@ class ModelState:
         return {name for tie in self._ties for name in tie.values() if len({*tie.values()}) == 1}
 
     def _refuse_common_names(self) -> None:
+        _refuse(self._common_names())
+
+    def _common_names(self) -> list[str]:
+        """The names that several stages of this process have for different things."""
         held: dict[str, set[int]] = {}
         for stage in self._distinct_stages():
             for name, value in stage.submod.state_dict(keep_vars=True).items():
                 held.setdefault(plain_name(stage.submod, name), set()).add(id(value))
         one = self._names_of_one
-        _refuse(sorted(name for name, each in held.items() if len(each) > 1 and name not in one))
+        return sorted(name for name, each in held.items() if len(each) > 1 and name not in one)
 
 
 def names_in_common(everyones: Iterable[Mapping[str, int]]) -> list[str]:

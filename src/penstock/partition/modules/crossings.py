@@ -48,6 +48,8 @@ class Crossings:
         carried: for each boundary the values that cross it, in order.
         written: the leaves of the inputs that the model writes into.
         draws: whether the code between the parts draws random numbers.
+        host_draws: which of the host's generators it draws from, by name; a seed for each of them
+            crosses every boundary, behind the values.
     """
 
     inputs: BoundarySpec
@@ -55,6 +57,7 @@ class Crossings:
     carried: tuple[tuple[Source, ...], ...]
     written: tuple[int, ...] = ()
     draws: bool = False
+    host_draws: tuple[str, ...] = ()
 
     def last_call(self, stage: int) -> int:
         """The last call that runs on ``stage``; -1 where none does."""
@@ -67,12 +70,13 @@ class Crossings:
         ]
         carried = [[[s.kind.value, s.call, s.leaf, s.name] for s in part] for part in self.carried]
         inputs = self.inputs.encode().decode()
-        return json.dumps([inputs, calls, carried, self.written, self.draws]).encode()
+        draws = self.draws, self.host_draws
+        return json.dumps([inputs, calls, carried, self.written, *draws]).encode()
 
     @staticmethod
     def decode(data: bytes) -> Crossings:
         """What ``encode`` wrote."""
-        inputs, calls, carried, written, draws = json.loads(data)
+        inputs, calls, carried, written, draws, host_draws = json.loads(data)
         return Crossings(
             inputs=BoundarySpec.decode(inputs.encode()),
             calls=tuple(
@@ -91,4 +95,5 @@ class Crossings:
             ),
             written=tuple(written),
             draws=draws,
+            host_draws=tuple(host_draws),
         )

@@ -9,7 +9,6 @@ changes, and no random number is drawn. This module does not know where the mode
 from __future__ import annotations
 
 import logging
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from penstock.partition.modules.absent import (
 )
 from penstock.partition.modules.attributes import Attributes, Stale, put
 from penstock.partition.modules.glue_draws import GlueDraws
+from penstock.partition.modules.host_draws import HostDraws
 from penstock.partition.modules.recorded import DryRun, Recorded
 from penstock.partition.modules.shell import build_shell
 from penstock.partition.modules.side_writes import (
@@ -49,6 +49,7 @@ from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies, with
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import in_function_forward, watched_hooks
 from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.generators import host_random_states, set_host_random_states
 from penstock.stage.trees import NAMESPACE, flatten
 
 __all__ = ["DryRunner", "input_names"]
@@ -87,6 +88,7 @@ class DryRunner:
         self._where = device
         self._inside = False
         self._draws = GlueDraws()
+        self._host_draws = HostDraws()
         self.captures = False
         # The attributes that units were seen to set, of the modules that stand for them, and those
         # that the code between replaced.
@@ -179,6 +181,7 @@ class DryRunner:
             loss=_has_loss(output),
             changed=changed,
             draws=self._draws.seen,
+            host_draws=self._host_draws.seen,
         )
 
     def _give_values(self) -> None:
@@ -201,12 +204,13 @@ class DryRunner:
         ):
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
             state, attributes = State(self._opened), Attributes(self._shell)
-            self._draws = GlueDraws()
+            self._draws, self._host_draws = GlueDraws(), HostDraws()
             told_of_looks.append(self._look)
             try:
                 with self._draws:
                     output = self._shell(*args, **kwargs)
                 self._replaced.update(state.replaced())
+                self._host_draws.look()
                 return output, state.written()
             finally:
                 told_of_looks.remove(self._look)
@@ -281,10 +285,12 @@ class DryRunner:
             try:
                 self._inside = True
                 self._draws.leave()
+                self._host_draws.look()
                 result = self._bodies.run(unit, module, args, kwargs)
                 filled, kept, plain = attributes.filled(), attributes.changed(), attributes.plain()
                 changed = (*attributes.buffers(), *kept, *plain)
             finally:
+                self._host_draws.skip()
                 self._draws.again()
                 self._inside = False
                 attributes.restore()
@@ -408,7 +414,7 @@ def _has_loss(output: Any) -> bool:
 @contextmanager
 def _same_random_state(device: torch.device) -> Iterator[None]:
     """The model may draw, as it does when it skips layers at random; nobody shall notice."""
-    state = random.getstate()
+    states = host_random_states()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-    random.setstate(state)
+    set_host_random_states(states)

@@ -73,6 +73,7 @@ def find_crossings(seen: DryRun, homes: Homes, num_stages: int, shared: SharedPa
         ),
         written=seen.written,
         draws=seen.draws,
+        host_draws=seen.host_draws,
     )
 
 

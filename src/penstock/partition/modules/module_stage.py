@@ -10,7 +10,7 @@ A stage runs the model's forward up to its own last part. It knows neither sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import optree
@@ -21,6 +21,7 @@ from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Absent, Kind, Source, named, sources_of
 from penstock.partition.modules.crossings import Crossings
 from penstock.partition.modules.dry_run import input_names
+from penstock.partition.modules.host_draws import draw_seeds
 from penstock.partition.modules.own_units import OwnUnits, registry_of
 from penstock.partition.modules.route import absent
 from penstock.partition.modules.shared_parts import known_names
@@ -99,12 +100,15 @@ class ModuleStage(nn.Module):
         """
         if self._index == 0:
             data, plan, values = self._enter(args, kwargs)
+            seeds = [torch.tensor(seed) for seed in draw_seeds(plan.host_draws)]
         else:
             data, tensors = args
             plan = self._decoded(data)
-            values = dict(zip(plan.carried[self._index - 1], tensors, strict=True))
+            num_values = len(plan.carried[self._index - 1])
+            seeds = tensors[num_values:]
+            values = dict(zip(plan.carried[self._index - 1], tensors[:num_values], strict=True))
         args, kwargs = self._inputs(plan, values)
-        output = self._play(plan, values, args, kwargs)
+        output = self._play(plan, values, args, kwargs, [int(seed) for seed in seeds])
         if self._is_last:
             missing = sources_of(flatten(output)[0])
             if missing:
@@ -113,7 +117,8 @@ class ModuleStage(nn.Module):
                     "and which is not here; does what it computes depend on values?"
                 )
             return output
-        return data, tuple(self._carry(source, values) for source in plan.carried[self._index])
+        carried = (self._carry(source, values) for source in plan.carried[self._index])
+        return data, (*carried, *(seed.to(self._player.device) for seed in seeds))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: what runs is a tree that reports to this stage alone."""
@@ -181,7 +186,14 @@ class ModuleStage(nn.Module):
 
     # --- running -----------------------------------------------------------------------------
 
-    def _play(self, plan: Crossings, values: dict[Source, Tensor], args: Any, kwargs: Any) -> Any:
+    def _play(
+        self,
+        plan: Crossings,
+        values: dict[Source, Tensor],
+        args: Any,
+        kwargs: Any,
+        seeds: Sequence[int],
+    ) -> Any:
         self._own_units.take_in()
         for place, name in self._own_state:
             registry, last = registry_of(self._shell, place)
@@ -189,7 +201,7 @@ class ModuleStage(nn.Module):
             registry[last] = held[own]
         player = self._player
         lent = self._lend(values)
-        player.begin(plan, values)
+        player.begin(plan, values, seeds)
         try:
             try:
                 with watched_hooks(player.refuse_hook):

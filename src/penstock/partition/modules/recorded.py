@@ -56,6 +56,7 @@ class DryRun:
         loss: whether the output has a scalar named ``loss``.
         changed: the parameters and buffers that the code between the parts writes into.
         draws: whether it draws random numbers.
+        host_draws: which of the host's generators it draws from, by name.
     """
 
     inputs: BoundarySpec
@@ -66,6 +67,7 @@ class DryRun:
     loss: bool
     changed: frozenset[str] = frozenset()
     draws: bool = False
+    host_draws: tuple[str, ...] = ()
 
     def first_calls(self) -> dict[str, int]:
         """For each part that was called, its first call."""

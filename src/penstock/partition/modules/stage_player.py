@@ -10,9 +10,11 @@ It holds no modules and sends nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
@@ -20,6 +22,7 @@ from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.modules.absent import Source, named, sources_of
 from penstock.partition.modules.attributes import Glance, kept_in, put
 from penstock.partition.modules.crossings import Call, Crossings
+from penstock.partition.modules.host_draws import HostStream
 from penstock.partition.modules.route import Route, rebuilt
 from penstock.partition.torch_private import in_function_forward
 from penstock.stage.generators import random_state, set_random_state
@@ -54,13 +57,17 @@ class StagePlayer:
         self._inside = False
         # What the code between the parts draws again, shall not move the generator on.
         self._random: Tensor | None = None
+        self._host: HostStream | None = None
 
-    def begin(self, plan: Crossings, values: dict[Source, Tensor]) -> None:
+    def begin(
+        self, plan: Crossings, values: dict[Source, Tensor], seeds: Sequence[int] = ()
+    ) -> None:
         """A microbatch begins.
 
         Args:
             plan: what is known of it; kept by the caller.
             values: those that are here; what is handed on of the stage's own is added.
+            seeds: of what the code between the parts draws from the host's generators.
         """
         route = self._routes.get(id(plan))
         if route is None or route.plan is not plan:
@@ -71,9 +78,13 @@ class StagePlayer:
         self._versions = {s: value._version for s, value in values.items()}
         self._has_grad = torch.is_grad_enabled()
         self._random = random_state(self.device) if plan.draws else None
+        self._host = HostStream(plan.host_draws, seeds) if plan.host_draws else None
 
     def end(self) -> None:
         """It is through, or has failed: let go of it."""
+        if self._host is not None:
+            self._host.leave()
+            self._host = None
         self._route = None
         self._values, self._versions = {}, {}
 
@@ -185,7 +196,8 @@ class StagePlayer:
         versions = [(i, x, x._version) for i, x in enumerate(given) if isinstance(x, Tensor)]
         self._inside = True
         try:
-            result = run(*args, **kwargs)
+            with self._host.paused() if self._host is not None else nullcontext():
+                result = run(*args, **kwargs)
         finally:
             self._inside = False
         for i, tensor, version in versions:
@@ -252,9 +264,11 @@ class StagePlayer:
         output = ((result, capture_since(marked), kept_in(run, route.kept(index))),)
         leaves, tree = flatten(output)
         if tree != call.output.tree:
+            dry = _shown(call.output.tree, call.output.leaves)
             raise PartitionError(
-                f"stage {self.index}: {call.unit} returned {tree}, in its dry run "
-                f"{call.output.tree}; what it returns may not depend on values"
+                f"stage {self.index}: {call.unit} returned {_shown(tree, leaves)}, in its dry run "
+                f"{dry}; how many values it returns, and in which containers, may not depend on "
+                "values; have it return the same always, or keep it and its users in one stage"
             )
         changed = False
         for i, (leaf, expected) in enumerate(zip(leaves, call.output.leaves, strict=True)):
@@ -283,3 +297,25 @@ class StagePlayer:
             f"stage {self.index}: output {leaf} of {call.unit} is {got}, in its dry run "
             f"{expected}; other stages run by what the dry run showed"
         )
+
+
+def _shown(tree: PyTreeSpec, leaves: Sequence[Any]) -> str:
+    """A unit's result, as a message shows it; with what it appends or keeps, where it does."""
+    ((result, captured, kept),) = rebuilt(tree, [_Shown(leaf) for leaf in leaves])
+    beside = [f"appending {captured}"] if captured else []
+    beside += [f"keeping {kept}"] if kept else []
+    return ", ".join([repr(result), *beside])
+
+
+class _Shown:
+    """A leaf that a message shows by its dtype and shape, or by its value."""
+
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+
+    def __repr__(self) -> str:
+        """What is shown."""
+        leaf = self._leaf
+        if not isinstance(leaf, Tensor | TensorMeta):
+            return repr(leaf)
+        return f"{leaf.dtype} {tuple(leaf.shape)}".removeprefix("torch.")
