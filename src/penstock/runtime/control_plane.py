@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.watcher import Others, Whom
 
-__all__ = ["ControlPlane"]
+__all__ = ["ControlPlane", "head_of", "numbers_in"]
 
 NOTE_TAG = 0x5E8
 RELAY_TAG = 0x5E9
@@ -109,18 +109,7 @@ class ControlPlane(ABC):
         Raises:
             ScheduleError: ranks are in different calls; the same on every rank.
         """
-        head = number.to_bytes(NUMBER_BYTES, "little", signed=True) + self._what.encode()
-        head = head[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
-        gathered = self._gather(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        heads = list(map(_bytes, gathered))
-        calls = [each[NUMBER_BYTES:].rstrip(b"\0").decode(errors="ignore") for each in heads]
-        if len(set(calls)) > 1:
-            other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-            raise ScheduleError(
-                f"rank 0 is in {calls[0]}, and rank {other} in {calls[other]}: call them in the "
-                "same order on every rank"
-            )
-        return [int.from_bytes(each[:NUMBER_BYTES], "little", signed=True) for each in heads]
+        return numbers_in(self._gather(head_of(number, self._what)))
 
     def gather_notes(self, note: bytes) -> list[bytes]:
         lengths = self.gather_numbers(len(note))
@@ -132,6 +121,30 @@ class ControlPlane(ABC):
         parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
         self._collect(lambda: self._control.allgather([parts], [tensor]), (*parts, tensor))
         return parts
+
+
+def head_of(number: int, what: str) -> Tensor:
+    """What a rank begins to gather with: a number, and the call that it is in."""
+    head = number.to_bytes(NUMBER_BYTES, "little", signed=True) + what.encode()
+    head = head[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
+    return torch.frombuffer(bytearray(head), dtype=torch.uint8)
+
+
+def numbers_in(gathered: Sequence[Tensor]) -> list[int]:
+    """The numbers of every rank's head.
+
+    Raises:
+        ScheduleError: the calls differ.
+    """
+    heads = list(map(_bytes, gathered))
+    calls = [each[NUMBER_BYTES:].rstrip(b"\0").decode(errors="ignore") for each in heads]
+    if len(set(calls)) > 1:
+        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+        raise ScheduleError(
+            f"rank 0 is in {calls[0]}, and rank {other} in {calls[other]}: call them in the "
+            "same order on every rank"
+        )
+    return [int.from_bytes(each[:NUMBER_BYTES], "little", signed=True) for each in heads]
 
 
 def _bytes(tensor: Tensor) -> bytes:

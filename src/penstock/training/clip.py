@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import StageError
-from penstock.runtime.together import together
+from penstock.runtime.together import gather_numbers, together
 from penstock.runtime.torch_private import takes_cpu_tensors
+from penstock.stage.announcing import own_group
 from penstock.stage.counted import counts_here, pipeline_size
 from penstock.stage.device_streams import indexed
 
@@ -132,9 +133,16 @@ def _over_ranks(
     # Doubles: powers of a float32 norm may not fit float32. Gathered: a maximum that is taken on
     # the way loses what is not a number.
     mine = norm.to(device, torch.float64)
-    norms = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with together(group, "clip_grad_norm_()"):
-        dist.all_gather(norms, mine, group)
+    made = own_group(group)
+    assert made is not None, "there is a default group"
+    if mine.device.type == "cpu" and takes_cpu_tensors(made):
+        bits = int(mine.view(torch.int64))
+        everyones = gather_numbers(made, "clip_grad_norm_()", bits)
+        norms = [*torch.tensor(everyones, dtype=torch.int64, device="cpu").view(torch.float64)]
+    else:
+        norms = [torch.empty_like(mine) for _ in range(made.size())]
+        with together(made, "clip_grad_norm_()"):
+            dist.all_gather(norms, mine, made)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     # Ranks may have gradients of other dtypes, or none: no rank rounds it to its own.
     return total.to(torch.promote_types(norm.dtype, torch.float32))
