@@ -407,3 +407,62 @@ def test_shapes_given_in_advance_are_held_to() -> None:
         pipeline(input_args=torch.empty(3, DIM)).step(inputs, target=target)
     with pytest.raises(BoundaryError, match=r"is float32 .*expected float64 .*input_args"):
         pipeline(input_args=torch.empty(2, DIM).double()).step(inputs, target=target)
+
+
+# --- tensors with memory in common -----------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Returns a tensor, and what shares its memory or does not."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(DIM, DIM), other
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.linear(x)) * 1
+        first: Tensor = self.other[0](h)
+        return first, self.other[1](h)
+
+
+class WritesFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, *given: Any) -> Tensor:
+        x, other = given if len(given) == 2 else given[0]  # as in the plain model
+        y: Tensor = self.linear(F.pad(x.mul_(2), (0, DIM - x.shape[1])))
+        return y + other.mean()
+
+
+def whole(h: Tensor) -> Tensor:
+    return h
+
+
+APART = [(whole, torch.clone), (lambda h: h[:, ::2], lambda h: h[:, 1::2])]
+SHARED = [(whole, whole), (whole, lambda h: h[:, 1:]), (whole, Tensor.detach)]
+
+
+def pair_of(other: Any, ranks: int = 2) -> Twins:
+    model = [Pair(other), WritesFirst()]
+    return Twins(model, F.mse_loss, schedule="1f1b", ranks=ranks, n_microbatches=2)
+
+
+@pytest.mark.parametrize("other", APART)
+def test_what_shares_no_memory_may_be_written_into(other: Any) -> None:
+    both = pair_of(other)
+    for step in range(2):
+        inputs, target = features(4, step)
+        both.step(inputs, target=target)
+
+
+@pytest.mark.parametrize("other", SHARED)
+def test_writes_that_others_would_have_seen_are_refused(other: Any) -> None:
+    inputs, target = features(4, 0)
+    with pytest.raises(
+        BoundaryError, match=r"into tensor 0 .* in common with tensor 1 in the stage"
+    ):
+        pair_of(other).pipe.step(inputs, target=target)
+    with pytest.raises(BoundaryError, match="in common with tensor 1"):
+        pair_of(other).pipe.eval(inputs)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.stage.overlap import overlapping
 from penstock.stage.spread import MeshOf, local_part, unknown_mesh, whole
 from penstock.stage.tensor_meta import Plain, TensorMeta, decode_leaf, encode_leaf, plain_tag
 from penstock.stage.trees import as_args, decode_tree, encode_tree, flatten
@@ -35,6 +36,8 @@ class BoundarySpec:
     Args:
         tree: the structure of the arguments tuple.
         leaves: for each leaf a ``TensorMeta``, or the plain value itself.
+        shared: pairs of tensors, by their numbers, that had memory in common where they were made.
+            They arrive apart: what is written into the one does not reach the other.
     """
 
     __slots__ = (
@@ -44,14 +47,21 @@ class BoundarySpec:
         "in_order",
         "leaves",
         "metas",
+        "shared",
         "single",
         "tensor_leaves",
         "tree",
     )
 
-    def __init__(self, tree: optree.PyTreeSpec, leaves: tuple[TensorMeta | Plain, ...]) -> None:
+    def __init__(
+        self,
+        tree: optree.PyTreeSpec,
+        leaves: tuple[TensorMeta | Plain, ...],
+        shared: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         self.tree = tree
         self.leaves = leaves
+        self.shared = shared
         # Which leaves are tensors, what they are, and which of these take gradients.
         self.tensor_leaves = tuple(i for i, x in enumerate(leaves) if isinstance(x, TensorMeta))
         self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self.tensor_leaves)
@@ -149,7 +159,8 @@ class BoundarySpec:
     def encode(self) -> bytes:
         """The spec as JSON, to be read by ``decode`` on another rank."""
         leaves = [encode_leaf(leaf) for leaf in self.leaves]
-        return json.dumps({"tree": encode_tree(self.tree), "leaves": leaves}).encode()
+        told = {"tree": encode_tree(self.tree), "leaves": leaves, "shared": self.shared}
+        return json.dumps(told).encode()
 
     @staticmethod
     def decode(data: bytes) -> BoundarySpec:
@@ -160,7 +171,8 @@ class BoundarySpec:
         """
         read = json.loads(data)
         leaves = tuple(decode_leaf(leaf) for leaf in read["leaves"])
-        return BoundarySpec(decode_tree(read["tree"]), leaves)
+        shared = tuple((one, other) for one, other in read["shared"])
+        return BoundarySpec(decode_tree(read["tree"]), leaves, shared)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -193,7 +205,9 @@ def describe(output: Any) -> BoundarySpec:
         BoundaryError: a leaf is neither a dense tensor nor a plain value.
     """
     leaves, tree = flatten(as_args(output))
-    return BoundarySpec(tree, tuple(_describe_leaf(i, leaf) for i, leaf in enumerate(leaves)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    described = tuple(_describe_leaf(i, leaf) for i, leaf in enumerate(leaves))
+    return BoundarySpec(tree, described, overlapping(tensors) if len(tensors) > 1 else ())
 
 
 def _is_one_tuple(tree: optree.PyTreeSpec) -> bool:

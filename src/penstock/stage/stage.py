@@ -114,6 +114,8 @@ class Stage:
         slot.leaves = [tensors[i].requires_grad_() for i in grad_slots]
         if slot.leaves and self._writer.may_write(self.submod):
             tensors = self._writer.lend(tensors)
+        if spec.shared:
+            self._writer.guard(tensors, spec.shared)
         return spec.arguments(tensors, self.mesh_of)
 
     def mesh_of(self, spread: Spread) -> Any:
@@ -151,13 +153,20 @@ class Stage:
             args: positional arguments.
             kwargs: keyword arguments.
             defer: whether weight gradients are to be left to W.
+
+        Raises:
+            BoundaryError: it wrote into what it received, and others should have seen it.
         """
         random = self.random
         if random is None or not torch.is_grad_enabled():
-            return self._run_piece(slot, args, kwargs, defer=defer)
+            output = self._run_piece(slot, args, kwargs, defer=defer)
+            self._writer.check()
+            return output
         args = random.begin(slot.microbatch, args)
         try:
-            return random.end(self._run_piece(slot, args, kwargs, defer=defer))
+            output = random.end(self._run_piece(slot, args, kwargs, defer=defer))
+            self._writer.check()
+            return output
         finally:
             random.leave()
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import BoundaryError
+
 __all__ = ["InputWriter", "writable"]
 
 
@@ -39,6 +41,8 @@ class InputWriter:
         self._writes: bool | None = None
         # What was lent for the forward that is to tell, each with its version.
         self._lent: list[tuple[Tensor, int]] = []
+        # Tensors that had memory in common with others, with their numbers and versions.
+        self._guarded: list[tuple[int, int, Tensor, int]] = []
 
     def may_write(self, module: nn.Module) -> bool:
         """Whether ``module`` has to be lent aliases; asked before each of its forwards."""
@@ -57,6 +61,34 @@ class InputWriter:
         if self._writes is None:
             self._lent = [(t, t._version) for t in lent]
         return lent
+
+    def guard(self, tensors: Sequence[Tensor], shared: Sequence[tuple[int, int]]) -> None:
+        """Note what a forward may not write into.
+
+        Args:
+            tensors: what it is called with.
+            shared: pairs of them that had memory in common in the stage before, and have none here.
+        """
+        pairs = [pair for one, other in shared for pair in ((one, other), (other, one))]
+        guarded = ((i, j, tensors[i]) for i, j in pairs if not tensors[i].is_inference())
+        self._guarded = [(i, j, tensor, tensor._version) for i, j, tensor in guarded]
+
+    def check(self) -> None:
+        """After the forward: see that it wrote into nothing that others hold too.
+
+        Raises:
+            BoundaryError: it did.
+        """
+        if not self._guarded:
+            return
+        guarded, self._guarded = self._guarded, []
+        for one, other, tensor, version in guarded:
+            if tensor._version != version:
+                raise BoundaryError(
+                    f"the stage writes into tensor {one} of what it receives, which has memory in "
+                    f"common with tensor {other} in the stage before; here that would not see it: "
+                    "let the stage before return a clone of one of them, or don't write in place"
+                )
 
 
 def _says_in_place(module: nn.Module) -> bool:
