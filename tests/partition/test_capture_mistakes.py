@@ -561,3 +561,17 @@ def test_what_a_graph_has_built_in_is_told(caplog: pytest.LogCaptureFixture) -> 
     assert "stage 0: its parameters are torch.float64 now" in caplog.text
     with pytest.raises(TypeError, match="can't be pickled; save its state_dict"):
         pickle.dumps(cut.get_stage_module(0))
+
+
+def test_a_size_that_the_code_takes_the_root_of() -> None:
+    """As of a square of patches, of which the graph has the side built in."""
+
+    def compute(model: Of, x: Tensor) -> Any:
+        return model.layers[1](model.layers[0](x) * int(x.size(1) ** 0.5))
+
+    model = Of(compute)
+    cut = pipeline(model, (torch.ones(2, 4, 4),), split_spec=cuts_before("layers.1"))
+    x = torch.ones(3, 5, 4)
+    assert torch.equal(cut(x), model(x))
+    with pytest.raises(BoundaryError, match=r"captured for math\.trunc\(.*x\.shape\[1\]\).* == 2"):
+        cut(torch.ones(3, 9, 4))
