@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock import BoundaryError, PartitionError, SplitPoint, StageError, pipe_split, pipeline
 from penstock.partition.capture.graph_cut import Cut, assign
+from penstock.partition.modules.by_module import split_by_module
 from tests.partition.capturing import Pair, cuts_before
 
 X = torch.ones(2, 4)
@@ -575,3 +576,21 @@ def test_a_size_that_the_code_takes_the_root_of() -> None:
     assert torch.equal(cut(x), model(x))
     with pytest.raises(BoundaryError, match=r"captured for math\.trunc\(.*x\.shape\[1\]\).* == 2"):
         cut(torch.ones(3, 9, 4))
+
+
+def test_tensors_in_an_object_are_not_built_in() -> None:
+    """Nor found by module; such as a batch of graphs, which can be called too."""
+
+    class Graphs:
+        def __init__(self) -> None:
+            self.store = {"x": X}
+
+        def __call__(self) -> Tensor:
+            return self.store["x"]
+
+    model = Of(lambda m, graphs: m.layers[1](m.layers[0](graphs())))
+    told = r"is a .*Graphs, an object in which stages don't find tensors; .*register_pytree_node"
+    with pytest.raises(PartitionError, match=f"input x {told}"):
+        pipeline(model, (Graphs(),), split_spec=cuts_before("layers.1"))
+    with pytest.raises(PartitionError, match=f"input argument 0 {told}"):
+        split_by_module(model, ["layers.1"], (Graphs(),))
