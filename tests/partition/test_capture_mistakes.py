@@ -594,3 +594,11 @@ def test_tensors_in_an_object_are_not_built_in() -> None:
         pipeline(model, (Graphs(),), split_spec=cuts_before("layers.1"))
     with pytest.raises(PartitionError, match=f"input argument 0 {told}"):
         split_by_module(model, ["layers.1"], (Graphs(),))
+
+
+def test_what_no_stage_can_pass_on_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Though training and evaluation are captured apart."""
+    model = Of(lambda m, x: {"out": m.layers[1](m.layers[0](x)), "cache": object()})
+    cut = pipeline(model, (X,), split_spec=cuts_before("layers.1"))
+    assert caplog.text.count("holds object, which no stage can pass on") == 1
+    assert cut(X)["cache"] is None

@@ -104,12 +104,6 @@ def capture(model: nn.Module, form: CallForm) -> Captured:
     output = called.seen.output
     assert output is not None
     warn_of_writes(model, called.seen.written)
-    if output.dropped:
-        logger.warning(
-            "the output of %s holds %s, which no stage can pass on: None takes their place",
-            type(model).__name__,
-            ", ".join(output.dropped),
-        )
     form.add_check(shape_check(program, LEAVES, form.names))
     builder = _FlatGraph(program, model, form)
     return Captured(graph=builder.graph, form=form, output=output, constants=builder.constants)
