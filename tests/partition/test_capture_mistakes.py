@@ -250,8 +250,8 @@ def goes_past(model: Keeps, x: Tensor) -> Tensor:
         (keeps_the_last, r"in keeps_the_last.* changes attribute {}last, which it reads and then"),
         (counts_calls, r"in counts_calls.* changes attribute {}calls, which it reads and then wri"),
         (replaces_a_buffer, r"in replaces_a_buffer.* changes buffer {}average, in whose place"),
-        (appends, "changes attribute {}seen, a list that it changes"),
-        (fills_a_dict, "changes attribute {}tables, a dict that it changes"),
+        (appends, "the forward changes attribute {}seen, a list that it changes"),
+        (fills_a_dict, "the forward changes attribute {}tables, a dict that it changes"),
         (goes_past, "changes attribute {}calls, which it sets past __setattr__"),
     ],
 )

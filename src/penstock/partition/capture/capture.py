@@ -9,6 +9,7 @@ from the example's are left open where the model's code allows. This module know
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import traceback
@@ -190,7 +191,9 @@ def place_in_user_code(trace: TracebackType | None = None) -> str:
     ours = str(Path(__file__).parent.parent)
     theirs = str(Path(torch.__file__).parent)
     for frame in reversed(frames):
-        if not frame.filename.startswith((ours, theirs, "<")):
+        if frame.filename == __file__ and frame.name == Called.forward.__name__:
+            break  # no frame of the model's code: it is told of once that has run
+        if not frame.filename.startswith((ours, theirs, contextlib.__file__, "<")):
             return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""
 
