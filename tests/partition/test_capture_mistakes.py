@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock import BoundaryError, PartitionError, SplitPoint, StageError, pipe_split, pipeline
 from penstock.partition.capture.graph_cut import Cut, assign
+from penstock.partition.modules.by_module import split_by_module
 from tests.partition.capturing import Pair, cuts_before
 
 X = torch.ones(2, 4)
@@ -249,8 +250,8 @@ def goes_past(model: Keeps, x: Tensor) -> Tensor:
         (keeps_the_last, r"in keeps_the_last.* changes attribute {}last, which it reads and then"),
         (counts_calls, r"in counts_calls.* changes attribute {}calls, which it reads and then wri"),
         (replaces_a_buffer, r"in replaces_a_buffer.* changes buffer {}average, in whose place"),
-        (appends, "changes attribute {}seen, a list that it changes"),
-        (fills_a_dict, "changes attribute {}tables, a dict that it changes"),
+        (appends, "the forward changes attribute {}seen, a list that it changes"),
+        (fills_a_dict, "the forward changes attribute {}tables, a dict that it changes"),
         (goes_past, "changes attribute {}calls, which it sets past __setattr__"),
     ],
 )
@@ -561,3 +562,43 @@ def test_what_a_graph_has_built_in_is_told(caplog: pytest.LogCaptureFixture) -> 
     assert "stage 0: its parameters are torch.float64 now" in caplog.text
     with pytest.raises(TypeError, match="can't be pickled; save its state_dict"):
         pickle.dumps(cut.get_stage_module(0))
+
+
+def test_a_size_that_the_code_takes_the_root_of() -> None:
+    """As of a square of patches, of which the graph has the side built in."""
+
+    def compute(model: Of, x: Tensor) -> Any:
+        return model.layers[1](model.layers[0](x) * int(x.size(1) ** 0.5))
+
+    model = Of(compute)
+    cut = pipeline(model, (torch.ones(2, 4, 4),), split_spec=cuts_before("layers.1"))
+    x = torch.ones(3, 5, 4)
+    assert torch.equal(cut(x), model(x))
+    with pytest.raises(BoundaryError, match=r"captured for math\.trunc\(.*x\.shape\[1\]\).* == 2"):
+        cut(torch.ones(3, 9, 4))
+
+
+def test_tensors_in_an_object_are_not_built_in() -> None:
+    """Nor found by module; such as a batch of graphs, which can be called too."""
+
+    class Graphs:
+        def __init__(self) -> None:
+            self.store = {"x": X}
+
+        def __call__(self) -> Tensor:
+            return self.store["x"]
+
+    model = Of(lambda m, graphs: m.layers[1](m.layers[0](graphs())))
+    told = r"is a .*Graphs, an object in which stages don't find tensors; .*register_pytree_node"
+    with pytest.raises(PartitionError, match=f"input x {told}"):
+        pipeline(model, (Graphs(),), split_spec=cuts_before("layers.1"))
+    with pytest.raises(PartitionError, match=f"input argument 0 {told}"):
+        split_by_module(model, ["layers.1"], (Graphs(),))
+
+
+def test_what_no_stage_can_pass_on_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Though training and evaluation are captured apart."""
+    model = Of(lambda m, x: {"out": m.layers[1](m.layers[0](x)), "cache": object()})
+    cut = pipeline(model, (X,), split_spec=cuts_before("layers.1"))
+    assert caplog.text.count("holds object, which no stage can pass on") == 1
+    assert cut(X)["cache"] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import UserDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,19 @@ class Node:
 
     value: Any = None
     others: list[Node] = field(default_factory=list)
+
+
+def test_an_object_that_is_all_the_input_is_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    """As a batch of graphs is, whose tensors are in a mapping of its own."""
+
+    class Rows(nn.Linear):
+        def forward(self, graphs: Any) -> Tensor:
+            return super().forward(graphs.store["rows"])
+
+    graphs = Unknown(torch.ones(()))
+    graphs.store = UserDict(rows=torch.ones(4, DIM))  # type: ignore[attr-defined]
+    one_stage(Rows(DIM, DIM), loss_fn=lambda out: out.sum()).step(graphs)
+    assert "a Unknown goes whole to every microbatch, and holds a tensor, as no" in caplog.text
 
 
 def test_a_graph_of_objects_is_looked_at_no_deeper_than_its_root(

@@ -113,18 +113,20 @@ class RowRemarks:
         rows = {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         for leaf in leaves:
             cls = type(leaf)
-            if cls.__module__ == "builtins" or cls in self._seen or not rows:
+            if cls.__module__ == "builtins" or cls in self._seen:
                 continue
             self._seen.add(cls)
             if isinstance(leaf, (Tensor, torch.nn.Module)) or is_block_mask(leaf):
                 continue
-            if any(t.dim() and t.size(0) in rows for t in _held(leaf)):
+            if any(t.dim() and (not rows or t.size(0) in rows) for t in _held(leaf)):
+                alike = " with as many rows as the batch" if rows else ", as no other input does"
                 _log.warning(
-                    "a %s goes whole to every microbatch, and holds a tensor with as many rows as "
-                    "the batch; if its rows are the batch's, register the class with "
+                    "a %s goes whole to every microbatch, and holds a tensor%s; if its rows are "
+                    "the batch's, register the class with "
                     "torch.utils._pytree.register_pytree_node, pass its tensors in a dict, or pass "
                     "ready microbatches",
                     cls.__qualname__,
+                    alike,
                 )
 
 
@@ -135,7 +137,7 @@ def _held(value: Any) -> list[Tensor]:
         match attribute:
             case list() | tuple():
                 held += attribute
-            case dict():
+            case Mapping():
                 held += attribute.values()
             case _:
                 held.append(attribute)

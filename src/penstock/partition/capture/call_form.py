@@ -18,6 +18,7 @@ import optree
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
+from penstock.partition.modules.side_writes import hides_tensors, told_of_object
 from penstock.stage.trees import flatten
 
 __all__ = ["CallForm", "ShapeCheck"]
@@ -58,6 +59,9 @@ class CallForm:
         self._paths = paths
         self._tensor_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+        for i, leaf in self._fixed.items():
+            if hides_tensors(leaf):
+                raise PartitionError(told_of_object(paths[i], leaf))
         self.names = tuple(paths[i] for i in self._tensor_slots)
         self.examples: tuple[Tensor, ...] = _distinct([leaves[i] for i in self._tensor_slots])
         self._dtypes = tuple(t.dtype for t in self.examples)

@@ -9,6 +9,7 @@ from the example's are left open where the model's code allows. This module know
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import traceback
@@ -104,12 +105,6 @@ def capture(model: nn.Module, form: CallForm) -> Captured:
     output = called.seen.output
     assert output is not None
     warn_of_writes(model, called.seen.written)
-    if output.dropped:
-        logger.warning(
-            "the output of %s holds %s, which no stage can pass on: None takes their place",
-            type(model).__name__,
-            ", ".join(output.dropped),
-        )
     form.add_check(shape_check(program, LEAVES, form.names))
     builder = _FlatGraph(program, model, form)
     return Captured(graph=builder.graph, form=form, output=output, constants=builder.constants)
@@ -196,7 +191,9 @@ def place_in_user_code(trace: TracebackType | None = None) -> str:
     ours = str(Path(__file__).parent.parent)
     theirs = str(Path(torch.__file__).parent)
     for frame in reversed(frames):
-        if not frame.filename.startswith((ours, theirs, "<")):
+        if frame.filename == __file__ and frame.name == Called.forward.__name__:
+            break  # no frame of the model's code: it is told of once that has run
+        if not frame.filename.startswith((ours, theirs, contextlib.__file__, "<")):
             return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""
 

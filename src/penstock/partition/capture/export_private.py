@@ -173,7 +173,7 @@ def shape_check(
                     else (f"a size from {low:g} to {high:g}")
                 )
                 return _wrong(names[i], tensors[i], f"{wanted} in dimension {dim}")
-        scope = {"L": {argument: tensors}, "torch": torch}
+        scope = {**symbolic_shapes.SYMPY_INTERP, "L": {argument: tensors}}
         for compiled, text in guards:
             if not eval(compiled, scope):
                 shown = ", ".join(

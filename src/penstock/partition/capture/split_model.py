@@ -114,6 +114,12 @@ def pipe_at(
     install_hooks(module)  # or the first call would, in the midst of the capture
     modes = {module.training: _mode(module, form, places, by_modules=None)}
     (mode,) = modes.values()
+    if mode.captured.output.dropped:
+        logger.warning(
+            "the output of %s holds %s, which no stage can pass on: None takes their place",
+            type(module).__name__,
+            ", ".join(mode.captured.output.dropped),
+        )
     missing = ""
     try:
         with _switched(module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,9 +40,11 @@ from penstock.partition.modules.recorded import DryRun, Recorded
 from penstock.partition.modules.shell import build_shell
 from penstock.partition.modules.side_writes import (
     State,
+    hides_tensors,
     is_opaque,
     refuse_filled,
     tensors_in,
+    told_of_object,
     told_replaced,
 )
 from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies, with_values
@@ -167,7 +169,7 @@ class DryRunner:
         positional, named = call
         output, changed = self._run_shell(positional, named)
         return DryRun(
-            inputs=describe(((args, dict(kwargs)),)),
+            inputs=_described_inputs((args, dict(kwargs)), leaves, names),
             calls=tuple(
                 replace(call, written=self._given.written(i)) for i, call in enumerate(self._calls)
             ),
@@ -394,6 +396,16 @@ def _append(captured: Mapping[str, list[Any]], marked: Mapping[str, int] | None)
     for key, values in captured.items():
         if lists is not None and marked is not None:
             lists[key][marked[key] :] = values
+
+
+def _described_inputs(call: Any, leaves: Sequence[Any], names: Sequence[str]) -> BoundarySpec:
+    try:
+        return describe((call,))
+    except BoundaryError as error:
+        for leaf, name in zip(leaves, names, strict=True):
+            if hides_tensors(leaf):
+                raise PartitionError(told_of_object(name, leaf)) from error
+        raise
 
 
 def _described(unit: str, output: Any) -> BoundarySpec:

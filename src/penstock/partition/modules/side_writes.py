@@ -19,7 +19,15 @@ from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Absent
 from penstock.stage.trees import flatten
 
-__all__ = ["State", "is_opaque", "refuse_filled", "tensors_in", "told_replaced"]
+__all__ = [
+    "State",
+    "hides_tensors",
+    "is_opaque",
+    "refuse_filled",
+    "tensors_in",
+    "told_of_object",
+    "told_replaced",
+]
 
 
 class State:
@@ -88,6 +96,22 @@ def told_replaced(name: str) -> str:
         f"the code between the model's parts assigns a new tensor to {name}, of which it uses the "
         "one before: every stage would do that for itself, and some could not; keep it within a "
         "module that runs whole, or cut elsewhere"
+    )
+
+
+def hides_tensors(leaf: Any) -> bool:
+    """Whether a leaf is an object that holds tensors, some that can be called among them."""
+    if isinstance(leaf, (Tensor, nn.Module, type)):
+        return False
+    return bool(tensors_in(leaf) or tensors_in(dict(getattr(leaf, "__dict__", {}))))
+
+
+def told_of_object(name: str, value: Any) -> str:
+    """What to say of an input that holds tensors where nobody sees them."""
+    return (
+        f"input {name} is a {type(value).__qualname__}, an object in which stages don't find "
+        "tensors; pass these, in a dict say, or register its class with torch's pytree "
+        "(torch.utils._pytree.register_pytree_node)"
     )
 
 
