@@ -30,8 +30,9 @@ from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.measuring import measure_model
 from penstock.partition.balance.plan import Plan
 from penstock.partition.cutting import Example, SplitWish, cut_model
-from penstock.runtime.group import from_first_rank
+from penstock.runtime.group import from_first_rank, objects_group
 from penstock.runtime.link import Link, measure_link
+from penstock.runtime.together import together
 from penstock.schedule.choice import DEFAULT_MICROBATCHES
 from penstock.schedule.program import Program
 from penstock.schedule.text import from_json, to_json
@@ -151,7 +152,10 @@ def find_program(
         )
     ranks = ranks if group is None else group.size()
     ranks, virtual = _sizes(num_stages, ranks, virtual)
-    link = None if group is None or group.size() == 1 else measure_link(group, device)
+    link: Link | None = None
+    if group is not None and group.size() > 1:
+        with together(objects_group(group), "Pipeline()"):
+            link = measure_link(group, device)
     told = from_first_rank(
         group,
         lambda: _find(

@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.cause import Cause, as_error, cause_of
-from penstock.errors import PeerError, PenstockError, Where
+from penstock.errors import PenstockError
 from penstock.runtime import torch_private
-from penstock.runtime.answer import Answer, poll
+from penstock.runtime.answer import poll
 from penstock.runtime.breaking import abort_all, break_pairs, is_closed
 from penstock.runtime.control_plane import ControlPlane
 from penstock.runtime.failure import Board, Place
+from penstock.runtime.first_cause import FirstCause
 from penstock.runtime.group_log import GroupLog, calls_over
 from penstock.runtime.held_sends import Held
 from penstock.runtime.large_messages import MIN_LARGE_BYTES, LargeMessage
@@ -44,8 +44,6 @@ from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["C10dTransport"]
 
-T = TypeVar("T")
-
 DATA_TAG = 0x5E7
 # Sends to one peer may pile up to so many bytes (and at least two, and at most so many) before the
 # oldest is waited for: held sends are memory, but waiting costs a switch of threads, which small
@@ -57,8 +55,6 @@ MAX_AHEAD_BYTES = 512 << 20
 # How long a device may take, after a failure, to end the step before: what it has computed there
 # has been returned already.
 MAX_SETTLE_S = 30.0
-# How long the store may take, after a failure, to say who was first.
-MAX_ANSWER_S = 10.0
 # How long a wait may go on, in torch's code, where the watcher could not break it.
 MAX_OVERTIME_S = 5.0
 # Torch counts timeouts in whole numbers.
@@ -105,8 +101,6 @@ class C10dTransport(ControlPlane):
         self._up = self._down = self._control = group
         # Whether the groups are made, and all ranks are connected over them.
         self._connected = self._is_joined = False
-        # As this one's last good step has found it.
-        self._num_failed = 0
         self._held: defaultdict[int, Held] = defaultdict(Held)
         self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # Ranks with which connections are still to be made.
@@ -116,7 +110,9 @@ class C10dTransport(ControlPlane):
         self._calls = calls_over(group)
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
-        self._board = self._make_board()
+        self._cause = FirstCause(
+            self._make_board(), self._calls, number, self.rank, self._processes
+        )
         self._watcher = Watcher(timeout_s, self.wake)
         # How long torch itself waits, where the group is the caller's; the watcher goes first.
         limit_s = min(timeout_s + MAX_OVERTIME_S, MAX_TIMEOUT_S)
@@ -135,7 +131,7 @@ class C10dTransport(ControlPlane):
             self._up, self._down = self._new_group("nccl", "up"), self._new_group("nccl", "down")
         if not has_control:
             self._control = self._new_group("gloo", "control")
-        self._watcher.look_at(self._board.aside(), always=self._on_cuda)
+        self._watcher.look_at(self._cause.board.aside(), always=self._on_cuda)
 
     def _await_all(self) -> None:
         """Wait until every rank is about to make groups: torch's wait for them minds no board."""
@@ -144,11 +140,11 @@ class C10dTransport(ControlPlane):
         end = time.monotonic() + self._watcher.timeout_s
         while store.add(key, 0) < self.num_ranks:
             self._watcher.timed_out = time.monotonic() > end
-            failed = self._board.read(patient=True) is not None or self._board.is_lost
+            failed = self._cause.board.read(patient=True) is not None or self._cause.board.is_lost
             if failed or self._watcher.timed_out:
                 self._watcher.note_broken(Others.RANKS)
                 raise RuntimeError("ranks are missing where groups are made")
-            time.sleep(max(0.02, self._board.pace_s))
+            time.sleep(max(0.02, self._cause.board.pace_s))
 
     def _new_group(self, backend: str, purpose: str) -> dist.ProcessGroup:
         name = key_of(self._group, f"{self.number}/{purpose}")
@@ -269,8 +265,8 @@ class C10dTransport(ControlPlane):
         groups = tuple(group for group in groups if group.size() > 1)
         if groups != self._replicas:
             self._replicas = groups
-            self._board = self._make_board()
-            self._watcher.look_at(self._board.aside(), always=bool(groups) or self._on_cuda)
+            self._cause.board = self._make_board()
+            self._watcher.look_at(self._cause.board.aside(), always=bool(groups) or self._on_cuda)
 
     @contextlib.contextmanager
     def among_replicas(self) -> Iterator[None]:
@@ -311,81 +307,14 @@ class C10dTransport(ControlPlane):
             waited_for = ((), Others.REPLICAS) if broken else None
         elif not isinstance(error, RuntimeError):
             waited_for = None  # Ctrl-C may reach a rank that waits
-        self._board.is_lost |= self._watcher.lost_the_store
-        found = self._asked(self._board.read)
-        if found is None and waited_for is not None and not self._watcher.timed_out:
-            # A wait broke: its peer may have failed a moment before it could say so.
-            pace_s = self._board.pace_s
-            found = poll(
-                lambda: self._asked(self._board.read) or self._found_elsewhere(),
-                for_s=2.0 + 2 * pace_s,
-                every_s=max(0.05, pace_s),
-            )
-        is_own = found is None
-        if found is None:
-            if waited_for is not None:
-                error = self._broken_wait(error, waited_for[1])
-            found = cause_of(error, self.rank, self._processes)
-        # Also what was found: it may not have been told yet wherever this rank is heard.
-        self._calls.failed.add(self.number)
-        cause = found
-        stands = self._asked(lambda: self._board.write(cause)) or cause
+        raised = self._cause.settle(error, waited_for, self._watcher)
         if self._on_cuda:  # or the device would wait for messages for ever, and the host for it
             self._give_up((self._up, self._down))
-        if not is_own or stands != cause:
-            return as_error(stands, self._processes)
-        return error if isinstance(error, PeerError) else None
+        return raised
 
     def tell_of_end(self, error: BaseException) -> bool:
-        """See ``last_words.py``; what has been told already is not told again."""
-        if self.number not in self._calls.failed:
-            self._calls.failed.add(self.number)
-            cause = cause_of(error, self.rank, self._processes)
-            self._asked(lambda: self._board.write(cause))
-        return not self._board.is_lost
-
-    def _found_elsewhere(self) -> Cause | None:
-        """What has failed in another call over the group, if this one has waited in vain for it."""
-        found = self._asked(self._board.read_elsewhere)
-        if found is None:
-            return None
-        place, cause = found
-        self._calls.met.add(place)
-        return cause
-
-    def _asked(self, ask: Callable[[], T]) -> T | None:
-        """What the store has to say; one that keeps silent is lost."""
-        answer = Answer(ask)
-        if answer.is_there(within_s=MAX_ANSWER_S):
-            return answer.value
-        self._board.is_lost = True
-        return None
-
-    def _broken_wait(self, error: BaseException, whom: Whom) -> PeerError:
-        name = whom.value if isinstance(whom, Others) else f"rank {whom}"
-        if self._watcher.timed_out:
-            others = "and no rank reports a failure"
-            if self._board.is_lost:
-                others = "nor does the store that joins the ranks answer"
-            told = (
-                f"no word from {name} within {self._watcher.timeout_s:g} s, {others}; pass a "
-                "longer timeout_s if a step may take so long"
-            )
-        elif self._board.is_lost:
-            told = "the store that joins the ranks is gone; the process that holds it (the group's "
-            told += f"rank 0, most often) may have died. This rank was waiting for {name} ({error})"
-        elif whom is Others.REPLICAS:
-            told = f"reducing or gathering over {name} failed; one of them may have died ({error})"
-        else:
-            told = f"the connection to {name} broke; its process may have died"
-            # Each schedule that has failed may leave connections broken.
-            if len(self._calls.failed) > self._num_failed:
-                told += ", or it broke when another schedule over this process group failed: then "
-                told += "make stages over a new one (torch.distributed.new_group), on every rank"
-            told += f" ({error})"
-        raised = PeerError(told, where=Where(rank=self.rank))
-        raised.__cause__ = error
-        return raised
+        """See ``last_words.py``."""
+        return self._cause.tell_of_end(error)
 
     def wake(self, whom: Whom) -> None:
         """Break the wait of the main thread for ``whom``. Called by the watcher, in its own
@@ -421,7 +350,7 @@ class C10dTransport(ControlPlane):
         self._meet_strangers()
 
     def end(self) -> None:
-        self._num_failed = len(self._calls.failed)
+        self._cause.note_success()
         self._watcher.rest()
         if self._streams is not None:
             self._last_step = self._last_step or self._streams.event()
