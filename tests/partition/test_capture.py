@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import BoundaryError, SplitPoint, pipe_split, pipeline
+from tests import models
 from tests.agreement import TRAINING
 from tests.partition.capturing import ROUNDING, Pair, cuts_before
 
@@ -560,3 +561,11 @@ def test_a_shape_that_the_code_has_fixed_is_named() -> None:
     ):
         with pytest.raises(BoundaryError, match=told):
             cut(wrong)
+
+
+def test_the_example_may_be_a_view_and_microbatches_none() -> None:
+    """What export notes of the batch that the example was cut out of, holds for no other input."""
+    batch, _ = models.tokens(6, 0)
+    cut = pipeline(models.gpt(4), (batch[:2],), split_spec={"2": SplitPoint.BEGINNING})
+    stage = cut.build_stage(0, torch.device("cpu"))
+    assert len(stage.submod(batch[:3].clone())) > 0
