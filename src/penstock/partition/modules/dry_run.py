@@ -34,6 +34,7 @@ from penstock.partition.modules.absent import (
     turn_absent,
 )
 from penstock.partition.modules.attributes import Attributes, Stale, put
+from penstock.partition.modules.given import Given
 from penstock.partition.modules.glue_draws import GlueDraws
 from penstock.partition.modules.host_draws import HostDraws
 from penstock.partition.modules.recorded import DryRun, Recorded
@@ -343,29 +344,6 @@ class DryRunner:
                 self._given.note(index, i, leaf, origin)
                 leaves[i] = Absent(leaf, self._where, origin)
         return optree.tree_unflatten(tree, leaves)
-
-
-class Given:
-    """The tensors that were handed out, to see who wrote into them."""
-
-    def __init__(self) -> None:
-        # By which call (None: inputs), which leaf; the version then; what stands for it.
-        self._all: list[tuple[int | None, int, Tensor, int, Origin | None]] = []
-
-    def note(
-        self, call: int | None, leaf: int, tensor: Tensor, origin: Origin | None = None
-    ) -> None:
-        """A tensor is handed out, as an absent one of an origin, or itself."""
-        self._all.append((call, leaf, tensor, tensor._version, origin))
-
-    def written(self, call: int | None) -> tuple[int, ...]:
-        """Which leaves of a call's output have been written into; of the inputs if None."""
-        return tuple(
-            leaf
-            for at, leaf, tensor, version, origin in self._all
-            if at == call
-            and (tensor._version != version or (origin is not None and origin.written))
-        )
 
 
 def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
