@@ -66,6 +66,18 @@ def test_simulate_is_the_function_in_any_order_of_imports(imports: str) -> None:
     )
 
 
+def test_modules_are_found_behind_functions_of_the_same_name() -> None:
+    run(
+        "import penstock.schedule.check as first\n"
+        "import penstock.simulate.costs as second\n"
+        "import penstock\n"
+        "import penstock.schedule.text\n"
+        "assert first.check is penstock.check and second.Costs is penstock.Costs\n"
+        "assert penstock.schedule.text.load_csv is penstock.load_csv\n"
+        "assert callable(penstock.schedule)\n"
+    )
+
+
 @pytest.mark.parametrize(
     "imports",
     [

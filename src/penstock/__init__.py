@@ -227,7 +227,8 @@ def __getattr__(name: str) -> object:
 class _Function:
     """A function of this package that a module in it shares its name with.
 
-    Importing the module binds it here by that name; the function stays.
+    Importing the module binds it here by that name; the function stays, and has the module's own
+    modules as attributes: ``import penstock.schedule.check as check`` looks for them there.
     """
 
     def __init__(self, home: str) -> None:
@@ -237,15 +238,19 @@ class _Function:
         self._name = name
 
     def __get__(self, package: ModuleType | None, owner: type) -> object:
-        return getattr(import_module(self._home), self._name)
+        function = getattr(import_module(self._home), self._name)
+        inside = f"{__name__}.{self._name}"
+        for name, part in vars(sys.modules.get(inside, ModuleType(inside))).items():
+            if isinstance(part, ModuleType) and part.__name__ == f"{inside}.{name}":
+                setattr(function, name, part)
+        return function
 
     def __set__(self, package: ModuleType, module: ModuleType) -> None:
         pass
 
 
 class _Package(ModuleType):
-    """This package. The modules' own parts are reached by ``from penstock.simulate.costs import``
-    and the like."""
+    """This package."""
 
     pipeline = _Function("penstock.partition.capture.split_model")
     schedule = _Function("penstock.schedule.own")
