@@ -242,3 +242,22 @@ def test_what_a_forward_writes_into_its_batch_is_written_once(name: str) -> None
         plain_step(call, loss_fn, x.clone(), n_microbatches=2, **batch)
         pipe.step(x, target=target, scale=scale)
         assert_same(snapshot(model), snapshot(plain), tolerance=ROUNDING)
+
+
+class Slopes(nn.Module):
+    """A layer that differentiates in its own forward, by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        return h + torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(h)
+
+
+def test_what_torch_func_hides_is_not_offloaded() -> None:
+    layers = [Slopes() for _ in range(4)]
+    pipe = Pipeline(layers, loss_fn=F.mse_loss, schedule="po-f", ranks=2, n_microbatches=2)
+    with pytest.raises(StageError, match=r"differentiates by torch.func .* can't be offloaded"):
+        pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))

@@ -15,18 +15,24 @@ neither stages nor schedules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
-from penstock.stage.torch_private import has_memory
+from penstock.stage.torch_private import has_memory, saved_through
 
 __all__ = ["Copier", "Shelf"]
+
+_REFUSED = (
+    "the forward differentiates by torch.func (grad, vjp, hessian, ...), under which torch lets "
+    "nobody see what is saved for the backward, so it can't be offloaded; choose a schedule that "
+    "offloads nothing, or one that recomputes"
+)
 
 
 class Copier:
@@ -153,9 +159,9 @@ class Shelf:
         self._copies: dict[int, _Copy] = {}
         self._saved: list[ref[_Saved]] = []
 
-    def collecting(self) -> saved_tensors_hooks:
+    def collecting(self) -> AbstractContextManager[None]:
         """A context for the forward, in which saved tensors are noted."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_through(self._pack, self._unpack, StageError(_REFUSED))
 
     def _pack(self, tensor: Tensor) -> Any:
         if not _is_as_in_memory(tensor):

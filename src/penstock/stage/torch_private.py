@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils import _pytree
+
+from penstock.errors import PenstockError
 
 __all__ = [
     "WRAPPERS_KEEP_UNDER",
@@ -31,6 +33,7 @@ __all__ = [
     "pytree_node",
     "run_backward",
     "saved_tensor_hooks_active",
+    "saved_through",
     "without_hooks",
     "without_modes",
     "without_override_check",
@@ -140,6 +143,26 @@ def saved_tensor_hooks_active() -> bool:
         True
     """
     return top_hooks(False) is not None
+
+
+@contextmanager
+def saved_through(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], refused: PenstockError
+) -> Iterator[None]:
+    """Let what autograd saves pass through hooks.
+
+    Args:
+        pack: called with each tensor that is saved.
+        unpack: called with what ``pack`` returned, when it is needed again.
+        refused: what to raise where ``torch.func.grad`` and its kin are met, which refuse hooks.
+    """
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    except RuntimeError as error:
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+            raise refused from error
+        raise
 
 
 def deferrable_now() -> bool:

@@ -19,8 +19,15 @@ from penstock.partition.balance.subject import Subject
 from penstock.partition.balance.traffic import Traffic, memory_of, tensors_of
 from penstock.partition.balance.watch import Watch
 from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, find_leaks
+from penstock.stage.torch_private import saved_through
 
 __all__ = ["Rehearsal", "rehearse"]
+
+_REFUSED = (
+    "the model differentiates by torch.func (grad, vjp, hessian, ...), under which torch lets "
+    "nobody see what is kept for the backward, so it can't be measured; pass split= as counts or "
+    "names, and name a schedule"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +65,7 @@ def rehearse(subject: Subject, units: Sequence[Unit]) -> Rehearsal:
         return tensor
 
     watch = Watch(units, enter=enter, leave=traffic.leave)
-    with watch.watching(), torch.autograd.graph.saved_tensors_hooks(keep, same):
+    with watch.watching(), saved_through(keep, same, PartitionError(_REFUSED)):
         subject.forward()
     if not watch.order:
         raise PartitionError(
