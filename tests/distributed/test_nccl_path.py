@@ -181,6 +181,7 @@ def test_ranks_meet_on_the_host() -> None:
     noted: list[Any] = []
     transport: Any = object.__new__(C10dTransport)
     transport._watcher, transport._control = Watcher(1.0, noted.append), Group(noted)
+    transport._limit = ()
     transport.meet()
     assert noted == [torch.device("cpu")]
 
