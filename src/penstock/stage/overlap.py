@@ -24,8 +24,8 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
         >>> h = torch.zeros(2, 6)
         >>> overlapping([h, h[:, :2], h.clone()])
         ((0, 1),)
-        >>> overlapping(h.chunk(3, dim=1))
-        ()
+        >>> overlapping(h.chunk(3, dim=1)), overlapping(h.chunk(2))
+        ((), ())
     """
     plain = [(i, t) for i, t in enumerate(tensors) if type(t) is Tensor and not t.is_meta]
     places = [(i, t, t.untyped_storage().data_ptr()) for i, t in plain if t.numel()]
@@ -40,6 +40,9 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 def _overlap(one: Tensor, other: Tensor) -> bool:
     if one is other or one.dtype is not other.dtype:
         return True
+    (first, end), (other_first, other_end) = _extent(one), _extent(other)
+    if end <= other_first or other_end <= first:
+        return False
     numbers = one.untyped_storage().nbytes() // one.element_size()
     marks = torch.zeros(numbers, dtype=torch.bool, device="cpu")
     try:
@@ -47,6 +50,13 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     except RuntimeError:  # it overlaps itself
         return True
     return bool(_placed(marks, other).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Where its elements begin in their storage, and where they end."""
+    first = int(tensor.storage_offset())
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + reach + 1
 
 
 def _placed(marks: Tensor, tensor: Tensor) -> Tensor:
