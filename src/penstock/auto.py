@@ -153,7 +153,7 @@ def find_program(
     ranks = ranks if group is None else group.size()
     ranks, virtual = _sizes(num_stages, ranks, virtual)
     link: Link | None = None
-    if group is not None and group.size() > 1:
+    if group is not None:
         with together(objects_group(group), "Pipeline()"):
             link = measure_link(group, device)
     told = from_first_rank(

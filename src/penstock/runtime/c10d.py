@@ -342,7 +342,6 @@ class C10dTransport(ControlPlane):
         self._watcher.stop()
 
     def begin(self, what: str) -> None:
-        self._what = what
         self._calls.begin(what)
         withdraw(self._group)
         self.connect()

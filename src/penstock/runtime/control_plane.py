@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ScheduleError
+from penstock.runtime.group_log import Calls
 from penstock.runtime.watcher import Others, Whom
 
 __all__ = ["ControlPlane", "head_of", "numbers_in"]
@@ -37,8 +38,8 @@ class ControlPlane(ABC):
     # the wait is over, if nobody held it; they need the interpreter then, and where that is going
     # down, they abort the process.
     _collected: Sequence[Tensor] = ()
-    # The call that this rank is in, as a message would name it.
-    _what = ""
+    # This process's calls over the ranks, of which the last is the one that it is in.
+    _calls: Calls
 
     @abstractmethod
     def post(self, start: Callable[[], Any], whom: Whom) -> Any:
@@ -109,7 +110,7 @@ class ControlPlane(ABC):
         Raises:
             ScheduleError: ranks are in different calls; the same on every rank.
         """
-        return numbers_in(self._gather(head_of(number, self._what)))
+        return numbers_in(self._gather(head_of(number, self._calls.what)))
 
     def gather_notes(self, note: bytes) -> list[bytes]:
         lengths = self.gather_numbers(len(note))

@@ -82,11 +82,9 @@ class GroupLog:
         vars(other).update(vars(self), _store=store, _listed={})
         return other
 
-    def add(self, cause: Cause) -> None:
-        """List the failure of this log's schedule."""
-        self._add(cause, self._number)
-
-    def _add(self, cause: Cause, number: int) -> None:
+    def add(self, cause: Cause, number: int | None = None) -> None:
+        """List a failure: this log's schedule's, or that of another number."""
+        number = self._number if number is None else number
         place = self._store.add(self._count_key, 1)
         self._store.set(f"{self._count_key}/{place}", json.dumps([number, cause.to_json()]))
 
@@ -127,4 +125,4 @@ class GroupLog:
                 action=None,
                 traceback="",
             )
-            self._add(cause, NOBODY)
+            self.add(cause, NOBODY)

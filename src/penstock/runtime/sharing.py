@@ -188,8 +188,10 @@ class Sharing:
                     param.grad = _added(earlier[id(param)], fresh)
 
     def _tell_of_hooks(self) -> None:
+        if self._told_of_hooks:
+            return
         hooked = [s for s in self._tied if any(map(has_tensor_hooks, s.here))]
-        if hooked and not self._told_of_hooks:
+        if hooked:
             self._told_of_hooks = True
             _log.warning(
                 "%s is shared with other stages and has a hook (register_hook), which is called "

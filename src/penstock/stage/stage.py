@@ -159,14 +159,10 @@ class Stage:
         """
         random = self.random
         if random is None or not torch.is_grad_enabled():
-            output = self._run_piece(slot, args, kwargs, defer=defer)
-            self._writer.check()
-            return output
+            return self._run_piece(slot, args, kwargs, defer=defer)
         args = random.begin(slot.microbatch, args)
         try:
-            output = random.end(self._run_piece(slot, args, kwargs, defer=defer))
-            self._writer.check()
-            return output
+            return random.end(self._run_piece(slot, args, kwargs, defer=defer))
         finally:
             random.leave()
 
@@ -176,6 +172,7 @@ class Stage:
         if self.carry is not None:
             kwargs = self.carry.take(slot.microbatch, kwargs)
         output = self._run_module(slot, args, kwargs, defer=defer)
+        self._writer.check()
         return output if self.carry is None else self.carry.give(slot.microbatch, output)
 
     def _run_module(

@@ -92,6 +92,7 @@ class ModelState:
             PartitionError: stages have a name in common; with ``full``, also on several ranks.
         """
         if not full or self._group is None:
+            self._refuse_common_names()
             return self._here(keep)
         with together(objects_group(self._group), "state_dict(full=True)", (PartitionError,)):
             mine = {str(self._group.rank()): (self.parameter_stages(), self._common_names())}
@@ -100,7 +101,6 @@ class ModelState:
             return gather_state(self._group, self._here(keep))
 
     def _here(self, keep: Callable[[str], bool]) -> dict[str, Any]:
-        self._refuse_common_names()
         state: dict[str, Any] = {}
         for stage in self._distinct_stages():
             submod = stage.submod
