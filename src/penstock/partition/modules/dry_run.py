@@ -38,7 +38,7 @@ from penstock.partition.modules.given import Given
 from penstock.partition.modules.glue_draws import GlueDraws
 from penstock.partition.modules.host_draws import HostDraws
 from penstock.partition.modules.recorded import DryRun, Recorded
-from penstock.partition.modules.shell import build_shell
+from penstock.partition.modules.shell import build_shell, registries
 from penstock.partition.modules.side_writes import (
     State,
     hides_tensors,
@@ -353,11 +353,6 @@ def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     return [
         ".".join(map(str, path[1:])) if path[0] == 1 else f"argument {path[1]}" for path in paths
     ]
-
-
-def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters, and its buffers."""
-    return module._parameters, module._buffers
 
 
 def _told_stale(unit: str, name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.shell import watched
+from penstock.partition.modules.shell import registries, watched
 from penstock.partition.modules.stage_player import StagePlayer
 from penstock.partition.modules.units import Units
 from penstock.stage.wrappers import unwrapped
@@ -99,10 +99,7 @@ def registry_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     for part in path:
         below = None if holder is None else holder._modules.get(part)
         holder = None if below is None else unwrapped(below)
-    registries: tuple[dict[str, Any], ...] = ()
-    if holder is not None:
-        registries = (holder._parameters, holder._buffers)
-    for registry in registries:
+    for registry in () if holder is None else registries(holder):
         if last in registry:
             return registry, last
     raise PartitionError(

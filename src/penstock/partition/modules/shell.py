@@ -26,7 +26,16 @@ from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_m
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import REGISTRIES, copied_shell, run_uncompiled
 
-__all__ = ["Play", "build_shell", "own_tree", "put_tensors", "skeleton", "swap_kept", "watched"]
+__all__ = [
+    "Play",
+    "build_shell",
+    "own_tree",
+    "put_tensors",
+    "registries",
+    "skeleton",
+    "swap_kept",
+    "watched",
+]
 
 
 class Play(Protocol):
@@ -162,7 +171,7 @@ def put_tensors(copy: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -
     """
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # held, so that ids stay their own
     for module in copy.modules():
-        for registry in (module._parameters, module._buffers):
+        for registry in registries(module):
             for name, tensor in registry.items():
                 if tensor is not None:
                     new: Any = made(tensor)
@@ -206,6 +215,11 @@ def swap_kept(
     return before
 
 
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters, and its buffers."""
+    return module._parameters, module._buffers
+
+
 class AbsentState:
     """Absent tensors in the places of a model's parameters and buffers, one for each of them.
 
@@ -224,7 +238,7 @@ class AbsentState:
 
     def put(self, module: nn.Module, prefix: str, *, kept: Collection[str] = ()) -> None:
         """Replace what a copied shell itself holds, but for the names to be kept."""
-        for registry in (module._parameters, module._buffers):
+        for registry in registries(module):
             for name, tensor in registry.items():
                 if tensor is not None and f"{prefix}{name}" not in kept:
                     registry[name] = self._for(tensor)
@@ -295,7 +309,7 @@ def own_tree(model: nn.Module, parts: Units, own: Collection[str]) -> nn.Module:
                 del copy._modules[name]
             else:
                 copy._modules[name] = kept
-        for registry in (copy._parameters, copy._buffers):
+        for registry in registries(copy):
             for name in list(registry):
                 if f"{prefix}{name}" not in own:
                     del registry[name]
