@@ -214,17 +214,20 @@ def _shapes_and_freezing(schedule: str) -> None:
             _train_layers(both, (0, 1), False)
 
 
-def unfrozen(rank: int, num_ranks: int, schedule: str) -> tuple[str, str]:
-    """What went wrong: the first rank's parameters are unfrozen too, and they are not."""
-    return told(_unfrozen, schedule, (0, 1)), told(_unfrozen, schedule, (1,))
+def unfrozen(rank: int, num_ranks: int, schedule: str, layers: int) -> str:
+    """What went wrong where layers are unfrozen from the last one down, and frozen again."""
+    return told(_unfrozen, schedule, layers)
 
 
-def _unfrozen(schedule: str, layers: tuple[int, ...]) -> None:
-    both = Twins(mlp(4), F.mse_loss, schedule=schedule, n_microbatches=3, timeout_s=TIMEOUT_S)
-    _train_layers(both, (0, 1, 2), False)
-    for step in range(6):
-        if step in (2, 4):
-            _train_layers(both, layers, step == 2)
+def _unfrozen(schedule: str, layers: int) -> None:
+    both = Twins(mlp(layers), F.mse_loss, schedule=schedule, n_microbatches=3, timeout_s=TIMEOUT_S)
+    _train_layers(both, tuple(range(layers - 1)), False)
+    for step in range(2 * layers + 1):
+        layer = layers - 1 - step // 2
+        if step % 2 == 0 and layer >= 0:
+            _train_layers(both, (layer,), True)
+        if step == layers:
+            _train_layers(both, (layers - 1,), False)
         inputs, target = features(6, step)
         both.step(inputs, target=target)
 
@@ -288,14 +291,17 @@ def _restless(rank: int, schedule: str) -> None:
 
 
 class Masks(nn.Linear):
+    times = 1
+
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x) * mask
+        return (super().forward(x) * mask).repeat_interleave(self.times, 0)
 
 
 def given_tensors(rank: int, num_ranks: int) -> dict[str, Any]:
     """The middle rank is given a tensor; how many notes it sends by step, and what goes wrong.
 
-    Its last tensor is of another shape than those before, and makes what crosses so.
+    The last two are of another shape than those before, and make what crosses so. An attribute that
+    is set then does it too, and nobody sees that ahead.
     """
     notes: list[int] = []
     send_note = C10dTransport.send_note
@@ -316,9 +322,11 @@ def given_tensors(rank: int, num_ranks: int) -> dict[str, Any]:
             *((x,) if rank == 0 else ()), target=target, **({"mask": mask} if rank == 1 else {})
         )
 
-    for _ in range(3):
-        step(torch.ones(4, 1))
-    return {"notes": notes[:3], "error": told(step, torch.ones(4, 1, 1))}
+    for shape in [(4, 1)] * 3 + [(4, 1, 1)] * 2:
+        step(torch.ones(shape))
+    if rank == 1:
+        Masks.times = 2
+    return {"notes": notes[:5], "error": told(step, torch.ones(4, 1, 1))}
 
 
 def losses_and_traces(rank: int, num_ranks: int, schedule: str) -> dict[str, Any]:

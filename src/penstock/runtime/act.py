@@ -1,10 +1,9 @@
 """One program at play on this process's stages: players, executor, and how a step begins and ends.
 
-What crosses follows from the inputs' shapes, or is restless: values that are no tensors cross or
-are passed to the model, on whichever rank. Which it is, all ranks learn as they end a step with new
-shapes; what is restless is told anew with every step's first microbatch. Tensors that other ranks
-than the first are given keep their shapes while the inputs do; where they don't, and it shows at a
-boundary, that is an error.
+What crosses follows from the inputs' shapes and what ranks see beside them, or is restless: values
+that are no tensors cross or are passed to the model, on whichever rank. Which it is, all ranks
+learn as they end a step with new shapes; what is restless is told anew with every step's first
+microbatch.
 
 Training and evaluation are two acts over the same stages. An act is told of no failure and
 handles none; see ``engine.py``.
@@ -204,7 +203,8 @@ class Act:
         return calls
 
     def open(self, batch: Batch, num_steps: int) -> None:
-        """Begin a step: all ranks learn which shapes come, from the rank of the first stage.
+        """Begin a step: all ranks learn which shapes come, from the rank of the first stage, and
+        it learns under which conditions they do, from all.
 
         Args:
             batch: this process's inputs and targets.
@@ -219,7 +219,7 @@ class Act:
         joins = len(self._exit_ranks) > 1
         number = self._transports[0].number
         header = [num_steps, int(self.role.train), int(joins and batch.keep_outputs), number]
-        ids = self._check_batch(batch)
+        ids = self._check_batch(batch, self._share_conditions(batch))
         # Where inputs enter on several ranks, numbers alone do not tell whether shapes are alike.
         digest = self._shapes.digest(ids) if self._compares_inputs else 0
         looks = (0, 0) if self._has_looked else looks_of(batch)
@@ -246,7 +246,17 @@ class Act:
             if self._is_restless or self._shapes.forgot:
                 player.forget()
 
-    def _check_batch(self, batch: Batch) -> list[int]:
+    def _share_conditions(self, batch: Batch) -> tuple[int, ...]:
+        """The number of each rank's conditions; of one that plays all, its own."""
+        seen = conditions(self._stages.values(), self._device)
+        if self._is_alone:
+            return (self._shapes.condition(seen),)
+        (transport,) = self._transports
+        # What the first rank is given, is among the inputs.
+        beside = () if transport.rank == self._first_rank else batch.kwargs
+        return tuple(transport.gather_numbers(self._shapes.condition(seen, beside)))
+
+    def _check_batch(self, batch: Batch, under: tuple[int, ...]) -> list[int]:
         """The shape ids, where the inputs are here; zeros elsewhere."""
         rank_of = self._program.placement.rank_of
         if self._needs_target and batch.targets is None:
@@ -265,7 +275,6 @@ class Act:
                     f"no inputs: the rank of the first stage passes them to {called}",
                     where=Where(rank=rank_of(stage), stage=stage),
                 )
-            under = conditions(self._stages.values(), self._device)
             return self._shapes.ids(batch.args, batch.kwargs, under)
         return [0] * self._program.num_microbatches
 

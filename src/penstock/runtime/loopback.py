@@ -110,8 +110,12 @@ class LoopbackTransport:
     def meet(self) -> None:
         pass
 
+    # One process: every rank is built from the same arguments, so all would say the same.
+
+    def gather_numbers(self, number: int) -> list[int]:
+        return [number] * self.num_ranks
+
     def gather_notes(self, note: bytes) -> list[bytes]:
-        # One process: every rank is built from the same arguments, so all would say the same.
         return [note] * self.num_ranks
 
     def introduce(self, peers: Iterable[int]) -> None:

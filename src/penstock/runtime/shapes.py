@@ -3,9 +3,11 @@
 The rank of the first stage sees the inputs and hands out the numbers; the others learn them at
 the start of each step. What a number means at a boundary, the players on both sides remember.
 
-What crosses follows from more than the inputs' shapes. What the first rank sees of it, gets numbers
-of its own: autocast, whether its modules train, and which of its parameters take gradients. What
-nobody sees ahead, makes what crosses *restless* (see ``Act``): values that are no tensors.
+What crosses follows from more than the inputs' shapes. What a rank sees of it, gets a number too,
+which all ranks are told as a step begins: autocast, whether its modules train, which of its
+parameters take gradients, and the shapes of what it is given beside the inputs. The same shapes
+under other such conditions are another number. What nobody sees ahead, makes what crosses
+*restless* (see ``Act``): values that are no tensors.
 
 Where every step has shapes of its own, all are forgotten after so many, on all ranks alike: each
 has learned the same numbers. None is given out twice.
@@ -49,34 +51,41 @@ class ShapeBook:
     """
 
     def __init__(self) -> None:
-        # Conditions may be long: each is kept once, under a number of its own.
+        # Of what this rank sees, and what it saw last.
         self._conditions: dict[tuple[Any, ...], int] = {}
-        # By the number of the conditions that they were met under, and by the shapes themselves.
-        self._numbers: dict[tuple[int, tuple[Any, ...]], int] = {}
+        self._seen: tuple[Any, ...] = ()
+        # By every rank's conditions that they were met under, and by the shapes themselves.
+        self._numbers: dict[tuple[tuple[int, ...], tuple[Any, ...]], int] = {}
         self._met: set[int] = set()
         self._next, self._next_condition = count(), count()
         self.met_values = self.forgot = False
+
+    def condition(self, seen: tuple[Any, ...], beside: Sequence[Mapping[str, Any]] = ()) -> int:
+        """The number of what this rank sees, and is given ``beside`` the inputs per microbatch."""
+        if any(beside):
+            seen = (*seen, *(_key((), named) for named in beside))
+        if seen not in self._conditions:
+            self._conditions[seen] = next(self._next_condition)
+        self._seen = seen
+        return self._conditions[seen]
 
     def ids(
         self,
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[Mapping[str, Any]],
-        under: tuple[Any, ...] = (),
+        under: tuple[int, ...] = (),
     ) -> list[int]:
-        """For each microbatch, the number of its inputs' shapes under the same conditions."""
+        """For each microbatch, the number of its inputs' shapes under the ranks' conditions."""
         numbers = self._numbers
-        if under not in self._conditions:
-            self._conditions[under] = next(self._next_condition)
-        condition = self._conditions[under]
         found: list[int] = []
         last: tuple[Any, ...] = ()
         for positional, named in zip(args, kwargs, strict=True):
             key = _key(positional, named)
             # Most microbatches are like the one before: comparing is quicker than hashing.
             if key != last:
-                if (condition, key) not in numbers:
-                    numbers[condition, key] = next(self._next)
-                last, number = key, numbers[condition, key]
+                if (under, key) not in numbers:
+                    numbers[under, key] = next(self._next)
+                last, number = key, numbers[under, key]
                 self.met_values |= any(isinstance(mark, type) for mark in key)
             found.append(number)
         return found
@@ -91,8 +100,8 @@ class ShapeBook:
             self.forgot = True
             self._met.clear()
             self._numbers = {key: i for key, i in self._numbers.items() if i in distinct}
-            kept = {condition for condition, _ in self._numbers}
-            self._conditions = {c: n for c, n in self._conditions.items() if n in kept}
+            if self._seen in self._conditions:
+                self._conditions = {self._seen: self._conditions[self._seen]}
         self._met |= distinct
         return True
 

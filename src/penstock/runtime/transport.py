@@ -87,6 +87,10 @@ class Transport(Protocol):
         """Wait until every rank is here, so that none leaves a step in which another one fails."""
         ...
 
+    def gather_numbers(self, number: int) -> list[int]:
+        """Every rank's number, by rank; every rank calls it."""
+        ...
+
     def gather_notes(self, note: bytes) -> list[bytes]:
         """Every rank's note, by rank; every rank calls it."""
         ...

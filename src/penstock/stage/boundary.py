@@ -190,11 +190,7 @@ class BoundarySpec:
 _VALUES = (bool, int, float, complex, str)
 _HINT = (
     "; pass dynamic_shapes=True where this may change between microbatches, or between steps for "
-    "another reason than what is passed to the first stage"
-)
-_UNFROZEN = (
-    "; it took no gradient when this shape was first met: where parameters are unfrozen on this "
-    "rank and none on the first, make the schedule anew, or pass dynamic_shapes=True"
+    "another reason than what is passed to step() or eval()"
 )
 
 
@@ -261,14 +257,7 @@ def _same_plain(left: Plain, right: Plain) -> bool:
 def _mismatch(slot: int, expected: TensorMeta | Plain, got: Any) -> BoundaryError:
     shown = TensorMeta.of(got) if isinstance(got, Tensor) else repr(got)
     wanted = expected if isinstance(expected, TensorMeta) else repr(expected)
-    hint = _HINT
-    if (
-        isinstance(shown, TensorMeta)
-        and isinstance(expected, TensorMeta)
-        and (shown.shape, shown.dtype) == (expected.shape, expected.dtype)
-    ):
-        hint = _UNFROZEN
-    return BoundaryError(f"output {slot} is {shown}, expected {wanted}{hint}")
+    return BoundaryError(f"output {slot} is {shown}, expected {wanted}{_HINT}")
 
 
 def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
