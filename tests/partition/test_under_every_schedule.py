@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock import Pipeline, PipelineStage, draw_step_seed, microbatch_rng, pipeline
+from penstock import Pipe, Pipeline, PipelineStage, draw_step_seed, microbatch_rng, pipeline
 from penstock.schedule.catalog import family
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import BIDIRECTIONAL, ROUNDING, TRAINING
@@ -82,12 +82,23 @@ def by_module(model: nn.Module, schedule: str, **options: Any) -> Pipeline:
     )  # fmt: skip
 
 
+CUTS: dict[tuple[Any, ...], Pipe] = {}
+
+
+def _cut(model: Any, names: tuple[str, ...]) -> Pipe:
+    """Made once of all models that are alike."""
+    key = repr(model), model.blocks[0].norm.training, names
+    if key not in CUTS:
+        CUTS[key] = pipeline(copy.deepcopy(model), (), example(), cuts_before(*names))
+    return CUTS[key]
+
+
 def captured(model: Any, schedule: str, **options: Any) -> Pipeline:
     num = family(schedule).default_virtual
     program = penstock.build(schedule, ranks=RANKS, microbatches=MICROBATCHES, virtual=num)
     place, stages = program.placement, program.placement.num_model_stages
     at = [len(model.blocks) * i // stages for i in range(1, stages)]
-    cut = pipeline(model, (), example(), cuts_before(*(f"blocks.{i}" for i in at)))
+    cut = copy.deepcopy(_cut(model, tuple(f"blocks.{i}" for i in at)))
     made = [
         PipelineStage(
             cut.get_stage_module(place.model_stage(i)), i, program.num_stages, torch.device("cpu")

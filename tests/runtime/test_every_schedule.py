@@ -40,18 +40,23 @@ def twins(case: str, schedule: str, ranks: int, virtual: int, mbs: int, **option
 @pytest.mark.parametrize(("schedule", "ranks", "virtual"), GRID)
 def test_any_number_of_microbatches(schedule: str, ranks: int, virtual: int) -> None:
     """Fewer than ranks, and not a multiple of them, are as good as any; so are uneven rows."""
-    for mbs in (1, 2, 3, 5, 8):
+    # Every schedule meets all of them, on one number of ranks or another.
+    for mbs in ((1, 8), (2, 5), (3, 8), (1, 5))[ranks - 1]:
         both = twins("mlp", schedule, ranks, virtual, mbs)
         # Gradients pile up from step to step, as they do on one device.
-        for step, rows in enumerate((2 * mbs, 2 * mbs, 2 * mbs + 1, mbs)):
+        for step, rows in enumerate((2 * mbs, 2 * mbs + 1, mbs)):
             inputs, target = CASES["mlp"].batch(rows, step)
             both.step(inputs, target=target)
 
 
-@pytest.mark.parametrize("case", ["gpt", "convnet", "lstm"])
 @pytest.mark.parametrize(("schedule", "ranks", "virtual"), GRID)
-def test_models(case: str, schedule: str, ranks: int, virtual: int) -> None:
-    """Attention and embeddings, batch norm with its buffers, recurrence."""
+def test_models(schedule: str, ranks: int, virtual: int) -> None:
+    """Batch norm with its buffers; attention and embeddings, or recurrence, on ranks in turn."""
+    for case in ("convnet", ("gpt", "lstm")[ranks % 2]):
+        train_two_steps(case, schedule, ranks, virtual)
+
+
+def train_two_steps(case: str, schedule: str, ranks: int, virtual: int) -> None:
     mbs = 3
     both = twins(case, schedule, ranks, virtual, mbs)
     for step in range(2):
