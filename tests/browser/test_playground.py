@@ -100,10 +100,7 @@ def test_what_can_not_be_is_told_on_the_page(tab: Tab, url: str) -> None:
 
 
 @pytest.mark.parametrize("drawn", [TIMELINE, COMPARISON], ids=["timeline", "comparison"])
-@pytest.mark.parametrize("slider", ["latency", "microbatches"])
-def test_it_redraws_in_less_than_half_a_second(
-    tab: Tab, url: str, slider: str, drawn: list[str]
-) -> None:
+def test_it_redraws_in_less_than_half_a_second(tab: Tab, url: str, drawn: list[str]) -> None:
     """At 16 ranks and 64 microbatches: the same program at other costs, and another program."""
     page = tab.open(url)
     page.get_by_label("schedule", exact=True).select_option("zbv")
@@ -116,13 +113,13 @@ def test_it_redraws_in_less_than_half_a_second(
         page.locator("table").get_by_text("po-f", exact=True).wait_for()
     lanes = "() => Bokeh.documents[0].get_model_by_name('timeline').y_range"
     assert page.evaluate(f"(({lanes})().start, ({lanes})().start - ({lanes})().end)") == 16
-    taken = []
-    for attempt in range(1, 6):
-        value = 0.05 * attempt if slider == "latency" else 64 + attempt % 2
-        share = share_of_a_core()
-        taken.append(share * page.evaluate(SET, [slider, value, *drawn]))
-    print(f"redrawn in {[round(each) for each in taken]} ms")  # noqa: T201
-    assert min(taken) < 500 * slowness()
+    for slider, values in (("latency", (0.05, 0.1, 0.15, 0.2)), ("microbatches", (63, 64, 63, 64))):
+        taken = []
+        for value in values:
+            share = share_of_a_core()
+            taken.append(share * page.evaluate(SET, [slider, value, *drawn]))
+        print(f"{slider}: redrawn in {[round(each) for each in taken]} ms")  # noqa: T201
+        assert min(taken) < 500 * slowness()
 
 
 def share_of_a_core() -> float:

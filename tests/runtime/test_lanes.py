@@ -67,7 +67,7 @@ def test_without_blocks_or_wish_there_is_one_stream(
     assert not recorder.met and not recorder.waits
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(program=computed_programs(backward=True, max_microbatches=5))
 def test_any_program_overlaps_in_order(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one stage as well as of two, whole backwards and split ones."""
