@@ -120,8 +120,24 @@ def stay_away(rank: int, num_ranks: int, makes: bool) -> tuple[object, ...] | No
 def test_a_rank_that_stays_away_is_not_waited_for(makes: bool) -> None:
     waited = Attempt(*run_ranks(stay_away, 2, makes)[0].result())
     assert waited.kind == "PeerError"
-    assert "no word from the other ranks within 0.5 s" in waited.message
+    assert "no word from rank 1 within 0.5 s" in waited.message
     assert 0.5 <= waited.elapsed_s < SOON_S
+
+
+def come_late(rank: int, num_ranks: int) -> tuple[object, ...]:
+    """Rank 2 does something else between two steps, longer than the others will wait."""
+    step = make_step(rank, num_ranks, nn.Linear(DIM, DIM), timeout_s=3.0)
+    step()
+    if rank == 2:
+        time.sleep(4.0)
+    return tuple(attempt(step))
+
+
+def test_of_several_ranks_the_one_that_does_not_come_is_named() -> None:
+    for outcome in run_ranks(come_late, 4):
+        told = Attempt(*outcome.result())
+        assert told.kind == "PeerError"
+        assert "no word from rank 2 within 3 s" in told.message
 
 
 def be_stopped(rank: int, num_ranks: int, timeout_s: float) -> list[tuple[object, ...]]:

@@ -53,6 +53,7 @@ class ControlPlane(ABC):
         self.wait_for((self.post(start, whom),), whom)
 
     def _collect(self, start: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
+        self._calls.meetings += 1
         self._collected = tensors
         self._await(start, Others.RANKS)
 
@@ -99,6 +100,7 @@ class ControlPlane(ABC):
         # Of a group that has NCCL, too, a barrier of the host's, not of the device's.
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
+        self._calls.meetings += 1
         self._await(lambda: self._control.barrier(options), Others.RANKS)
 
     def gather_numbers(self, number: int) -> list[int]:

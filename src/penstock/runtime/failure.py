@@ -145,6 +145,16 @@ class Board:
             self.is_lost = True
         return None
 
+    def read_absent(self) -> list[int]:
+        """The ranks that have not come to where this one waits for all, as far as is known."""
+        if self.is_lost or self._log is None:
+            return []
+        try:
+            return self._log.absent()
+        except (RuntimeError, dist.DistError):
+            self.is_lost = True
+        return []
+
     def _read_note(self, data: bytes, *, patient: bool) -> Cause | None:
         now = time.monotonic()
         if self._noted[0] != data:

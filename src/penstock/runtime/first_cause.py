@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 # How long the store may take, after a failure, to say who was first.
 MAX_ANSWER_S = 10.0
+# How many of the ranks that have not come are named.
+MAX_NAMED = 8
 
 
 class FirstCause:
@@ -112,9 +114,20 @@ class FirstCause:
         self.board.is_lost = True
         return None
 
+    def _absent(self) -> str | None:
+        """The ranks that have not come, where some others have."""
+        absent = self._ask(self.board.read_absent) or ()
+        if not absent or 1 < len(absent) == len(self._processes) - 1:
+            return None
+        more = f" and {len(absent) - MAX_NAMED} more" if len(absent) > MAX_NAMED else ""
+        listed = ", ".join(map(str, absent[:MAX_NAMED]))
+        return f"rank{'s' if len(absent) > 1 else ''} {listed}{more}"
+
     def _broken_wait(self, error: BaseException, whom: Whom, watcher: Watcher) -> PeerError:
         name = whom.value if isinstance(whom, Others) else f"rank {whom}"
         if watcher.timed_out:
+            if whom is Others.RANKS:
+                name = self._absent() or name
             others = "and no rank reports a failure"
             if self.board.is_lost:
                 others = "nor does the store that joins the ranks answer"

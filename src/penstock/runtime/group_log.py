@@ -34,12 +34,14 @@ class Calls:
     Args:
         count: how many so far.
         what: the last one.
+        meetings: how often this process has waited for all ranks; each does so in the same order.
         failed: the numbers of the schedules that have failed here.
         met: the listed failures that a call here has ended by, by their places in the list.
     """
 
     count: int = 0
     what: str = ""
+    meetings: int = 0
     failed: set[int] = field(default_factory=set)
     met: set[int] = field(default_factory=set)
 
@@ -75,6 +77,8 @@ class GroupLog:
         self._number = number
         self._calls = calls_over(group)
         self._listed: dict[int, tuple[int, Cause]] = {}
+        # Until which meeting this rank is known to have come.
+        self._came = 0
 
     def aside(self, store: Any) -> GroupLog:
         """The same over another connection to its store."""
@@ -101,12 +105,28 @@ class GroupLog:
                 return place, cause
         return None
 
+    def absent(self) -> list[int]:
+        """The ranks that have not come to the meeting that this one waits in, as far as is known:
+        who has come may have told so (see ``compare``) a while later, or not yet."""
+        return [
+            rank
+            for rank in range(len(self._processes))
+            if rank != self._rank and self._meetings_of(rank) < self._calls.meetings
+        ]
+
+    def _meetings_of(self, rank: int) -> int:
+        key = f"{self._call_key}/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
     def compare(self) -> None:
-        """List a failure, if another rank waits in a call that is as many as this one's and
-        differs. After a failure counts may differ, and nothing is compared any more."""
+        """Tell that this rank waits; list a failure if another one waits in a call that is as many
+        as this one's and differs. After a failure counts may differ: nothing is told then."""
         count, what = self._calls.count, self._calls.what
         if self._calls.failed or self._calls.met:
             return
+        if self._came != self._calls.meetings:
+            self._came = self._calls.meetings
+            self._store.set(f"{self._call_key}/{self._rank}", str(self._came))
         mine = json.dumps([count, what, self._rank])
         told = bytes(self._store.compare_set(self._call_key, "", mine))
         theirs, their_what, rank = json.loads(told)
