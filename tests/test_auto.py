@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,8 @@ class Tower(nn.Module):
         return self.head(x)
 
 
+COSTS_OF = auto._costs
+EVEN_TIMES: dict[str, Any] = {"forward": 1e-3, "input_grad": 1e-3, "weight_grad": 1e-3}
 RELEASES = (Op.WEIGHT_GRAD, Op.FULL_BACKWARD)
 EXAMPLE = (torch.ones(3, DIM),)
 
@@ -145,8 +148,10 @@ def test_the_memory_limit_is_kept() -> None:
     assert "recompute=" not in str(caught.value) and "offload=" not in str(caught.value)
 
 
-def test_a_tight_limit_is_met_by_recomputing() -> None:
+def test_a_tight_limit_is_met_by_recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deep stages with narrow boundaries: two in flight fit where one keeps its input alone."""
+    # As they would be measured where nothing else runs.
+    monkeypatch.setattr(auto, "_costs", lambda groups: replace(COSTS_OF(groups), **EVEN_TIMES))
     stages = [mlp(8) for _ in range(2)]
     plain = copy.deepcopy(stages)
     blocks = profile(stages, EXAMPLE, loss_fn=None).blocks
