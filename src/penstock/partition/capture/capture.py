@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.capture.attribute_writes import watching_writes
 from penstock.partition.capture.call_form import CallForm
-from penstock.partition.capture.captured import CONSTANTS, Captured, OutputForm, aliases
+from penstock.partition.capture.captured import CONSTANTS, Captured, OutputForm
 from penstock.partition.capture.export_private import (
     has_backward_hooks,
     quietly,
@@ -32,6 +32,7 @@ from penstock.partition.capture.export_private import (
     shape_check,
 )
 from penstock.partition.capture.regions import Region, region_of
+from penstock.partition.tensor_names import named_tensors, names_by_tensor
 
 __all__ = [
     "BY_MODULE",
@@ -223,9 +224,7 @@ class _FlatGraph:
         self.constants: dict[str, Any] = {}
         self._mode = "train" if model.training else "eval"
         self._attributes: dict[str, fx.Node] = {}
-        known = aliases(model)
-        tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        tensors |= dict(model.named_buffers(remove_duplicate=False))
+        tensors, known = named_tensors(model), names_by_tensor(model)
         self._inputs: dict[str, Any] = {}
         for spec in program.graph_signature.input_specs:
             kind = spec.kind.name

@@ -25,7 +25,7 @@ from penstock.partition.capture.call_form import CallForm
 from penstock.stage.tensor_meta import plain_tag
 from penstock.stage.trees import flatten
 
-__all__ = ["CONSTANTS", "Captured", "OutputForm", "aliases"]
+__all__ = ["CONSTANTS", "Captured", "OutputForm"]
 
 # Where a stage keeps the tensors that its graph itself brings along.
 CONSTANTS = "captured"
@@ -102,18 +102,3 @@ class Captured:
     constants: Mapping[str, Any] = field(default_factory=dict)
     by_modules: bool = False
     read: tuple[tuple[str, str, Any], ...] = ()
-
-
-def aliases(model: torch.nn.Module) -> dict[int, list[str]]:
-    """For each parameter and buffer (by id) all names that the model has for it, first ones first.
-
-    Example:
-        >>> shared = torch.nn.Linear(1, 1, bias=False)
-        >>> list(aliases(torch.nn.Sequential(shared, shared)).values())
-        [['0.weight', '1.weight']]
-    """
-    found: dict[int, list[str]] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            found.setdefault(id(tensor), []).append(name)
-    return found

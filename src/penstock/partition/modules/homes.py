@@ -20,8 +20,8 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan, shortened
 from penstock.partition.modules.find_crossings import Homes, first_uses
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.shared_parts import known_names
 from penstock.partition.modules.units import Units, find_blocks
+from penstock.partition.tensor_names import names_by_tensor
 
 __all__ = ["Cuts", "Wish", "find_homes"]
 
@@ -218,7 +218,7 @@ def _where_used(
     A head whose weight goes to a fused loss is one, which is never called itself.
     """
     found: dict[str, int | None] = {}
-    known = {name: names[0] for names in known_names(model) for name in names}
+    known = {name: names[0] for names in names_by_tensor(model).values() for name in names}
     for part in parts:
         inside = (known[name] for name in known if name == part or name.startswith(f"{part}."))
         at = [uses[name] for name in inside if name in uses]

@@ -24,10 +24,10 @@ from penstock.partition.modules.dry_run import input_names
 from penstock.partition.modules.host_draws import draw_seeds
 from penstock.partition.modules.own_units import OwnUnits, registry_of
 from penstock.partition.modules.route import absent
-from penstock.partition.modules.shared_parts import known_names
 from penstock.partition.modules.shell import build_shell, own_tree, swap_kept
 from penstock.partition.modules.stage_player import Left, StagePlayer
 from penstock.partition.modules.units import Units
+from penstock.partition.tensor_names import names_by_tensor
 from penstock.partition.torch_private import autocast_state, watched_hooks
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.trees import flatten
@@ -77,7 +77,7 @@ class ModuleStage(nn.Module):
         object.__setattr__(self, "_shell", shell)
         self._own_units = OwnUnits(self, shell, parts, own, player)
         self._own_state = own_places(model, parts, own)
-        self._ties = {names[0]: names for names in known_names(model)}
+        self._ties = {names[0]: names for names in names_by_tensor(model).values()}
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
@@ -251,7 +251,7 @@ def own_places(model: nn.Module, parts: Units, own: frozenset[str]) -> tuple[tup
     def held(name: str) -> bool:
         return any(name.startswith(f"{unit}.") for unit in own)
 
-    tied = [(names, [n for n in names if held(n)]) for names in known_names(model)]
+    tied = [(names, [n for n in names if held(n)]) for names in names_by_tensor(model).values()]
     return direct + tuple(
         (name, mine[0])
         for names, mine in tied

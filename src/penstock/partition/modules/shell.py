@@ -24,6 +24,7 @@ from torch import nn
 from penstock.partition.huggingface import without_cache
 from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_meta
 from penstock.partition.modules.units import Units
+from penstock.partition.tensor_names import names_by_tensor
 from penstock.partition.torch_private import REGISTRIES, copied_shell, run_uncompiled
 
 __all__ = [
@@ -230,10 +231,7 @@ class AbsentState:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._names: dict[int, list[str]] = {}
-        for named in (model.named_parameters, model.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                self._names.setdefault(id(tensor), []).append(name)
+        self._names = names_by_tensor(model)
         self._made: dict[str, Any] = {}
 
     def put(self, module: nn.Module, prefix: str, *, kept: Collection[str] = ()) -> None:

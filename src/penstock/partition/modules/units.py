@@ -24,6 +24,7 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import units_of
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.plan import prefixes, shortened
+from penstock.partition.tensor_names import named_tensors
 from penstock.partition.torch_private import fused_by, has_no_forward, is_sequential
 
 __all__ = ["NotByModule", "Units", "find_blocks", "find_units"]
@@ -158,8 +159,7 @@ def _direct(opened: dict[str, nn.Module]) -> Iterator[str]:
 
 def _refuse_unknown(model: nn.Module, places: Sequence[str]) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    known |= named_tensors(model).keys()
     unknown = [place for place in places if place not in known or place == ""]
     if not unknown:
         return
