@@ -64,17 +64,17 @@ def cross_between(
     cuts = range(1, len(blocks))
     try:
         parts = find_units(model, [name for names in blocks for name in names])
-        seen = run_first(model, parts, device, example)[1]
+        seen = run_first(parts, device, example)[1]
     except PartitionError:
         return [None for _ in cuts]
     assert seen is not None, "there is an example"
-    shared = find_shared(model, parts)
+    shared = find_shared(parts)
 
     def crossing(cut: int) -> Crossing | None:
         sides = blocks[:cut], blocks[cut:]
         wish = Wish(stages=tuple(tuple(n for names in side for n in names) for side in sides))
         try:
-            homes = find_homes(model, parts, wish, seen)
+            homes = find_homes(parts, wish, seen)
             carried = find_crossings(seen, homes, len(sides), shared).carried
         except PartitionError:
             return None

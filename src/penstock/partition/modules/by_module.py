@@ -111,19 +111,19 @@ def split_by_module(
     wish = Wish.of(model, cuts)
     parts = find_units(model, wish.places)
     _refuse_backward_hooks(parts)
-    dry, seen = _first_run(model, parts, wish, device, example)
+    dry, seen = _first_run(parts, wish, device, example)
     num_stages = wish.num_stages
-    shared = find_shared(model, parts)
+    shared = find_shared(parts)
     try:
-        homes = find_homes(model, parts, wish, seen)
+        homes = find_homes(parts, wish, seen)
     except PartitionError as error:
         if wish.stages:  # whose modules are named one by one: the error tells which name is wrong
             raise
-        raise PartitionError(_with_advice(error, model, parts, wish, seen)) from error
+        raise PartitionError(_with_advice(error, parts, wish, seen)) from error
     try:
         crossings = None if seen is None else find_crossings(seen, homes, num_stages, shared)
     except PartitionError as error:
-        raise NotByModule(_with_advice(error, model, parts, wish, seen)) from error
+        raise NotByModule(_with_advice(error, parts, wish, seen)) from error
 
     def find(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Crossings:
         fresh = dry.run(args, kwargs, training=training)
@@ -137,7 +137,7 @@ def split_by_module(
     own = [frozenset([*each, *light]) for each in names]
     stages = tuple(
         # The first stage alone meets inputs of a new shape; a dry run may hold the whole model.
-        ModuleStage(model, parts, own[i], i, num_stages, None if i else find, device)
+        ModuleStage(parts, own[i], i, num_stages, None if i else find, device)
         for i in range(num_stages)
     )
     if example is not None and crossings is not None:
@@ -166,7 +166,7 @@ def computes_loss(model: nn.Module, example: Example) -> bool:
         NotByModule: the model can't be run on shapes.
     """
     parts = find_units(model, ())
-    return _run_dry(DryRunner(model, parts, torch.device("cpu")), model, example).loss
+    return _run_dry(DryRunner(parts, torch.device("cpu")), model, example).loss
 
 
 def _refuse_backward_hooks(parts: Units) -> None:
@@ -178,46 +178,36 @@ def _refuse_backward_hooks(parts: Units) -> None:
             )
 
 
-def _with_advice(
-    error: PartitionError, model: nn.Module, parts: Units, wish: Wish, seen: DryRun | None
-) -> str:
+def _with_advice(error: PartitionError, parts: Units, wish: Wish, seen: DryRun | None) -> str:
     """What is wrong, and the nearest place that works, where an example has shown the calls."""
-    return str(error) if seen is None else f"{error}; {between_the_same(model, parts, wish, seen)}"
+    return str(error) if seen is None else f"{error}; {between_the_same(parts, wish, seen)}"
 
 
 def _first_run(
-    model: nn.Module,
-    parts: Units,
-    wish: Wish,
-    device: torch.device,
-    example: Example | None,
+    parts: Units, wish: Wish, device: torch.device, example: Example | None
 ) -> tuple[DryRunner, DryRun | None]:
     """A runner, and what it saw of the example; see ``around_more`` for what it can't see."""
     try:
-        return run_first(model, parts, device, example)
+        return run_first(parts, device, example)
     except NotByModule as error:
         if example is None:
             raise
 
         def run(outer: Units) -> DryRun:
-            seen = run_first(model, outer, device, example)[1]
+            seen = run_first(outer, device, example)[1]
             assert seen is not None
             return seen
 
-        raise NotByModule(f"{error}; {around_more(model, parts, wish, run)}") from error
+        raise NotByModule(f"{error}; {around_more(parts, wish, run)}") from error
 
 
 def run_first(
-    model: nn.Module,
-    parts: Units,
-    device: torch.device,
-    example: Example | None,
+    parts: Units, device: torch.device, example: Example | None
 ) -> tuple[DryRunner, DryRun | None]:
     """Run a model dry; hooks that collect from within its parts are installed if need be.
 
     Args:
-        model: the model.
-        parts: its units.
+        parts: the model's units.
         device: where the stages will live.
         example: one microbatch; None to run it later.
 
@@ -228,17 +218,17 @@ def run_first(
         NotByModule: the model can't be run so.
     """
     if example is not None:
-        dry = DryRunner(model, parts, device)
+        dry = DryRunner(parts, device)
         try:
-            seen = _run_dry(dry, model, example)
+            seen = _run_dry(dry, parts.model, example)
         except NotByModule:
             if not dry.captures:
                 raise
         if not dry.captures:
             return dry, seen
-    install_hooks(model)
-    dry = DryRunner(model, parts, device)
-    return dry, None if example is None else _run_dry(dry, model, example)
+    install_hooks(parts.model)
+    dry = DryRunner(parts, device)
+    return dry, None if example is None else _run_dry(dry, parts.model, example)
 
 
 def _run_dry(dry: DryRunner, model: nn.Module, example: Example) -> DryRun:

@@ -64,16 +64,15 @@ class DryRunner:
     """Runs one model dry.
 
     Args:
-        model: the plain model, on any device.
-        parts: its units.
+        parts: the units of the plain model, on any device.
         device: where the stages will live.
 
     Attributes:
         captures: whether a model collected what its parts compute (see ``huggingface``).
     """
 
-    def __init__(self, model: nn.Module, parts: Units, device: torch.device) -> None:
-        self._shell = build_shell(model, parts, (), self, device)
+    def __init__(self, parts: Units, device: torch.device) -> None:
+        self._shell = build_shell(parts, (), self, device)
         self._opened = {name: self._shell.get_submodule(name) for name in parts.opened}
         for module in self._opened.values():
             for name, value in vars(module).items():
@@ -82,8 +81,8 @@ class DryRunner:
         # What the opened modules hold themselves, until it is known that no run needs its values.
         self._held = {
             (path, name): tensor
-            for path in parts.opened
-            for registry in registries(model.get_submodule(path))
+            for path, module in parts.opened.items()
+            for registry in registries(module)
             for name, tensor in registry.items()
             if tensor is not None
         }

@@ -106,14 +106,11 @@ def _check_counts(counts: Sequence[int], blocks: Sequence[str], model: str) -> N
         )
 
 
-def find_homes(
-    model: nn.Module, parts: Units, wish: Wish, seen: DryRun | None
-) -> dict[str, int | None]:
+def find_homes(parts: Units, wish: Wish, seen: DryRun | None) -> dict[str, int | None]:
     """Give each part its stage.
 
     Args:
-        model: the model.
-        parts: its units.
+        parts: the model's units.
         wish: how it is to be cut.
         seen: its dry run; without one, parts run in the order of their definition.
 
@@ -127,17 +124,17 @@ def find_homes(
     stored = [name for name in parts.units if parts.stored(name)]
     homes: dict[str, int | None] = dict.fromkeys(parts.units)
     if wish.stages:
-        homes |= _named(model, parts, wish, stored)
+        homes |= _named(parts, wish, stored)
     else:
         homes |= _counted(parts, wish, seen, stored)
     unnamed = [name for name in parts.direct if name not in homes]
     if wish.stages:
-        params = dict(model.named_parameters(remove_duplicate=False))
+        params = dict(parts.model.named_parameters(remove_duplicate=False))
         _refuse_left_over([name for name in unnamed if name in params], wish)
     uncalled = [name for name in stored if homes[name] is None]
     if seen is not None and (unnamed or uncalled):
         uses = first_uses(seen, homes, wish.num_stages)
-        homes |= _where_used(model, [*unnamed, *uncalled], uses)
+        homes |= _where_used(parts.model, [*unnamed, *uncalled], uses)
     homes |= {name: 0 for name in unnamed if name not in homes}
     homes |= _beside(stored, homes)
     for stage in range(wish.num_stages):
@@ -149,9 +146,7 @@ def find_homes(
     return homes
 
 
-def _named(
-    model: nn.Module, parts: Units, wish: Wish, stored: Sequence[str]
-) -> dict[str, int | None]:
+def _named(parts: Units, wish: Wish, stored: Sequence[str]) -> dict[str, int | None]:
     homes: dict[str, int | None] = {}
     for stage, names in enumerate(wish.stages):
         for name in names:

@@ -41,8 +41,7 @@ class ModuleStage(nn.Module):
     """One stage of a model, under the plain model's names.
 
     Args:
-        model: the plain model; its modules and parameters become the stage's.
-        parts: its units.
+        parts: the units of the plain model, whose modules and parameters become the stage's.
         own: the names of the units, and of parameters by themselves, that this stage holds.
         index: which stage it is.
         num_stages: of how many.
@@ -57,7 +56,6 @@ class ModuleStage(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
         parts: Units,
         own: frozenset[str],
         index: int,
@@ -66,18 +64,18 @@ class ModuleStage(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        tree = own_tree(model, parts, own)
+        tree = own_tree(parts, own)
         for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, registry, vars(tree)[registry])
-        self.training = model.training
+        self.training = parts.model.training
         # Not registered: the shell has modules that this stage does not hold.
         player = StagePlayer(index, device)
-        shell = build_shell(model, parts, own, player, device)
+        shell = build_shell(parts, own, player, device)
         object.__setattr__(self, "_player", player)
         object.__setattr__(self, "_shell", shell)
         self._own_units = OwnUnits(self, shell, parts, own, player)
-        self._own_state = own_places(model, parts, own)
-        self._ties = {names[0]: names for names in names_by_tensor(model).values()}
+        self._own_state = own_places(parts, own)
+        self._ties = {names[0]: names for names in names_by_tensor(parts.model).values()}
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
@@ -240,7 +238,7 @@ class ModuleStage(nn.Module):
         return values[source]
 
 
-def own_places(model: nn.Module, parts: Units, own: frozenset[str]) -> tuple[tuple[str, str], ...]:
+def own_places(parts: Units, own: frozenset[str]) -> tuple[tuple[str, str], ...]:
     """What a stage puts into its shell itself: (the place, the name under which it holds it).
 
     Parameters and buffers of opened modules; and those of its own units in the places that they
@@ -251,11 +249,10 @@ def own_places(model: nn.Module, parts: Units, own: frozenset[str]) -> tuple[tup
     def held(name: str) -> bool:
         return any(name.startswith(f"{unit}.") for unit in own)
 
-    tied = [(names, [n for n in names if held(n)]) for names in names_by_tensor(model).values()]
     return direct + tuple(
         (name, mine[0])
-        for names, mine in tied
-        if mine
+        for names in names_by_tensor(parts.model).values()
+        if (mine := [name for name in names if held(name)])
         for name in names
         if not held(name) and name not in parts.direct
     )

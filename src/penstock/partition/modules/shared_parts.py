@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from penstock.partition.modules.units import Units
 from penstock.partition.tensor_names import names_by_tensor
 
@@ -51,11 +49,10 @@ class SharedParts:
         return {home for home in found if home is not None}
 
 
-def find_shared(model: nn.Module, parts: Units) -> SharedParts:
+def find_shared(parts: Units) -> SharedParts:
     """What the parts of a model have in common.
 
     Args:
-        model: the model.
         parts: its units.
     """
     held: dict[int, list[str]] = {}
@@ -65,7 +62,7 @@ def find_shared(model: nn.Module, parts: Units) -> SharedParts:
         for name, buffer in module.named_buffers(remove_duplicate=False):
             held.setdefault(id(buffer), []).append(f"{unit}.{name}")
     state = {name: each[0] for each in held.values() if len(each) > 1 for name in each}
-    ties = {names[0]: names for names in names_by_tensor(model).values() if len(names) > 1}
+    ties = {names[0]: names for names in names_by_tensor(parts.model).values() if len(names) > 1}
     return SharedParts(state=state, ties=ties)
 
 

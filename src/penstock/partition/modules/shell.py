@@ -54,18 +54,11 @@ class Play(Protocol):
         ...
 
 
-def build_shell(
-    model: nn.Module,
-    parts: Units,
-    own: Collection[str],
-    play: Play,
-    device: torch.device,
-) -> nn.Module:
+def build_shell(parts: Units, own: Collection[str], play: Play, device: torch.device) -> nn.Module:
     """Copy the model's tree around the units of one stage.
 
     Args:
-        model: the plain model; it is left as it is.
-        parts: its units.
+        parts: the units of the plain model; it is left as it is.
         own: the names of the units, and of the parameters by themselves, that the stage runs.
         play: whom the units report to.
         device: where absent parameters claim to be.
@@ -74,7 +67,7 @@ def build_shell(
         A module of the model's class.
     """
     made: dict[int | str, nn.Module] = {}
-    absent = AbsentState(model, device)
+    absent = AbsentState(parts.model, device)
 
     def visit(module: nn.Module, prefix: str) -> nn.Module:
         name = parts.unit_at(prefix[:-1])
@@ -103,7 +96,7 @@ def build_shell(
         swap_kept(shell, lambda tensor: absent.instead_of(tensor, kept))
         without_cache(shell)
 
-    return visit(model, "")
+    return visit(parts.model, "")
 
 
 def watched(module: nn.Module, name: str, play: Play) -> nn.Module:
@@ -280,12 +273,11 @@ def _reporting(cls: type[nn.Module]) -> type[nn.Module]:
     return _classes[cls]
 
 
-def own_tree(model: nn.Module, parts: Units, own: Collection[str]) -> nn.Module:
+def own_tree(parts: Units, own: Collection[str]) -> nn.Module:
     """The part of the model's tree that a stage registers, under the names of the plain model.
 
     Args:
-        model: the plain model.
-        parts: its units.
+        parts: the model's units.
         own: the names of the units, and of the parameters by themselves, that the stage holds.
 
     Returns:
@@ -315,4 +307,4 @@ def own_tree(model: nn.Module, parts: Units, own: Collection[str]) -> nn.Module:
             made[id(module)] = None
         return made[id(module)]
 
-    return visit(model, "") or nn.Module()
+    return visit(parts.model, "") or nn.Module()

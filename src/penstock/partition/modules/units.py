@@ -53,6 +53,11 @@ class Units:
     direct: tuple[str, ...]
     aliases: dict[str, str]
 
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        return self.opened[""]
+
     def stored(self, name: str) -> bool:
         """Whether a unit has parameters, or buffers that belong to the model's state."""
         unit = self.units[name]
