@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -53,6 +54,16 @@ class Wish:
     def places(self) -> tuple[str, ...]:
         """The names that have to be told apart."""
         return tuple(n for names in self.stages for n in names) or self.blocks or self.starts
+
+    def begins(self, order: Mapping[str, int]) -> tuple[str, ...]:
+        """The modules with which stages after the first begin, where none is named one by one.
+
+        Args:
+            order: the first call of each part that runs.
+        """
+        blocks = sorted(self.blocks, key=lambda name: order.get(name, len(order)))
+        counted = range(1, len(self.counts))
+        return self.starts or tuple(blocks[sum(self.counts[:stage])] for stage in counted)
 
     @classmethod
     def of(cls, model: nn.Module, cuts: Cuts) -> Wish:
@@ -183,16 +194,9 @@ def _counted(
     order: Mapping[str, int] = (
         {name: i for i, name in enumerate(parts.units)} if seen is None else seen.first_calls()
     )
-    starts = wish.starts
-    if wish.counts:
-        never = len(order)
-        blocks = sorted(wish.blocks, key=lambda name: order.get(name, never))
-        ends = [sum(wish.counts[:i]) for i in range(1, len(wish.counts))]
-        starts = tuple(blocks[end] for end in ends)
+    starts = wish.begins(order)
     firsts = [_first_call(parts, name, order) for name in starts]
-    for (before, first), (name, then) in zip(
-        zip(starts, firsts, strict=True), list(zip(starts, firsts, strict=True))[1:], strict=False
-    ):
+    for (before, first), (name, then) in pairwise(zip(starts, firsts, strict=True)):
         if then <= first:
             raise PartitionError(
                 f"a stage is to begin with {before} and the next one with {name}, which does not "

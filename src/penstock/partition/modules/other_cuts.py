@@ -69,13 +69,10 @@ def around_more(parts: Units, wish: Wish, run: Callable[[Units], DryRun]) -> str
     return NOWHERE
 
 
-def starts_of(parts: Units, wish: Wish, order: Mapping[str, int]) -> list[str]:
+def starts_of(parts: Units, wish: Wish, order: Mapping[str, int]) -> Sequence[str]:
     """The modules with which stages after the first begin, whatever words said so."""
-    if wish.starts:
-        return list(wish.starts)
-    if wish.counts:
-        blocks = sorted(wish.blocks, key=lambda name: order.get(name, len(order)))
-        return [blocks[sum(wish.counts[:i])] for i in range(1, len(wish.counts))]
+    if not wish.stages:
+        return wish.begins(order)
     return [
         min(
             (unit for name in names for unit in parts.under(name)),
