@@ -31,7 +31,6 @@ from penstock.partition.modules.homes import Cuts, Wish, find_homes
 from penstock.partition.modules.module_stage import ModuleStage
 from penstock.partition.modules.other_cuts import around_more, between_the_same
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.shared_parts import find_shared
 from penstock.partition.modules.units import NotByModule, Units, find_units
 from penstock.stage.trees import as_args
 
@@ -113,7 +112,6 @@ def split_by_module(
     _refuse_backward_hooks(parts)
     dry, seen = _first_run(parts, wish, device, example)
     num_stages = wish.num_stages
-    shared = find_shared(parts)
     try:
         homes = find_homes(parts, wish, seen)
     except PartitionError as error:
@@ -121,9 +119,11 @@ def split_by_module(
             raise
         raise PartitionError(_with_advice(error, parts, wish, seen)) from error
     try:
-        crossings = None if seen is None else find_crossings(seen, homes, num_stages, shared)
+        crossings = None if seen is None else find_crossings(seen, homes, num_stages, parts.shared)
     except PartitionError as error:
         raise NotByModule(_with_advice(error, parts, wish, seen)) from error
+
+    shared = parts.shared  # the parts themselves a rank shall not hold
 
     def find(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Crossings:
         fresh = dry.run(args, kwargs, training=training)

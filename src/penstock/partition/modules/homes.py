@@ -19,12 +19,13 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan, shortened
-from penstock.partition.modules.find_crossings import Homes, first_uses
+from penstock.partition.modules.crossings import Crossings
+from penstock.partition.modules.find_crossings import Homes, find_crossings, first_uses
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.units import Units, find_blocks
 from penstock.partition.tensor_names import names_by_tensor
 
-__all__ = ["Cuts", "Wish", "find_homes"]
+__all__ = ["Cuts", "Wish", "find_homes", "try_cut"]
 
 Cuts: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 
@@ -155,6 +156,15 @@ def find_homes(parts: Units, wish: Wish, seen: DryRun | None) -> dict[str, int |
                 "into fewer stages"
             )
     return homes
+
+
+def try_cut(parts: Units, wish: Wish, seen: DryRun) -> Crossings | None:
+    """What crosses where a model is cut so; None where it can't be."""
+    try:
+        homes = find_homes(parts, wish, seen)
+        return find_crossings(seen, homes, wish.num_stages, parts.shared)
+    except PartitionError:
+        return None
 
 
 def _named(parts: Units, wish: Wish, stored: Sequence[str]) -> dict[str, int | None]:

@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.find_crossings import find_crossings
-from penstock.partition.modules.homes import Wish, find_homes
+from penstock.partition.modules.homes import Wish, try_cut
 from penstock.partition.modules.nearest import Cut, nearest_place
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.shared_parts import find_shared
 from penstock.partition.modules.units import Units, find_units
 
 __all__ = ["around_more", "between_the_same"]
@@ -96,9 +94,4 @@ def _places(parts: Units, order: Mapping[str, int]) -> list[Cut]:
 
 def _works(parts: Units, seen: DryRun, cuts: Sequence[Cut]) -> bool:
     wish = Wish(starts=tuple(cut.label.removeprefix("before ") for cut in cuts))
-    try:
-        homes = find_homes(parts, wish, seen)
-        find_crossings(seen, homes, wish.num_stages, find_shared(parts))
-    except PartitionError:
-        return False
-    return True
+    return try_cut(parts, wish, seen) is not None

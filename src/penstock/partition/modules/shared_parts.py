@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.partition.modules.units import Units
+from torch import nn
+
 from penstock.partition.tensor_names import names_by_tensor
 
 __all__ = ["SharedParts", "find_shared", "home_of"]
@@ -49,20 +50,21 @@ class SharedParts:
         return {home for home in found if home is not None}
 
 
-def find_shared(parts: Units) -> SharedParts:
+def find_shared(model: nn.Module, units: Mapping[str, nn.Module]) -> SharedParts:
     """What the parts of a model have in common.
 
     Args:
-        parts: its units.
+        model: the model.
+        units: its units, by name.
     """
     held: dict[int, list[str]] = {}
-    for unit, module in parts.units.items():
+    for unit, module in units.items():
         for name, inner in module.named_modules(remove_duplicate=False):
             held.setdefault(id(inner), []).append(f"{unit}.{name}" if name else unit)
         for name, buffer in module.named_buffers(remove_duplicate=False):
             held.setdefault(id(buffer), []).append(f"{unit}.{name}")
     state = {name: each[0] for each in held.values() if len(each) > 1 for name in each}
-    ties = {names[0]: names for names in names_by_tensor(parts.model).values() if len(names) > 1}
+    ties = {names[0]: names for names in names_by_tensor(model).values() if len(names) > 1}
     return SharedParts(state=state, ties=ties)
 
 

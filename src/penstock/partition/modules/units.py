@@ -24,6 +24,7 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import units_of
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.plan import prefixes, shortened
+from penstock.partition.modules.shared_parts import SharedParts, find_shared
 from penstock.partition.tensor_names import named_tensors
 from penstock.partition.torch_private import fused_by, has_no_forward, is_sequential
 
@@ -46,12 +47,14 @@ class Units:
         aliases: further names of units that stand in several places, and under which one they
             are listed. One that stands in a list several times is a unit in each place there:
             its calls can be told apart, and go to several stages.
+        shared: what units have in common.
     """
 
     units: dict[str, nn.Module]
     opened: dict[str, nn.Module]
     direct: tuple[str, ...]
     aliases: dict[str, str]
+    shared: SharedParts
 
     @property
     def model(self) -> nn.Module:
@@ -152,6 +155,7 @@ def find_units(model: nn.Module, places: Iterable[str]) -> Units:
         opened=opened,
         direct=tuple(_direct(opened)),
         aliases=aliases,
+        shared=find_shared(model, units),
     )
 
 
