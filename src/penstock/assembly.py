@@ -21,12 +21,11 @@ from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.plan import Plan
+from penstock.partition.calls import Example, own_loss
 from penstock.partition.cutting import (
-    Example,
     ModelCut,
     SplitWish,
     cut_model,
-    own_loss,
     read_split,
     stages_asked_for,
 )

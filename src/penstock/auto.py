@@ -29,7 +29,8 @@ from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.measuring import measure_model
 from penstock.partition.balance.plan import Plan
-from penstock.partition.cutting import Example, SplitWish, cut_model
+from penstock.partition.calls import Example
+from penstock.partition.cutting import SplitWish, cut_model
 from penstock.runtime.group import from_first_rank, objects_group
 from penstock.runtime.link import Link, measure_link
 from penstock.runtime.together import together

@@ -30,7 +30,8 @@ from penstock.training.model_state import ModelState
 
 if TYPE_CHECKING:
     from penstock.assembly import Model
-    from penstock.partition.cutting import Example, SplitWish
+    from penstock.partition.calls import Example
+    from penstock.partition.cutting import SplitWish
 
 __all__ = ["Pipeline"]
 

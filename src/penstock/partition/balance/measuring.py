@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,7 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.profile import profile
-from penstock.partition.balance.subject import Chained, Example
+from penstock.partition.balance.subject import Chained
+from penstock.partition.calls import Example
 from penstock.stage.manual import PipelineStage
 from penstock.stage.trees import flatten
 
@@ -63,20 +64,15 @@ def measure_model(
         whole = Chained([e.submod if isinstance(e, PipelineStage) else e for e in model])
     places = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
     if places <= {device.type} or "meta" in places:
-        return profile(model, tupled(example), loss_fn=loss)
+        return profile(model, example, loss_fn=loss)
     there = copy.deepcopy(whole).to(device)
     subject = there if whole is model else list(there.children())
     return profile(subject, moved(example, device), loss_fn=loss)
 
 
-def tupled(example: Example) -> Any:
-    """The example as ``profile`` takes it."""
-    return example if isinstance(example, (Mapping, Tensor)) else tuple(example)
-
-
 def moved(example: Example, device: torch.device) -> Any:
     """The example on a device."""
-    leaves, structure = flatten(tupled(example))
+    leaves, structure = flatten(example)
     there = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return structure.unflatten(there)
 

@@ -28,7 +28,8 @@ from penstock.partition.balance.clock import Times, measure
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.rehearsal import Rehearsal, rehearse
-from penstock.partition.balance.subject import Chained, Example, Subject, same_draws
+from penstock.partition.balance.subject import Chained, Subject, same_draws
+from penstock.partition.calls import Example
 from penstock.partition.modules.between_blocks import cross_between
 from penstock.stage.manual import PipelineStage
 from penstock.stage.tensor_meta import TensorMeta

@@ -21,6 +21,7 @@ import optree
 import torch
 from torch import Tensor, fx
 
+from penstock.partition.calls import own_loss
 from penstock.partition.capture.call_form import CallForm
 from penstock.stage.tensor_meta import plain_tag
 from penstock.stage.trees import flatten
@@ -70,7 +71,7 @@ class OutputForm:
 def _has_loss(output: Any) -> bool:
     if isinstance(output, fx.Proxy):
         return False  # it has every attribute, for all that torch.fx knows
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = own_loss(output)
     if isinstance(loss, fx.Proxy):
         return True  # its shape is not known before it runs
     # Sizes that were left open are not asked: that would fix them.

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.balance.subject import Example
+from penstock.partition.calls import Example, as_call
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.modules.crossings import Crossings
 from penstock.partition.modules.dry_run import DryRunner
@@ -32,13 +32,11 @@ from penstock.partition.modules.module_stage import ModuleStage
 from penstock.partition.modules.other_cuts import around_more, between_the_same
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.units import NotByModule, Units, find_units
-from penstock.stage.trees import as_args
 
 __all__ = [
     "Cuts",
     "ModuleSplit",
     "NotByModule",
-    "as_call",
     "computes_loss",
     "run_first",
     "split_by_module",
@@ -143,16 +141,6 @@ def split_by_module(
     if example is not None and crossings is not None:
         stages[0].prepare(*as_call(example), crossings)
     return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)
-
-
-def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments; what is no tuple, is the one argument.
-
-    Example:
-        >>> as_call({"x": 1}), as_call((1, 2)), as_call(1)
-        (((), {'x': 1}), ((1, 2), {}), ((1,), {}))
-    """
-    return ((), dict(example)) if isinstance(example, Mapping) else (as_args(example), {})
 
 
 def computes_loss(model: nn.Module, example: Example) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
+from penstock.partition.calls import own_loss
 from penstock.partition.huggingface import capture_since, collector, mark
 from penstock.partition.modules.absent import (
     Absent,
@@ -391,7 +392,7 @@ def _described(unit: str, output: Any) -> BoundarySpec:
 
 
 def _has_loss(output: Any) -> bool:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = own_loss(output)
     return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
 
 
