@@ -23,6 +23,7 @@ __all__ = [
     "fake_mode",
     "forward_of",
     "fused_by",
+    "has_backward_hooks",
     "has_forward_hooks",
     "has_no_forward",
     "in_function_forward",
@@ -30,6 +31,7 @@ __all__ = [
     "is_random",
     "is_sequential",
     "mutated_arguments",
+    "registries",
     "run_uncompiled",
     "same_storage",
     "watched_hooks",
@@ -57,12 +59,12 @@ WRAPPERS_STATE = "__composable_api_state_key_"
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether calling ``module`` runs hooks beside its forward, in the forward or the backward."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
+    return bool(module._forward_pre_hooks or module._forward_hooks or has_backward_hooks(module))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a backward through ``module`` runs hooks of its own."""
+    return bool(module._backward_pre_hooks or module._backward_hooks)
 
 
 def forward_of(module: nn.Module) -> Any:
@@ -97,6 +99,11 @@ def has_no_forward(module: nn.Module) -> bool:
     """
     inherited: Any = nn.Module.forward
     return forward_of(module) is inherited
+
+
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters, and its buffers."""
+    return module._parameters, module._buffers
 
 
 def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:

@@ -26,13 +26,13 @@ from penstock.partition.capture.attribute_writes import watching_writes
 from penstock.partition.capture.call_form import CallForm
 from penstock.partition.capture.captured import CONSTANTS, Captured, OutputForm
 from penstock.partition.capture.export_private import (
-    has_backward_hooks,
     quietly,
     refusing,
     shape_check,
 )
 from penstock.partition.capture.regions import Region, region_of
 from penstock.partition.tensor_names import named_tensors, names_by_tensor
+from penstock.partition.torch_private import has_backward_hooks
 
 __all__ = [
     "BY_MODULE",

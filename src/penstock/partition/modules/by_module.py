@@ -32,6 +32,7 @@ from penstock.partition.modules.module_stage import ModuleStage
 from penstock.partition.modules.other_cuts import around_more, between_the_same
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.units import NotByModule, Units, find_units
+from penstock.partition.torch_private import has_backward_hooks
 
 __all__ = [
     "Cuts",
@@ -159,7 +160,7 @@ def computes_loss(model: nn.Module, example: Example) -> bool:
 
 def _refuse_backward_hooks(parts: Units) -> None:
     for name, module in parts.opened.items():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise NotByModule(
                 f"{name or 'the model'} has a backward hook, but runs on several stages, each of "
                 "which would call it; register it on a module that runs whole"

@@ -39,7 +39,7 @@ from penstock.partition.modules.given import Given
 from penstock.partition.modules.glue_draws import GlueDraws
 from penstock.partition.modules.host_draws import HostDraws
 from penstock.partition.modules.recorded import DryRun, Recorded
-from penstock.partition.modules.shell import build_shell, registries
+from penstock.partition.modules.shell import build_shell
 from penstock.partition.modules.side_writes import (
     State,
     hides_tensors,
@@ -51,7 +51,7 @@ from penstock.partition.modules.side_writes import (
 )
 from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies, with_values
 from penstock.partition.modules.units import Units
-from penstock.partition.torch_private import in_function_forward, watched_hooks
+from penstock.partition.torch_private import in_function_forward, registries, watched_hooks
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.generators import host_random_states, set_host_random_states
 from penstock.stage.trees import NAMESPACE, flatten

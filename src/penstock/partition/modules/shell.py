@@ -25,14 +25,13 @@ from penstock.partition.huggingface import without_cache
 from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_meta
 from penstock.partition.modules.units import Units
 from penstock.partition.tensor_names import names_by_tensor
-from penstock.partition.torch_private import REGISTRIES, copied_shell, run_uncompiled
+from penstock.partition.torch_private import REGISTRIES, copied_shell, registries, run_uncompiled
 
 __all__ = [
     "Play",
     "build_shell",
     "own_tree",
     "put_tensors",
-    "registries",
     "skeleton",
     "swap_kept",
     "watched",
@@ -207,11 +206,6 @@ def swap_kept(
             if attributes[name] is not value:
                 before.append((attributes, name, value))
     return before
-
-
-def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters, and its buffers."""
-    return module._parameters, module._buffers
 
 
 class AbsentState:
