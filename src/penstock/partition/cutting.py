@@ -24,7 +24,7 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, as_call
 from penstock.partition.modules.homes import Cuts
-from penstock.partition.sequential import cut, even_split, layers_of
+from penstock.partition.sequential import cut, even_split, is_row, layers_of
 
 if TYPE_CHECKING:
     from penstock.partition.balance.own_plan import OwnPlan
@@ -102,11 +102,6 @@ def stages_asked_for(model: Any, split: SplitWish | None) -> int | None:
     return len(split) + (1 if names and not is_row(model) else 0)
 
 
-def is_row(model: Any) -> bool:
-    """Whether a model is its layers in a row: an ``nn.Sequential``, or a list."""
-    return not isinstance(model, nn.Module) or isinstance(model, nn.Sequential)
-
-
 def cut_model(
     model: nn.Module | Sequence[nn.Module],
     split: SplitWish | None,
@@ -128,7 +123,7 @@ def cut_model(
     Raises:
         PartitionError: it can't be cut so.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential):
+    if not isinstance(model, nn.Module) or is_row(model):
         return _cut_row(model, split, num_stages)
     # What rows of layers do without is imported when it is needed, here and below: it is half of
     # all that Pipeline would import.

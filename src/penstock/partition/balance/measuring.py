@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.profile import profile
+from penstock.partition.balance.rehearsal import same
 from penstock.partition.balance.subject import Chained
 from penstock.partition.calls import Example
 from penstock.stage.manual import PipelineStage
@@ -154,11 +155,6 @@ class StandIn:
 def total(output: Any) -> Tensor:
     """The sum of all tensors of an output."""
     return torch.stack([leaf.sum() for leaf in differentiable(output)]).sum()
-
-
-def same(tensor: Tensor) -> Tensor:
-    """What is kept, as it was."""
-    return tensor
 
 
 def scalar(loss: Any) -> Tensor:

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import nn
 
+from penstock.partition.modules.attributes import NO_STATE, PLAIN
+
 __all__ = ["ABSENT", "Watch", "watching_writes"]
 
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 CONTAINERS = (list, dict, set)
-# The attributes that every module has.
-NO_STATE = frozenset(vars(nn.Module()))
 
 
 class Missing(Enum):
@@ -35,7 +35,6 @@ class Missing(Enum):
 
 ABSENT = Missing.ABSENT
 _CONTENTS = "the contents of containers"
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @contextmanager
