@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import dealt
-from penstock.partition.torch_private import has_forward_hooks, is_sequential
+from penstock.partition.torch_private import children, has_forward_hooks, is_sequential
 
 __all__ = ["Chain", "Split", "cut", "even_split", "is_row", "layers_of"]
 
@@ -89,8 +89,7 @@ def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
             "on the whole), which stages would leave out; pass its layers as a list, or "
             "PipelineStages"
         )
-    named = model.named_modules(remove_duplicate=False)
-    return {name: layer for name, layer in named if name and "." not in name}
+    return dict(children(model))
 
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:

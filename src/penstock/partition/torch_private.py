@@ -19,6 +19,7 @@ __all__ = [
     "as_fake",
     "autocast_state",
     "by_positions",
+    "children",
     "copied_shell",
     "fake_mode",
     "forward_of",
@@ -104,6 +105,11 @@ def has_no_forward(module: nn.Module) -> bool:
 def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """A module's own parameters, and its buffers."""
     return module._parameters, module._buffers
+
+
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The direct children by name; one that stands in several places, in each."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:

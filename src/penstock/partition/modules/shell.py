@@ -25,7 +25,13 @@ from penstock.partition.huggingface import without_cache
 from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_meta
 from penstock.partition.modules.units import Units
 from penstock.partition.tensor_names import names_by_tensor
-from penstock.partition.torch_private import REGISTRIES, copied_shell, registries, run_uncompiled
+from penstock.partition.torch_private import (
+    REGISTRIES,
+    children,
+    copied_shell,
+    registries,
+    run_uncompiled,
+)
 
 __all__ = [
     "Play",
@@ -87,9 +93,8 @@ def build_shell(parts: Units, own: Collection[str], play: Play, device: torch.de
 
     def opened(module: nn.Module, prefix: str) -> None:
         shell = made[id(module)] = copied_shell(module)
-        for name, child in module._modules.items():
-            if child is not None:
-                shell._modules[name] = visit(child, f"{prefix}{name}.")
+        for name, child in children(module):
+            shell._modules[name] = visit(child, f"{prefix}{name}.")
         rebind(shell, module)
         absent.put(shell, prefix, kept=own)
         swap_kept(shell, lambda tensor: absent.instead_of(tensor, kept))
@@ -125,10 +130,9 @@ def reports(made: nn.Module, name: str, module: nn.Module, play: Play) -> nn.Mod
 def hollow_out(module: nn.Module, prefix: str, absent: AbsentState) -> None:
     """Replace all parameters, buffers and children of a copied shell by absent ones."""
     absent.put(module, prefix)
-    for name, child in module._modules.items():
-        if child is not None:
-            copy = module._modules[name] = copied_shell(child)
-            hollow_out(copy, f"{prefix}{name}.", absent)
+    for name, child in children(module):
+        copy = module._modules[name] = copied_shell(child)
+        hollow_out(copy, f"{prefix}{name}.", absent)
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -136,9 +140,8 @@ def skeleton(module: nn.Module) -> nn.Module:
 
     def visit(module: nn.Module) -> nn.Module:
         made = copied_shell(module)
-        for name, child in made._modules.items():
-            if child is not None:
-                made._modules[name] = visit(child)
+        for name, child in children(made):
+            made._modules[name] = visit(child)
         rebind(made, module)
         run_uncompiled(made)
         return made

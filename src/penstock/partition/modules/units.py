@@ -26,7 +26,7 @@ from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.plan import prefixes, shortened
 from penstock.partition.modules.shared_parts import SharedParts, find_shared
 from penstock.partition.tensor_names import named_tensors
-from penstock.partition.torch_private import fused_by, has_no_forward, is_sequential
+from penstock.partition.torch_private import children, fused_by, has_no_forward, is_sequential
 
 __all__ = ["NotByModule", "Units", "find_blocks", "find_units"]
 
@@ -133,10 +133,8 @@ def find_units(model: nn.Module, places: Iterable[str]) -> Units:
             return
         opened[name] = module
         is_list = has_no_forward(module) or is_sequential(module)
-        for child_name, child in module._modules.items():
-            if child is not None:
-                place = f"{name}.{child_name}" if name else child_name
-                visit(child, place, is_list)
+        for child_name, child in children(module):
+            visit(child, f"{name}.{child_name}" if name else child_name, is_list)
 
     visit(model, "")
     for name, module in opened.items():
