@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 from torch import Tensor
 
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, map_tensors
 
 __all__ = ["Batch"]
 
@@ -76,8 +75,7 @@ class Batch:
         instead = {id(tensor): old for tensor, old in before}
 
         def restored(tree: Any) -> Any:
-            leaves, shape = flatten(tree)
-            return optree.tree_unflatten(shape, [instead.get(id(leaf), leaf) for leaf in leaves])
+            return map_tensors(lambda tensor: instead.get(id(tensor), tensor), tree)
 
         now = self.args, self.kwargs, self.targets
         then: list[Any] = [

@@ -32,7 +32,7 @@ from penstock.partition.balance.rehearsal import same
 from penstock.partition.balance.subject import Chained
 from penstock.partition.calls import Example
 from penstock.stage.manual import PipelineStage
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, map_tensors
 
 __all__ = ["measure_model"]
 
@@ -68,14 +68,8 @@ def measure_model(
         return profile(model, example, loss_fn=loss)
     there = copy.deepcopy(whole).to(device)
     subject = there if whole is model else list(there.children())
-    return profile(subject, moved(example, device), loss_fn=loss)
-
-
-def moved(example: Example, device: torch.device) -> Any:
-    """The example on a device."""
-    leaves, structure = flatten(example)
-    there = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return structure.unflatten(there)
+    moved = map_tensors(lambda tensor: tensor.to(device), example)
+    return profile(subject, moved, loss_fn=loss)
 
 
 # --- a loss without a target -------------------------------------------------------------------

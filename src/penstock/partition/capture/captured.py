@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, fx
 
 from penstock.partition.calls import own_loss
 from penstock.partition.capture.call_form import CallForm
 from penstock.stage.tensor_meta import plain_tag
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, unflatten
 
 __all__ = ["CONSTANTS", "Captured", "OutputForm"]
 
@@ -65,7 +64,7 @@ class OutputForm:
         leaves = list(self._leaves)
         for slot, value in zip(self._slots, values, strict=True):
             leaves[slot] = value
-        return optree.tree_unflatten(self._tree, leaves)
+        return unflatten(self._tree, leaves)
 
 
 def _has_loss(output: Any) -> bool:

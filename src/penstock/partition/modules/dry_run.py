@@ -54,7 +54,7 @@ from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import in_function_forward, registries, watched_hooks
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.generators import host_random_states, set_host_random_states
-from penstock.stage.trees import NAMESPACE, flatten
+from penstock.stage.trees import NAMESPACE, flatten, map_tensors, unflatten
 
 __all__ = ["DryRunner", "input_names"]
 
@@ -166,8 +166,7 @@ class DryRunner:
         leaves, tree = flatten((args, dict(kwargs)))
         names = input_names(args, kwargs)
         given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
-        call: Any = optree.tree_unflatten(tree, given)
-        positional, named = call
+        positional, named = unflatten(tree, given)
         output, changed = self._run_shell(positional, named)
         return DryRun(
             inputs=_described_inputs((args, dict(kwargs)), leaves, names),
@@ -251,7 +250,7 @@ class DryRunner:
         states = [(leaf, tensors_in(leaf)) for leaf in leaves if is_opaque(leaf)]
         lowered = [self._bodies.lower(leaf) for leaf in leaves]
         versions = [x._version if isinstance(x, Tensor) else 0 for x in lowered]
-        given: Any = optree.tree_unflatten(tree, lowered)
+        given = unflatten(tree, lowered)
         marked = mark()
         self.captures |= bool(marked)
         result, kept, changed, plain = self._run_unit(unit, given)
@@ -309,10 +308,7 @@ class DryRunner:
         """What units that ran under autocast return, as all others do."""
         if not self._bodies.casts:
             return output
-        made, shape = flatten(output)
-        return optree.tree_unflatten(
-            shape, [on_meta(x) if isinstance(x, Tensor) else x for x in made]
-        )
+        return map_tensors(on_meta, output)
 
     def _set_attributes(
         self, unit: str, run: nn.Module, kept: dict[str, Any], plain: list[str]
@@ -343,7 +339,7 @@ class DryRunner:
                 origin = Origin({Source(Kind.OUTPUT, index, i, unit)})
                 self._given.note(index, i, leaf, origin)
                 leaves[i] = Absent(leaf, self._where, origin)
-        return optree.tree_unflatten(tree, leaves)
+        return unflatten(tree, leaves)
 
 
 def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +29,7 @@ from penstock.partition.modules.units import Units
 from penstock.partition.tensor_names import names_by_tensor
 from penstock.partition.torch_private import autocast_state, watched_hooks
 from penstock.stage.tensor_meta import TensorMeta
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, unflatten
 
 __all__ = ["ModuleStage", "FindCrossings"]
 
@@ -178,8 +177,7 @@ class ModuleStage(nn.Module):
             else:
                 source = Source(Kind.INPUT, 0, i, f"number {i}")
                 leaves[i] = absent(leaf, self._player.device, source)
-        given: Any = optree.tree_unflatten(plan.inputs.tree, leaves)
-        ((args, kwargs),) = given
+        ((args, kwargs),) = unflatten(plan.inputs.tree, leaves)
         return args, kwargs
 
     # --- running -----------------------------------------------------------------------------
