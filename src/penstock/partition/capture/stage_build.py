@@ -49,6 +49,9 @@ def build_modules(
     constants = {
         name: value for m in modes.values() for name, value in m.captured.constants.items()
     }
+    writing = set[int]().union(
+        *(stages_that_write(m.captured.graph, m.assignment) for m in modes.values())
+    )
     modules = []
     for index in range(num_stages):
         codes = {training: _stage_code(mode, index) for training, mode in modes.items()}
@@ -59,10 +62,7 @@ def build_modules(
                 missing=missing,
                 device=device,
                 constants={n: constants[n] for n in _used(codes, constants)},
-                inplace=any(
-                    index in stages_that_write(mode.captured.graph, mode.assignment)
-                    for mode in modes.values()
-                ),
+                inplace=index in writing,
             ).train(model.training)
         )
     _attach_all(model, modules, {each for mode in modes.values() for each in mode.captured.read})
