@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.calls import own_loss
-from penstock.partition.huggingface import capture_since, collector, mark
+from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.modules.absent import (
     Absent,
     Kind,
@@ -274,7 +274,7 @@ class DryRunner:
         for i in writes:
             self._note_written(index, unit, i, leaves[i])
         self._set_attributes(unit, run, kept, plain)
-        _append(captured, marked)
+        replay(captured, marked)
         return result
 
     def _run_unit(
@@ -357,14 +357,6 @@ def _told_stale(unit: str, name: str) -> str:
         "called: on other stages that would be an older value, or none; have the module return "
         "it, or keep its users in one module"
     )
-
-
-def _append(captured: Mapping[str, list[Any]], marked: Mapping[str, int] | None) -> None:
-    """Put what a unit has appended to open lists in place of that."""
-    lists = collector()
-    for key, values in captured.items():
-        if lists is not None and marked is not None:
-            lists[key][marked[key] :] = values
 
 
 def _described_inputs(call: Any, leaves: Sequence[Any], names: Sequence[str]) -> BoundarySpec:
