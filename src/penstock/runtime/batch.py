@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.stage.trees import flatten, map_tensors
+from penstock.stage.trees import map_tensors, tensors_of
 
 __all__ = ["Batch"]
 
@@ -59,7 +59,7 @@ class Batch:
     def given(self, microbatch: int) -> list[Tensor]:
         """The tensors that this rank was given for a microbatch."""
         given = (each[microbatch] for each in (self.args, self.kwargs, self.targets) if each)
-        return [leaf for leaf in flatten(tuple(given))[0] if isinstance(leaf, Tensor)]
+        return tensors_of(tuple(given))
 
     @contextmanager
     def as_before(self, microbatch: int, before: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:

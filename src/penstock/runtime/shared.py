@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.errors import PartitionError
 from penstock.runtime.shared_names import Groups, named_tensors
 from penstock.schedule.placement import Placement
+from penstock.stage.replica_grads import filled
 from penstock.stage.stage import Stage
 
 __all__ = ["Shared", "buckets", "find_shared", "local"]
@@ -114,12 +115,4 @@ def buckets(every: Sequence[Shared]) -> Iterator[list[Shared]]:
         return (shared.ranks, shared.home, str(shared.like.device.type))
 
     for _, alike in groupby(sorted(every, key=lambda s: (*kind(s), *s.title)), key=kind):
-        bucket: list[Shared] = []
-        size = 0
-        for shared in alike:
-            if bucket and size + shared.like.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(shared)
-            size += shared.like.nbytes
-        yield bucket
+        yield from filled(alike, lambda shared: shared.like.nbytes, BUCKET_BYTES)

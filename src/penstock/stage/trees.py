@@ -52,6 +52,7 @@ __all__ = [
     "map_tensors",
     "register_in",
     "same_value",
+    "tensors_of",
     "unflatten",
 ]
 
@@ -78,6 +79,11 @@ def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 def unflatten(tree: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
     """The tree of this structure around these leaves."""
     return optree.tree_unflatten(tree, leaves)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a tree."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:

@@ -20,10 +20,10 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import Unit
 from penstock.partition.balance.rehearsal import Rehearsal
 from penstock.partition.balance.subject import Subject
-from penstock.partition.balance.traffic import tensors_of
 from penstock.partition.balance.watch import Watch
 from penstock.stage.deferred.deferred import DeferredWeights
 from penstock.stage.deferred.delivery import deliver
+from penstock.stage.trees import tensors_of
 
 __all__ = ["Times", "measure"]
 

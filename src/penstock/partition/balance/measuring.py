@@ -32,7 +32,7 @@ from penstock.partition.balance.rehearsal import same
 from penstock.partition.balance.subject import Chained
 from penstock.partition.calls import Example
 from penstock.stage.manual import PipelineStage
-from penstock.stage.trees import flatten, map_tensors
+from penstock.stage.trees import map_tensors, tensors_of
 
 __all__ = ["measure_model"]
 
@@ -161,4 +161,4 @@ def scalar(loss: Any) -> Tensor:
 
 def differentiable(output: Any) -> Iterator[Tensor]:
     """The tensors of an output that take gradients."""
-    return (x for x in flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad)
+    return (tensor for tensor in tensors_of(output) if tensor.requires_grad)

@@ -16,10 +16,11 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import Unit
 from penstock.partition.balance.plan import shortened
 from penstock.partition.balance.subject import Subject
-from penstock.partition.balance.traffic import Traffic, memory_of, tensors_of
+from penstock.partition.balance.traffic import Traffic, memory_of
 from penstock.partition.balance.watch import Watch
 from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, find_leaks
 from penstock.stage.torch_private import saved_through
+from penstock.stage.trees import tensors_of
 
 __all__ = ["Rehearsal", "rehearse"]
 
