@@ -16,6 +16,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.shared_names import Groups, named_tensors
 from penstock.schedule.placement import Placement
 from penstock.stage.replica_grads import filled
+from penstock.stage.spread import local_part
 from penstock.stage.stage import Stage
 
 __all__ = ["Shared", "buckets", "find_shared", "local"]
@@ -51,9 +52,7 @@ class Shared:
 
 def local(tensor: Tensor) -> Tensor:
     """The tensor itself; of a sharded one (DTensor), what this rank holds."""
-    to_local = getattr(tensor, "to_local", None)
-    found: Tensor = tensor if to_local is None else to_local()
-    return found.detach()
+    return local_part(tensor).detach()
 
 
 def find_shared(
