@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from penstock.cli.asked import Asked
 from penstock.cli.models import failed, load_model
-from penstock.cli.terminal import stderr
+from penstock.cli.terminal import progress_bar
 from penstock.errors import PartitionError, PenstockError
 from penstock.partition.balance.balance import Objective, balanced
 from penstock.partition.balance.costs import Profile
@@ -173,18 +173,10 @@ def measured_costs(asked: Asked, file: Path | None, runs: int) -> Profile:
 @contextmanager
 def bar() -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on standard error, gone when it is done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-    )
-    console = stderr()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
+    measuring, what = TextColumn("measuring"), TextColumn("{task.description}")
+    with progress_bar(measuring, BarColumn(), MofNCompleteColumn(), what) as shown:
         task = shown.add_task("")
         yield lambda done, total, what: shown.update(
             task, completed=done, total=total, description=what
