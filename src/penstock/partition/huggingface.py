@@ -30,7 +30,6 @@ __all__ = [
     "PlanEntry",
     "adapters",
     "capture_since",
-    "collector",
     "install_hooks",
     "mark",
     "published_plan",

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "HOOKS",
+    "REGISTRIES",
+    "WRAPPERS_STATE",
     "as_fake",
     "autocast_state",
     "by_positions",
@@ -31,6 +34,7 @@ __all__ = [
     "is_data_dependent",
     "is_random",
     "is_sequential",
+    "is_shared",
     "mutated_arguments",
     "registries",
     "run_uncompiled",

@@ -22,7 +22,7 @@ from penstock.partition.balance import documents
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Plan", "StageCosts"]
+__all__ = ["Plan", "StageCosts", "dealt", "prefixes", "shortened"]
 
 FORMAT = 1
 T = TypeVar("T")

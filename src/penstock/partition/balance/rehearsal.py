@@ -22,7 +22,7 @@ from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, 
 from penstock.stage.torch_private import saved_through
 from penstock.stage.trees import tensors_of
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["Rehearsal", "rehearse", "same"]
 
 _REFUSED = (
     "the model differentiates by torch.func (grad, vjp, hessian, ...), under which torch lets "

@@ -19,7 +19,7 @@ from penstock.errors import PartitionError
 from penstock.partition.modules.side_writes import are_same, tensors_in
 from penstock.partition.torch_private import HOOKS, REGISTRIES, WRAPPERS_STATE
 
-__all__ = ["Attributes", "Glance", "Stale", "kept_in", "put"]
+__all__ = ["NO_STATE", "PLAIN", "Attributes", "Glance", "Stale", "kept_in", "put"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # The attributes that every module has.
