@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock.partition.modules.attributes import NO_STATE, PLAIN
 
-__all__ = ["ABSENT", "Watch", "watching_writes"]
+__all__ = ["ABSENT", "AttributeWatch", "watching_writes"]
 
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 CONTAINERS = (list, dict, set)
@@ -38,7 +38,7 @@ _CONTENTS = "the contents of containers"
 
 
 @contextmanager
-def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator[Watch]:
+def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator[AttributeWatch]:
     """Call ``refuse`` where code run in this keeps something on ``model`` for the next call.
 
     Modules of torch's own are not watched: what they keep (as flat weights are) is no state.
@@ -50,7 +50,7 @@ def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator
     Yields:
         What is written, and what is read, as it is found.
     """
-    watch = Watch(model, refuse)
+    watch = AttributeWatch(model, refuse)
     module_type: Any = nn.Module
     set_attribute = module_type.__dict__["__setattr__"]
 
@@ -74,7 +74,7 @@ def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator
         refuse(told)
 
 
-class Watch:
+class AttributeWatch:
     """What a forward reads and writes of its modules' attributes.
 
     Attributes:
