@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,8 @@ class Subject:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the model runs on, each once."""
-        return [each for each in _once(self.state.values()) if isinstance(each, nn.Parameter)]
+        params = (each for each in self.state.values() if isinstance(each, nn.Parameter))
+        return list({id(param): param for param in params}.values())
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """Run the model; return what the backward starts from, and with which gradients."""
@@ -108,10 +109,6 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
             if buffer is not None:
                 state[prefix + name] = ours.setdefault(id(buffer), buffer.detach().clone())
     return state
-
-
-def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 class Chained(nn.Module):
