@@ -26,10 +26,9 @@ from penstock.partition.balance.terms import Terms
 from penstock.schedule.action import Op
 from penstock.schedule.choice import choose_program
 from penstock.schedule.program import Program
+from penstock.schedule.rules import WEIGHT_GRADS
 
 __all__ = ["Wish", "measured_costs"]
-
-RELEASES = (Op.FULL_BACKWARD, Op.WEIGHT_GRAD)
 
 Found: TypeAlias = tuple[Sequence[int], str]
 """The number of blocks per stage, and how they were found."""
@@ -48,7 +47,7 @@ def stage_flights(program: Program) -> list[int]:
     for steps in program.ranks:
         for action in (part for step in steps for part in step.parts):
             stage = action.stage
-            held[stage] += (action.op is Op.FORWARD) - (action.op in RELEASES)
+            held[stage] += (action.op is Op.FORWARD) - (action.op in WEIGHT_GRADS)
             model_stage = program.placement.model_stage(stage)
             most[model_stage] = max(most[model_stage], held[stage])
     return most

@@ -8,11 +8,10 @@ from __future__ import annotations
 from penstock.schedule.action import Op, Step
 from penstock.schedule.diagnosis import Problem
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, WEIGHT_GRADS
 
 __all__ = ["keeping_problems", "reduction_problems", "sharding_problems"]
 
-_WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 # op → the state in which it needs what F keeps, and the state that it leaves.
 _KEEPING = {
     Op.FORWARD: ("not made yet", "kept"),
@@ -85,7 +84,7 @@ def reduction_problems(program: Program) -> list[Problem]:
     found: list[Problem] = []
     for rank, steps in enumerate(program.ranks):
         stages = program.placement.stages_of(rank)
-        made, reduced = _last(steps, _WEIGHT_GRADS, stages), _last(steps, _REDUCTION, stages)
+        made, reduced = _last(steps, WEIGHT_GRADS, stages), _last(steps, _REDUCTION, stages)
         for stage in stages:
             text = f"{stage}REDUCE_GRAD"
             step = reduced.get(stage)

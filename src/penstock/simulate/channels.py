@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COPIES, RECEIVE_FOR
+from penstock.schedule.rules import COMPUTE, COPIES, INPUT_GRADS, RECEIVE_FOR
 from penstock.simulate.costs import Costs
 from penstock.simulate.tables import Entry, Tables
 
@@ -37,7 +37,6 @@ __all__ = ["add_copies", "add_jitter", "add_messages", "per_action"]
 _OPS = tuple(Op)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
 _COPIES = (Op.OFFLOAD, Op.RELOAD)
-_TAKES_BACK = frozenset({Op.INPUT_GRAD, Op.FULL_BACKWARD})
 _T = TypeVar("_T")
 
 
@@ -179,7 +178,7 @@ def _entries_with_copies(
                     outwards.append(out[stage] * width + microbatch)
                 elif op is Op.RELOAD:
                     backwards.append(back[stage] * width + microbatch)
-                elif op in _TAKES_BACK and (stage, microbatch) in reloaded:
+                elif op in INPUT_GRADS and (stage, microbatch) in reloaded:
                     steps.append(ready[stage] * width + microbatch)
             steps.append(entry)
         ranks.append(steps)

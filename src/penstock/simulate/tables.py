@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COPIES, COVERS, TRANSFERS, prerequisites
+from penstock.schedule.rules import COMPUTE, COPIES, COVERS, SENDS, TRANSFERS, prerequisites
 from penstock.simulate.costs import Costs
 
 __all__ = ["Entry", "Tables", "tabulate"]
@@ -104,7 +104,7 @@ def tabulate(program: Program, costs: Costs) -> Tables:
         num_actions=len(rows) * width,
         entries=_entries(program, first),
         # Blocks hold computations only, so that steps of one action tell whether there are sends.
-        needs=_needs(program, costs, first, transfers=bool(ops & {Op.SEND_F, Op.SEND_B})),
+        needs=_needs(program, costs, first, transfers=bool(ops & SENDS)),
         fulfils=tuple(
             tuple(first[each, stage] - first[op, stage] for each in (op, *COVERS.get(op, ())))
             if op in COMPUTE | TRANSFERS | COPIES

@@ -8,10 +8,9 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.program import Program, refuse_no_program
+from penstock.schedule.rules import WEIGHT_GRADS
 
 __all__ = ["reduce_gradients"]
-
-_WEIGHT_GRADS = (Op.FULL_BACKWARD, Op.WEIGHT_GRAD)
 
 
 def reduce_gradients(program: Program) -> Program:
@@ -53,7 +52,7 @@ def _with_reductions(steps: tuple[Step, ...], num_stages: int) -> tuple[Step, ..
     last: dict[int, int] = {}
     for index in range(len(steps) - 1, -1, -1):
         for act in steps[index].parts:
-            if act.op in _WEIGHT_GRADS:
+            if act.op in WEIGHT_GRADS:
                 last.setdefault(act.stage, index)
         if len(last) == num_stages:
             break
