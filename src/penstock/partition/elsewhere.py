@@ -27,7 +27,7 @@ _num_steps: dict[int, int] = {}
 
 
 class TrainedElsewhere:
-    """Where one pipeline's parameters lie, seen from this process.
+    """Which of one pipeline's parameters lie here, but are trained on another rank.
 
     Args:
         own: the parameters that this process holds.
