@@ -61,10 +61,13 @@ class Coding:
         """How many codes there are; every code lies below."""
         return len(_OPS) * self.placement.num_stages * self.num_microbatches
 
+    def key(self, op: Op, stage: int) -> int:
+        """The key of an op and a stage."""
+        return _INDEX[op] * self.placement.num_stages + stage
+
     def code(self, op: Op, stage: int, microbatch: int = 0) -> int:
         """The code of an action; operations on a whole stage take microbatch 0."""
-        key = _INDEX[op] * self.placement.num_stages + stage
-        return key * self.num_microbatches + microbatch
+        return self.key(op, stage) * self.num_microbatches + microbatch
 
     def passing(self) -> bytes:
         """For each code of one op's section, 1 where the microbatch goes through the stage."""
