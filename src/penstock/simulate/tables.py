@@ -133,20 +133,13 @@ def _needs(
     program: Program, costs: Costs, first: _Firsts, *, transfers: bool
 ) -> tuple[tuple[tuple[int, float], ...], ...]:
     """For each row, how far off what it needs is, and how long that travels."""
-    placement, num_stages = program.placement, program.num_stages
-
-    def delay(stage: int, source: int) -> float:
-        if placement.same_rank(stage, source):
-            return 0.0
-        latency = costs.latency_between(source, stage, num_stages=num_stages)
-        return latency + costs.transfer(source, stage, num_stages=num_stages)
-
-    needs = []
+    placement, needs = program.placement, []
     for op, stage in first:
         required = prerequisites(action(stage, op, 0), placement, transfers=transfers)
         needs.append(
             tuple(
-                (first[p.op, p.stage] - first[op, stage], delay(stage, p.stage)) for p in required
+                (first[p.op, p.stage] - first[op, stage], costs.travel(p.stage, stage, placement))
+                for p in required
             )
         )
     return tuple(needs)
