@@ -21,16 +21,15 @@ from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.plan import Plan
+from penstock.partition.calls import Example, own_loss
 from penstock.partition.cutting import (
-    Example,
     ModelCut,
     SplitWish,
     cut_model,
-    own_loss,
     read_split,
     stages_asked_for,
 )
-from penstock.partition.elsewhere import Homes
+from penstock.partition.elsewhere import TrainedElsewhere
 from penstock.partition.modules.materialize import materialize
 from penstock.partition.shared_buffers import SharedBuffers
 from penstock.partition.tied import Tie, find_ties, refuse_shared_statistics
@@ -62,7 +61,7 @@ class Assembly:
         forecast: how long a step should take, where the program was searched for.
         state_names: the names in the whole model's state; None where this process does not know
             those of other ranks.
-        homes: where the parameters lie.
+        elsewhere: which of the parameters here other ranks train.
         shared_buffers: those of layers that several stages call.
     """
 
@@ -73,7 +72,7 @@ class Assembly:
     whole_call: bool
     forecast: Forecast | None
     state_names: frozenset[str] | None
-    homes: Homes
+    elsewhere: TrainedElsewhere
     shared_buffers: SharedBuffers
 
 
@@ -158,7 +157,7 @@ def assemble(
         whole_call=cut is not None and cut.whole_call,
         forecast=forecast,
         state_names=names,
-        homes=Homes(
+        elsewhere=TrainedElsewhere(
             [param for stage in stages for param in stage.submod.parameters()],
             [] if cut is None else [p for module in cut.modules for p in module.parameters()],
         ),

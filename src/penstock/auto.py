@@ -27,9 +27,11 @@ from torch import nn
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.balance.for_program import costs_of
 from penstock.partition.balance.measuring import measure_model
-from penstock.partition.balance.plan import Plan
-from penstock.partition.cutting import Example, SplitWish, cut_model
+from penstock.partition.balance.plan import Plan, dealt
+from penstock.partition.calls import Example
+from penstock.partition.cutting import SplitWish, cut_model
 from penstock.runtime.group import from_first_rank, objects_group
 from penstock.runtime.link import Link, measure_link
 from penstock.runtime.together import together
@@ -37,7 +39,6 @@ from penstock.schedule.choice import DEFAULT_MICROBATCHES
 from penstock.schedule.program import Program
 from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
-from penstock.simulate.costs import Costs
 from penstock.stage.manual import PipelineStage
 
 __all__ = ["Forecast", "Found", "find_program"]
@@ -200,11 +201,10 @@ def _find(
     if isinstance(split, str):
         counts = balance(measured, num_stages).counts
         plan = measured.plan(counts, made="balanced on this machine")
-        blocks = iter(measured.blocks)
-        groups = [[next(blocks) for _ in range(count)] for count in counts]
+        groups = dealt(measured.blocks, counts)
     else:
         groups = _by_stage(model, measured, split, num_stages, example, device)
-    costs = _costs(groups)
+    costs = costs_of(groups)
     if link is not None:
         costs = replace(costs, latency=link.latency_s, bandwidth=link.bandwidth)
         logger.info(
@@ -295,21 +295,3 @@ def _by_stage(
             "can't be told; pass split='auto', or name a schedule"
         )
     return groups
-
-
-def _costs(groups: Sequence[Sequence[BlockCosts]]) -> Costs:
-    """The costs of stages, in seconds and bytes."""
-
-    def summed(name: str) -> list[float]:
-        return [sum(float(getattr(block, name)) for block in group) for group in groups]
-
-    sent = [float(group[-1].sent_bytes) for group in groups]
-    return Costs(
-        forward=summed("forward_s"),
-        input_grad=summed("input_grad_s"),
-        weight_grad=summed("weight_grad_s"),
-        activation_bytes=summed("activation_bytes"),
-        # A stage that is recomputed keeps what it received; the first one, the batch that is there.
-        recompute_bytes=[0.0, *sent[:-1]],
-        message_bytes=sent,
-    )

@@ -30,7 +30,8 @@ from penstock.training.model_state import ModelState
 
 if TYPE_CHECKING:
     from penstock.assembly import Model
-    from penstock.partition.cutting import Example, SplitWish
+    from penstock.partition.calls import Example
+    from penstock.partition.cutting import SplitWish
 
 __all__ = ["Pipeline"]
 
@@ -144,7 +145,7 @@ class Pipeline:
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._whole_call = made.whole_call
         self._forecast, self._num_steps = made.forecast, 0
-        self._homes, self._shared_buffers = made.homes, made.shared_buffers
+        self._elsewhere, self._shared_buffers = made.elsewhere, made.shared_buffers
         self._state = ModelState(
             self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
@@ -195,12 +196,12 @@ class Pipeline:
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         watch = self._forecast.watch if self._forecast is not None else _nothing
         args, target, kwargs = self._moved(args, target, kwargs)
-        self._homes.remark()
+        self._elsewhere.remark()
         self._shared_buffers.begin()
         with watch(self._num_steps, self.device, alone=self._group is None):
             self._schedule.step(*args, target=target, **kwargs)
         self._num_steps += 1
-        self._homes.stepped()
+        self._elsewhere.stepped()
         self._shared_buffers.stepped()
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
@@ -231,7 +232,7 @@ class Pipeline:
                 ``merge_outputs=False`` or ``return_outputs=False``.
         """
         args, target, kwargs = self._moved(args, target, kwargs)
-        self._homes.remark()
+        self._elsewhere.remark()
         return self._schedule.eval(*args, target=target, **kwargs)
 
     def _moved(

@@ -480,3 +480,8 @@ def test_the_solver_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_step_without_microbatches_is_refused() -> None:
+    with pytest.raises(PartitionError, match="microbatches is 0, expected at least 1"):
+        balance([1, 2], 2, microbatches=0)

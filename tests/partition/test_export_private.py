@@ -8,8 +8,6 @@ from torch import nn
 
 from penstock.partition.capture.export_private import (
     argument_effects,
-    has_backward_hooks,
-    is_mutable,
     shape_check,
     shape_text,
 )
@@ -36,21 +34,10 @@ def test_schemas_tell_what_is_shared_and_written(
     assert effects is not None
     assert {name for name, shares, _ in effects if shares} == shared
     assert {name for name, _, writes in effects if writes} == written
-    assert is_mutable(target) is bool(written)
 
 
 def test_what_has_no_schema() -> None:
     assert argument_effects(torch.relu) is None
-    assert not is_mutable(torch.relu)
-
-
-def test_backward_hooks_are_seen() -> None:
-    module = nn.Linear(1, 1)
-    assert not has_backward_hooks(module)
-    handle = module.register_full_backward_pre_hook(lambda *_: None)
-    assert has_backward_hooks(module)
-    handle.remove()
-    assert not has_backward_hooks(module)
 
 
 class Adds(nn.Module):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from penstock.partition.torch_private import (
     by_positions,
     copied_shell,
+    has_backward_hooks,
     has_no_forward,
     is_data_dependent,
     is_random,
@@ -88,3 +89,12 @@ def test_a_copied_shell_is_changed_apart() -> None:
     del copy._modules["0"]
     copy._forward_hooks.clear()
     assert len(module) == 1 and len(module._forward_hooks) == 1
+
+
+def test_backward_hooks_are_seen() -> None:
+    module = nn.Linear(1, 1)
+    assert not has_backward_hooks(module)
+    handle = module.register_full_backward_pre_hook(lambda *_: None)
+    assert has_backward_hooks(module)
+    handle.remove()
+    assert not has_backward_hooks(module)

@@ -155,6 +155,13 @@ def test_schedules_that_are_known_to_be_the_best_meet_their_bound(
     assert bounds.makespan == best.makespan
 
 
+def test_a_round_of_forwards_lasts_as_long_as_they_do() -> None:
+    """Nine forwards take longer than an activation lives: nine places are no more than ten."""
+    costs = Costs(forward=2, weight_grad=0.5, latency=0.25)
+    spans = [lower_bounds(costs, ranks=5, microbatches=10, memory_limit=n).span for n in (9, 10)]
+    assert spans == [35.5, 35.5]
+
+
 @given(ranks=st.integers(2, 8), microbatches=st.integers(1, 20), least=st.integers(1, 8))
 def test_more_memory_never_makes_a_bound_greater(ranks: int, microbatches: int, least: int) -> None:
     costs = Costs(forward=2, weight_grad=0.5, latency=0.25)

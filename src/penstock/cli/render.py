@@ -19,7 +19,7 @@ from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
 from penstock.trace import Trace
 
-__all__ = ["render"]
+__all__ = ["render", "write_drawing"]
 
 _PICTURES = (".png", ".svg", ".pdf")
 _KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.perfetto.dev)"
@@ -54,11 +54,11 @@ def render(
         setting.refuse_beside_trace(source)
         beside = None if alone or found.unit != "s" else _simulated(found, source)
         peaks = None if setting.memory is None else (beside or _simulated(found, source)).peak_bytes
-        _write(found, beside, output)
+        write_drawing(found, output, beside)
     else:
         result = setting.play(check(found))
         peaks = result.peak_bytes
-        _write(result, None, output)
+        write_drawing(result, output)
     stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
     over = None if peaks is None else over_limit(peaks, setting.memory)
     if over is not None:
@@ -80,8 +80,15 @@ def _simulated(measured: Trace, source: str) -> Simulation:
         ) from error
 
 
-def _write(step: Trace | Simulation, beside: Simulation | None, output: Path) -> None:
-    """The imports are heavy, and one of them is needed."""
+def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | None = None) -> None:
+    """Write a page, a picture or a Perfetto file, as the file's ending says.
+
+    Args:
+        step: what to draw.
+        output: the file.
+        beside: a simulation to be laid beside it.
+    """
+    # The imports are heavy, and one of them is needed.
     trace = step if isinstance(step, Trace) else step.trace
     if output.suffix.lower() == ".html":
         from penstock.view.page import save_page

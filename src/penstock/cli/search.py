@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.figures import figures_text, peaks_text
+from penstock.cli.render import write_drawing
 from penstock.cli.setting import Setting, takes_setting
-from penstock.cli.terminal import number, percent, print_table, stderr, stdout, table
+from penstock.cli.terminal import number, percent, print_table, progress_bar, stdout, table
 from penstock.errors import PenstockError
+from penstock.schedule.text import save_csv, to_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -100,18 +102,10 @@ def search(
 
 
 def _bar() -> Bar:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-    console = stderr()
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[best]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    what, best = TextColumn("{task.description}"), TextColumn("{task.fields[best]}")
+    return progress_bar(what, BarColumn(), best, TimeElapsedColumn())
 
 
 def _tell(found: SearchResult, *, among_all: bool) -> None:
@@ -149,18 +143,8 @@ def _write(found: SearchResult, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     kind = output.suffix.lower()
     if kind == ".csv":
-        from penstock.schedule.text import save_csv
-
         save_csv(found.program, output)
     elif kind == ".json":
-        from penstock.schedule.text import to_json
-
         output.write_text(to_json(found.program), encoding="utf-8")
-    elif kind == ".html":
-        from penstock.view.page import save_page
-
-        save_page(found.simulation, output)
     else:
-        from penstock.view.picture import draw
-
-        draw(found.simulation.trace, output)
+        write_drawing(found.simulation, output)

@@ -10,7 +10,7 @@ import typer
 from penstock.cli.asked import Asked
 from penstock.cli.sizes import parse_bytes
 from penstock.cli.split_table import show
-from penstock.cli.splitting import Terms, Wish, measured_costs
+from penstock.cli.splitting import Wish, measured_costs
 from penstock.cli.terminal import stdout
 from penstock.errors import PartitionError
 from penstock.partition.balance.balance import Objective
@@ -94,14 +94,15 @@ def split(
         raise PartitionError("--ranks says on how many ranks a --schedule runs; name one")
     if output is not None and output.suffix not in (".toml", ".json"):
         raise PartitionError(f"{output}: a plan is kept as .toml or .json; name it so")
-    terms = Terms(
+    program = None if schedule is None else wish.program(schedule, ranks, microbatches)
+    terms = wish.terms(
+        program,
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         state_factor=state_factor,
         bandwidth=None if bandwidth is None else parse_bytes(bandwidth),
         latency_s=latency,
         objective=objective,
         microbatches=microbatches,
-        program=None if schedule is None else wish.program(schedule, ranks, microbatches),
     )
     asked = Asked(
         name=model,
@@ -114,7 +115,7 @@ def split(
         sample=sample,
     )
     measured = measured_costs(asked, costs, runs)
-    counts, made = wish.counts(measured, terms)
+    counts, made = wish.counts(measured, terms, program)
     made = f"{made}; measured on {measured.machine}, with {measured.example}"
     plan = measured.plan(counts, made=made)
     if output is not None:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from penstock.cli.sizes import bytes_text, seconds_text
-from penstock.cli.splitting import Terms
 from penstock.cli.terminal import percent, print_table, stdout, table
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.plan import Plan
+from penstock.partition.balance.terms import Terms
 from penstock.schedule.words import numbers_of
 
 __all__ = ["show"]
@@ -41,7 +41,7 @@ def show(plan: Plan, measured: Profile, layout: str, terms: Terms) -> None:
 def rows_of(plan: Plan, terms: Terms) -> list[dict[str, str]]:
     """The rows, by column."""
     rows = []
-    flights = terms.flights(plan.num_stages)
+    flights = terms.flights
     total_s = sum(costs.time_s for costs in plan.costs)
     for stage, (names, costs) in enumerate(zip(plan.stages, plan.costs, strict=True)):
         row = {"stage": f"[bold]{stage}[/]"}

@@ -11,84 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.cli.asked import Asked
 from penstock.cli.models import failed, load_model
-from penstock.cli.terminal import stderr
+from penstock.cli.terminal import progress_bar
 from penstock.errors import PartitionError, PenstockError
-from penstock.partition.balance.balance import Balance, Objective, balance
+from penstock.partition.balance.balance import Objective, balanced
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.layout import Layout
-from penstock.partition.balance.plan import StageCosts
 from penstock.partition.balance.rule import Rule
+from penstock.partition.balance.terms import Terms
 from penstock.schedule.action import Op
 from penstock.schedule.choice import choose_program
-from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.rules import WEIGHT_GRADS
 
-__all__ = ["Terms", "Wish", "measured_costs"]
-
-RELEASES = (Op.FULL_BACKWARD, Op.WEIGHT_GRAD)
+__all__ = ["Wish", "measured_costs"]
 
 Found: TypeAlias = tuple[Sequence[int], str]
 """The number of blocks per stage, and how they were found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What balancing is to reckon with; see ``penstock.balance``.
-
-    Args:
-        program: of the schedule that the split is for; None for one stage on each rank.
-    """
-
-    memory_limit: float | None = None
-    state_factor: float = 4.0
-    bandwidth: float | None = None
-    latency_s: float = 0.0
-    objective: Objective = Objective.BOTTLENECK
-    microbatches: int | None = None
-    program: Program | None = None
-
-    @property
-    def placement(self) -> Placement | None:
-        """Which rank holds which stage, where a schedule says it."""
-        return None if self.program is None else self.program.placement
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether there is nothing to reckon with but the blocks' times."""
-        free = self.memory_limit is None and self.bandwidth is None and not self.latency_s
-        return free and self.objective is Objective.BOTTLENECK
-
-    def flights(self, num_stages: int) -> Sequence[int]:
-        """How many microbatches each stage holds at once: the schedule's, else those of 1F1B."""
-        if self.program is not None:
-            return stage_flights(self.program)
-        return [min(s, self.microbatches or num_stages) for s in range(num_stages, 0, -1)]
-
-    def held_bytes(self, costs: StageCosts, flight: int) -> float:
-        """What a stage holds with so many microbatches in flight."""
-        return self.state_factor * costs.parameter_bytes + flight * costs.activation_bytes
-
-    def balanced(self, measured: Profile, num_stages: int) -> Balance:
-        """The best split under these terms."""
-        if self.program is not None and self._is_plain:
-            return balance_for(measured, self.program)
-        return balance(
-            measured,
-            num_stages,
-            self.memory_limit,
-            self.objective,
-            placement=self.placement,
-            in_flight=self.flights(num_stages),
-            state_factor=self.state_factor,
-            bandwidth=self.bandwidth,
-            latency_s=self.latency_s,
-            microbatches=self.microbatches,
-        )
 
 
 def stage_flights(program: Program) -> list[int]:
@@ -104,7 +47,7 @@ def stage_flights(program: Program) -> list[int]:
     for steps in program.ranks:
         for action in (part for step in steps for part in step.parts):
             stage = action.stage
-            held[stage] += (action.op is Op.FORWARD) - (action.op in RELEASES)
+            held[stage] += (action.op is Op.FORWARD) - (action.op in WEIGHT_GRADS)
             model_stage = program.placement.model_stage(stage)
             most[model_stage] = max(most[model_stage], held[stage])
     return most
@@ -166,17 +109,32 @@ class Wish:
             world=None,
         )
 
-    def counts(self, measured: Profile, terms: Terms) -> Found:
+    def terms(self, program: Program | None, **asked: Any) -> Terms:
+        """What balancing is to reckon with.
+
+        Args:
+            program: of the schedule that the split is for; None for one stage on each rank.
+            asked: the terms that do not follow from it.
+        """
+        num_stages = self.num_stages if self.layout is None else len(self.layout.stages)
+        assert num_stages is not None, "only a layout says it itself"
+        if program is not None:
+            asked |= {"placement": program.placement, "in_flight": stage_flights(program)}
+        return Terms(num_stages=num_stages, **asked)
+
+    def counts(self, measured: Profile, terms: Terms, program: Program | None) -> Found:
         """The split of a model with these costs."""
         if self.layout is not None:
             return self.layout.counts(measured.blocks), f"layout {self.layout}"
-        assert self.num_stages is not None, "only a layout says it itself"
         if self.rule is not None:
-            return self.rule.counts(
-                measured.blocks, num_stages=self.num_stages
-            ), f"rule {self.rule}"
-        found = terms.balanced(measured, self.num_stages)
-        aim = "the slowest stage" if terms.program is None else terms.program.name
+            counts = self.rule.counts(measured.blocks, num_stages=terms.num_stages)
+            return counts, f"rule {self.rule}"
+        free = terms.memory_limit is None and terms.bandwidth is None and not terms.latency_s
+        if program is not None and free and terms.objective is Objective.BOTTLENECK:
+            found = balance_for(measured, program)  # there is nothing but the blocks' times
+        else:
+            found = balanced(measured, terms)
+        aim = "the slowest stage" if program is None else program.name
         if terms.objective is Objective.STEP:
             aim = "a step's length"
         return found.counts, f"balanced for {aim}"
@@ -214,18 +172,10 @@ def measured_costs(asked: Asked, file: Path | None, runs: int) -> Profile:
 @contextmanager
 def bar() -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on standard error, gone when it is done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-    )
-    console = stderr()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
+    measuring, what = TextColumn("measuring"), TextColumn("{task.description}")
+    with progress_bar(measuring, BarColumn(), MofNCompleteColumn(), what) as shown:
         task = shown.add_task("")
         yield lambda done, total, what: shown.update(
             task, completed=done, total=total, description=what

@@ -6,16 +6,21 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 __all__ = [
     "number",
     "percent",
     "plain",
     "print_table",
+    "progress_bar",
     "stderr",
     "stdout",
     "table",
@@ -44,6 +49,14 @@ def stdout() -> Console:
 def stderr() -> Console:
     """For errors and progress."""
     return _console(error=True)
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar on standard error, gone when it is done; none is drawn where that is no terminal."""
+    from rich.progress import Progress  # few need it
+
+    console = stderr()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _console(*, error: bool) -> Console:

@@ -13,34 +13,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan
+from penstock.partition.calls import Example, as_call
 from penstock.partition.modules.homes import Cuts
-from penstock.partition.sequential import cut, even_split, layers_of
+from penstock.partition.sequential import cut, even_split, is_row, layers_of
 
 if TYPE_CHECKING:
     from penstock.partition.balance.own_plan import OwnPlan
 
 __all__ = [
-    "Example",
     "ModelCut",
     "SplitWish",
     "cut_model",
-    "own_loss",
     "read_split",
     "stages_asked_for",
 ]
 
 logger = logging.getLogger(__name__)
 
-Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 SplitWish: TypeAlias = Cuts | str
 
 AUTO = "auto"
@@ -104,11 +102,6 @@ def stages_asked_for(model: Any, split: SplitWish | None) -> int | None:
     return len(split) + (1 if names and not is_row(model) else 0)
 
 
-def is_row(model: Any) -> bool:
-    """Whether a model is its layers in a row: an ``nn.Sequential``, or a list."""
-    return not isinstance(model, nn.Module) or isinstance(model, nn.Sequential)
-
-
 def cut_model(
     model: nn.Module | Sequence[nn.Module],
     split: SplitWish | None,
@@ -130,7 +123,7 @@ def cut_model(
     Raises:
         PartitionError: it can't be cut so.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential):
+    if not isinstance(model, nn.Module) or is_row(model):
         return _cut_row(model, split, num_stages)
     # What rows of layers do without is imported when it is needed, here and below: it is half of
     # all that Pipeline would import.
@@ -231,7 +224,6 @@ def _captured(
     from penstock.partition.capture.by_names import pipeline_of_names
     from penstock.partition.capture.markers import SplitPoint
     from penstock.partition.capture.split_model import pipeline
-    from penstock.partition.modules.by_module import as_call
 
     args, kwargs = as_call(example)
     if names and not isinstance(names[0], str):
@@ -270,23 +262,3 @@ def _neither(by_module: PartitionError, captured: PartitionError) -> str:
     for joined in ("; ", ", or "):
         told = told.replace(f"{joined}{BY_MODULE}", "")  # it has been tried
     return f"{by_module}; nor can it be captured: {told}"
-
-
-def own_loss(output: Any, target: object = None) -> Tensor | None:
-    """The loss that a model has computed itself: a loss function for such models.
-
-    Args:
-        output: what the model returns, with an attribute or a key ``loss``.
-        target: not looked at.
-
-    Returns:
-        The loss; None where there is none, as in an evaluation without labels.
-
-    Example:
-        >>> own_loss({"loss": torch.tensor(2.0)})
-        tensor(2.)
-    """
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    loss: Tensor | None = getattr(output, "loss", None)
-    return loss

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["Homes"]
+__all__ = ["TrainedElsewhere"]
 
 _log = logging.getLogger(__name__)
 # The pipelines that hold a parameter here; those that hold it on another rank; its version when one
@@ -26,8 +26,8 @@ _HERE, _AWAY, _TRAINED = "_penstock_here", "_penstock_away", "_penstock_trained_
 _num_steps: dict[int, int] = {}
 
 
-class Homes:
-    """Where one pipeline's parameters lie, seen from this process.
+class TrainedElsewhere:
+    """Which of one pipeline's parameters lie here, but are trained on another rank.
 
     Args:
         own: the parameters that this process holds.

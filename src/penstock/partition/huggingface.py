@@ -30,7 +30,6 @@ __all__ = [
     "PlanEntry",
     "adapters",
     "capture_since",
-    "collector",
     "install_hooks",
     "mark",
     "published_plan",
@@ -67,12 +66,13 @@ def capture_since(marked: Mapping[str, int] | None) -> Captured:
     return {key: values for key, values in fresh.items() if values}
 
 
-def replay(captured: Captured) -> None:
-    """Append what a part of another stage appended there."""
+def replay(captured: Captured, marked: Mapping[str, int] | None = None) -> None:
+    """Append what a part appended elsewhere; if ``marked``, in place of all since ``mark``."""
     lists = collector()
     for key, values in captured.items():
         if lists is not None and key in lists:
-            lists[key].extend(values)
+            start = len(lists[key]) if marked is None else marked[key]
+            lists[key][start:] = values
 
 
 def install_hooks(model: nn.Module) -> None:

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.torch_private import has_forward_hooks, is_sequential
+from penstock.partition.balance.plan import dealt
+from penstock.partition.torch_private import children, has_forward_hooks, is_sequential
 
-__all__ = ["Chain", "Split", "cut", "even_split", "layers_of"]
+__all__ = ["Chain", "Split", "cut", "even_split", "is_row", "layers_of"]
 
 Split: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
 
@@ -47,6 +48,11 @@ class Chain(nn.Module):
         for name in self._layers:
             value = self._modules[name](value)  # type: ignore[misc]
         return value if self.last else (value,)
+
+
+def is_row(model: Any) -> bool:
+    """Whether a model is its layers in a row: an ``nn.Sequential``, or a list."""
+    return not isinstance(model, nn.Module) or isinstance(model, nn.Sequential)
 
 
 def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
@@ -83,8 +89,7 @@ def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
             "on the whole), which stages would leave out; pass its layers as a list, or "
             "PipelineStages"
         )
-    named = model.named_modules(remove_duplicate=False)
-    return {name: layer for name, layer in named if name and "." not in name}
+    return dict(children(model))
 
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:
@@ -148,5 +153,4 @@ def _groups(names: list[str], split: Split) -> list[list[str]]:
         raise PartitionError(
             f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}"
         )
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return [names[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return dealt(names, counts)

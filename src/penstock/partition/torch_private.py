@@ -16,20 +16,27 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "HOOKS",
+    "REGISTRIES",
+    "WRAPPERS_STATE",
     "as_fake",
     "autocast_state",
     "by_positions",
+    "children",
     "copied_shell",
     "fake_mode",
     "forward_of",
     "fused_by",
+    "has_backward_hooks",
     "has_forward_hooks",
     "has_no_forward",
     "in_function_forward",
     "is_data_dependent",
     "is_random",
     "is_sequential",
+    "is_shared",
     "mutated_arguments",
+    "registries",
     "run_uncompiled",
     "same_storage",
     "watched_hooks",
@@ -57,12 +64,12 @@ WRAPPERS_STATE = "__composable_api_state_key_"
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether calling ``module`` runs hooks beside its forward, in the forward or the backward."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
+    return bool(module._forward_pre_hooks or module._forward_hooks or has_backward_hooks(module))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a backward through ``module`` runs hooks of its own."""
+    return bool(module._backward_pre_hooks or module._backward_hooks)
 
 
 def forward_of(module: nn.Module) -> Any:
@@ -97,6 +104,16 @@ def has_no_forward(module: nn.Module) -> bool:
     """
     inherited: Any = nn.Module.forward
     return forward_of(module) is inherited
+
+
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters, and its buffers."""
+    return module._parameters, module._buffers
+
+
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The direct children by name; one that stands in several places, in each."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:

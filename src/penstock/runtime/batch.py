@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 from torch import Tensor
 
-from penstock.stage.trees import flatten
+from penstock.stage.trees import map_tensors, tensors_of
 
 __all__ = ["Batch"]
 
@@ -60,7 +59,7 @@ class Batch:
     def given(self, microbatch: int) -> list[Tensor]:
         """The tensors that this rank was given for a microbatch."""
         given = (each[microbatch] for each in (self.args, self.kwargs, self.targets) if each)
-        return [leaf for leaf in flatten(tuple(given))[0] if isinstance(leaf, Tensor)]
+        return tensors_of(tuple(given))
 
     @contextmanager
     def as_before(self, microbatch: int, before: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
@@ -76,8 +75,7 @@ class Batch:
         instead = {id(tensor): old for tensor, old in before}
 
         def restored(tree: Any) -> Any:
-            leaves, shape = flatten(tree)
-            return optree.tree_unflatten(shape, [instead.get(id(leaf), leaf) for leaf in leaves])
+            return map_tensors(lambda tensor: instead.get(id(tensor), tensor), tree)
 
         now = self.args, self.kwargs, self.targets
         then: list[Any] = [

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -21,7 +20,7 @@ from penstock.runtime.loss import scalar_loss
 from penstock.runtime.role import Role
 from penstock.stage.slots import Slot
 from penstock.stage.spread import in_full, is_spread
-from penstock.stage.trees import flatten
+from penstock.stage.trees import map_tensors
 
 __all__ = ["Ending"]
 
@@ -46,7 +45,7 @@ class Ending:
         """
         mb = slot.microbatch
         if batch.keep_outputs:
-            batch.outputs[mb] = _detached(output)
+            batch.outputs[mb] = map_tensors(Tensor.detach, output)
         if self._role.loss_fn is None:
             return
         if batch.targets is None and self._needs_target:
@@ -80,10 +79,3 @@ class Ending:
             # Divided in the loss's own dtype, as (loss / n).backward() would.
             self._seeds[key] = one / self._role.loss_divisor
         return self._seeds[key]
-
-
-def _detached(output: Any) -> Any:
-    leaves, tree = flatten(output)
-    return optree.tree_unflatten(
-        tree, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    )

@@ -31,12 +31,11 @@ from penstock.runtime.sharing import Sharing
 from penstock.runtime.streams import make_streams, share_step_seed
 from penstock.runtime.transport import Transport
 from penstock.runtime.wrappers import Wrappers
-from penstock.schedule.action import Op
 from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
-from penstock.schedule.rules import COMPUTE, TRANSFERS
+from penstock.schedule.rules import TRANSFERS
 from penstock.schedule.text import to_json
 from penstock.stage import device_streams
 from penstock.stage.stage import Stage
@@ -161,7 +160,7 @@ class Engine:
     @property
     def has_backward(self) -> bool:
         """Whether the program computes gradients."""
-        return any(a.op is not Op.FORWARD and a.op in COMPUTE for a in self.program.actions())
+        return self.program.has_backward
 
     @property
     def has_first(self) -> bool:

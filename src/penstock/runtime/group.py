@@ -19,6 +19,7 @@ from penstock.runtime.together import together
 from penstock.runtime.torch_private import make_group, takes_cpu_tensors
 from penstock.stage.announcing import key_of, own_group
 from penstock.stage.device_streams import indexed
+from penstock.stage.spread import in_full
 
 __all__ = ["chosen_device", "from_first_rank", "gather_state", "objects_group", "process_group"]
 
@@ -110,7 +111,10 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
         state: this rank's part. Every rank calls, and so does every replica that holds shards
             (DTensors) of the same tensors.
     """
-    mine = {name: _whole(value) for name, value in state.items()}
+    mine = {
+        name: in_full(value).detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
     if group is None:
         return mine
     parts: list[Any] = [None] * group.size()
@@ -131,11 +135,3 @@ def objects_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         name = key_of(group, "objects")
         _objects[group] = make_group(ranks, "gloo", name, timeout_s=_OBJECTS_TIMEOUT_S)
     return _objects[group]
-
-
-def _whole(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    gather = getattr(value, "full_tensor", None)
-    whole: torch.Tensor = value if gather is None else gather()
-    return whole.detach().cpu()

@@ -28,13 +28,11 @@ from penstock.runtime.call import Enter
 from penstock.schedule.action import Action, Op, Step
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.rules import TRANSFERS
+from penstock.schedule.rules import BACKWARDS, SENDS, TRANSFERS
 from penstock.stage.device_streams import DeviceStreams, Stream
 
 __all__ = ["Lanes", "can_overlap", "has_blocks", "why_in_turn"]
 
-_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-_BACKWARD = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
 
 # A stage and a microbatch → 0 or 1.
 LaneOf = Mapping[tuple[int, int | None], int]
@@ -74,7 +72,7 @@ def can_overlap(step: Step) -> bool:
     one, other = step.parts
     kinds = {one.op, other.op}
     apart = (one.stage, one.microbatch) != (other.stage, other.microbatch)
-    return Op.FORWARD in kinds and bool(kinds & _BACKWARD) and apart
+    return Op.FORWARD in kinds and bool(kinds & BACKWARDS) and apart
 
 
 def assign(steps: Iterable[Step], placement: Placement) -> dict[tuple[int, int | None], int]:
@@ -124,7 +122,7 @@ class _Planner:
         lane = self.place(act)
         if act.op in TRANSFERS:
             # What is sent may have to be made contiguous first.
-            self._ahead[lane] |= act.op in _SENDS
+            self._ahead[lane] |= act.op in SENDS
             return Order.NOTHING
         found = Order.NOTHING
         if in_block:

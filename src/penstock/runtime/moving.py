@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 
-from penstock.stage.trees import NAMESPACE, flatten
+from penstock.stage.trees import NAMESPACE, flatten, tensors_of
 
 __all__ = ["is_placed", "moved"]
 
@@ -28,8 +28,7 @@ def is_placed(tree: Any) -> bool:
         >>> is_placed([torch.ones(2), 3]), is_placed({"x": torch.ones(2, device="meta")})
         (False, True)
     """
-    tensors = (leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))
-    return any(tensor.device.type != "cpu" for tensor in tensors)
+    return any(tensor.device.type != "cpu" for tensor in tensors_of(tree))
 
 
 def moved(tree: _Tree, device: torch.device) -> _Tree:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.runtime.block_mask import is_block_mask
 from penstock.runtime.microbatch import is_split_alike
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, tensors_of
 
 __all__ = ["RowRemarks"]
 
@@ -163,4 +163,4 @@ def _tensors(mb: Any) -> list[Tensor]:
     # The common cases, kept quick: a tensor, or a tuple of them.
     if type(mb) is tuple and all(isinstance(value, Tensor) for value in mb):
         return list(mb)
-    return [leaf for leaf in flatten(mb)[0] if isinstance(leaf, Tensor)]
+    return tensors_of(mb)

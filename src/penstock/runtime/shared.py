@@ -15,6 +15,8 @@ from torch import Tensor
 from penstock.errors import PartitionError
 from penstock.runtime.shared_names import Groups, named_tensors
 from penstock.schedule.placement import Placement
+from penstock.stage.replica_grads import filled
+from penstock.stage.spread import local_part
 from penstock.stage.stage import Stage
 
 __all__ = ["Shared", "buckets", "find_shared", "local"]
@@ -50,9 +52,7 @@ class Shared:
 
 def local(tensor: Tensor) -> Tensor:
     """The tensor itself; of a sharded one (DTensor), what this rank holds."""
-    to_local = getattr(tensor, "to_local", None)
-    found: Tensor = tensor if to_local is None else to_local()
-    return found.detach()
+    return local_part(tensor).detach()
 
 
 def find_shared(
@@ -114,12 +114,4 @@ def buckets(every: Sequence[Shared]) -> Iterator[list[Shared]]:
         return (shared.ranks, shared.home, str(shared.like.device.type))
 
     for _, alike in groupby(sorted(every, key=lambda s: (*kind(s), *s.title)), key=kind):
-        bucket: list[Shared] = []
-        size = 0
-        for shared in alike:
-            if bucket and size + shared.like.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(shared)
-            size += shared.like.nbytes
-        yield bucket
+        yield from filled(alike, lambda shared: shared.like.nbytes, BUCKET_BYTES)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -115,7 +116,7 @@ class Sharing:
     def _resolve(self) -> None:
         """Find the parameters: again whenever a stage has others, as when it is sharded."""
         params = [param for stage in self._stages.values() for param in stage.submod.parameters()]
-        if len(params) == len(self._seen) and all(map(_is, params, self._seen)):
+        if len(params) == len(self._seen) and all(map(operator.is_, params, self._seen)):
             return
         self._seen = params
         for param in params:
@@ -240,10 +241,6 @@ def _listed(items: Sequence[object]) -> str:
 
 def _keeps_statistics(stage: Stage) -> bool:
     return any(getattr(module, "track_running_stats", False) for module in stage.submod.modules())
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _part_here(shared: Shared) -> Tensor | None:

@@ -12,11 +12,9 @@ from __future__ import annotations
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.rules import RECEIVE_FOR, REQUIRES
+from penstock.schedule.rules import RECEIVE_FOR, REQUIRES, SEND_OF, SENDS
 
 __all__ = ["acknowledgements"]
-
-_SEND_OF = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
 
 
 def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
@@ -60,7 +58,7 @@ def _known_at_sends(program: Program, rank: int, peer: int) -> dict[Action, int]
     known: dict[Action, int] = {}
     arrived = 0
     for act in (a for step in program.ranks[peer] for a in step.parts):
-        if act.op in (Op.SEND_F, Op.SEND_B):
+        if act.op in SENDS:
             known[act] = arrived
         for send, _ in _waits_for(act, program.placement):
             # Messages between two ranks arrive in order: one that is here says so of all before.
@@ -75,7 +73,7 @@ def _waits_for(act: Action, placement: Placement) -> list[tuple[Action, int]]:
         receive = RECEIVE_FOR.get((op, offset))
         other = placement.neighbour(act.stage, offset)
         if receive is not None and other is not None and not placement.same_rank(act.stage, other):
-            send = action(other, _SEND_OF[receive], act.microbatch)
+            send = action(other, SEND_OF[receive], act.microbatch)
             found.append((send, placement.rank_of(other)))
     return found
 

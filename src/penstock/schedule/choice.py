@@ -10,7 +10,7 @@ from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
 from penstock.schedule.words import number_of
 
-__all__ = ["choose_program", "copies_of"]
+__all__ = ["DEFAULT_MICROBATCHES", "choose_program", "copies_of"]
 
 DEFAULT_MICROBATCHES = 8
 

@@ -25,6 +25,8 @@ from penstock.schedule.rules import (
     IN_SEQUENCE,
     RECEIVE_FOR,
     REQUIRES,
+    SEND_OF,
+    SENDS,
     TRANSFERS,
     next_piece,
 )
@@ -38,7 +40,6 @@ Tables: TypeAlias = list[tuple[int, ...]]
 
 _OPS = tuple(Op)
 _INDEX = {op: index for index, op in enumerate(_OPS)}
-_SEND_OF = {receive: REQUIRES[receive][0][0] for receive in RECEIVE_FOR.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,13 @@ class Coding:
         """How many codes there are; every code lies below."""
         return len(_OPS) * self.placement.num_stages * self.num_microbatches
 
+    def key(self, op: Op, stage: int) -> int:
+        """The key of an op and a stage."""
+        return _INDEX[op] * self.placement.num_stages + stage
+
     def code(self, op: Op, stage: int, microbatch: int = 0) -> int:
         """The code of an action; operations on a whole stage take microbatch 0."""
-        key = _INDEX[op] * self.placement.num_stages + stage
-        return key * self.num_microbatches + microbatch
+        return self.key(op, stage) * self.num_microbatches + microbatch
 
     def passing(self) -> bytes:
         """For each code of one op's section, 1 where the microbatch goes through the stage."""
@@ -103,7 +107,7 @@ class Coding:
         exist, or it lies on the same rank.
         """
         for (_, offset), receive in RECEIVE_FOR.items():
-            send = _SEND_OF[receive]
+            send = SEND_OF[receive]
             if op is receive:
                 other_op, other = send, self.placement.neighbour(stage, offset)
             elif op is send:
@@ -116,7 +120,7 @@ class Coding:
 
     def send_of(self, receive: Op) -> Op:
         """The op of the send that ``receive`` meets."""
-        return _SEND_OF[receive]
+        return SEND_OF[receive]
 
     def needs(self, *, transfers: bool) -> Tables:
         """By key: what must be done before the action can start.
@@ -128,7 +132,7 @@ class Coding:
         tables: Tables = []
         for op, stage in self.entries():
             needed: list[tuple[Op, int]] = []
-            if op not in RECEIVE_FOR.values():
+            if op not in SEND_OF:
                 for wanted, offset in REQUIRES[op]:
                     other = self.placement.neighbour(stage, offset)
                     if other is not None:
@@ -136,7 +140,7 @@ class Coding:
                         sent = self.partner(receive, stage) if receive is not None else None
                         # A received value is there when it was sent; any other when it is made.
                         needed.append(sent or (wanted, other))
-            if op in _SEND_OF.values() and (posted := self.partner(op, stage)) is not None:
+            if op in SENDS and (posted := self.partner(op, stage)) is not None:
                 needed.append(posted)
             tables.append(tuple(self._distance(op, stage, *n) for n in needed))
         return tables
@@ -178,7 +182,7 @@ class Coding:
         tables: Tables = []
         for op, stage in self.entries():
             made = {op, *COVERS.get(op, ())}
-            sends = [_SEND_OF[r] for (value, _), r in RECEIVE_FOR.items() if value in made]
+            sends = [SEND_OF[r] for (value, _), r in RECEIVE_FOR.items() if value in made]
             remote = [s for s in sends if self.partner(s, stage) is not None]
             tables.append(tuple(self._distance(op, stage, s, stage) for s in remote))
         return tables

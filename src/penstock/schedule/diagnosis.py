@@ -16,7 +16,7 @@ from penstock.schedule.coding import Coding
 from penstock.schedule.encoding import fault_of
 from penstock.schedule.play import Player
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
+from penstock.schedule.rules import COMPUTE, COVERS, SEND_OF, TRANSFERS, prerequisites
 from penstock.schedule.words import number_of
 
 __all__ = [
@@ -117,7 +117,7 @@ def count_problems(program: Program) -> list[Problem]:
 
 def _compute_problems(program: Program, places: dict[Action, Place]) -> Iterator[Problem]:
     backwards = (Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
-    has_backward = any(act.op in backwards for act in places)
+    has_backward = program.has_backward
     for stage in range(program.num_stages):
         for microbatch in range(program.num_microbatches):
             if not program.placement.passes(microbatch, stage):
@@ -212,7 +212,7 @@ def stuck_problems(program: Program, player: Player, coding: Coding) -> list[Pro
             continue
         wanted, (other, there) = providers[coding.action(awaited)]
         reached = player.positions[other]
-        verb = "post" if wanted.op in (Op.RECV_F, Op.RECV_B) else "do"
+        verb = "post" if wanted.op in SEND_OF else "do"
         message = (
             f"deadlock: waits for rank {other} to {verb} {wanted} (its step {there}), and "
             f"rank {other} is stuck at step {reached} ({program.ranks[other][reached]})"

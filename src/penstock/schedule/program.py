@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, Overlap, Step
+from penstock.schedule.action import Action, Overlap, Step
 from penstock.schedule.placement import Placement
+from penstock.schedule.rules import BACKWARDS, SENDS
 
 __all__ = ["Program", "CheckedProgram", "refuse_no_program"]
 
@@ -62,7 +63,12 @@ class Program:
         """Whether the program spells out its sends and receives."""
         # Blocks hold computations only; taking none apart makes this several times faster.
         ops = {s.op for steps in self.ranks for s in steps if isinstance(s, Action)}
-        return Op.SEND_F in ops or Op.SEND_B in ops
+        return not SENDS.isdisjoint(ops)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the program computes gradients."""
+        return any(act.op in BACKWARDS for act in self.actions())
 
     def with_ranks(self, ranks: tuple[tuple[Step, ...], ...]) -> Program:
         """The same schedule with other steps; to be checked anew."""

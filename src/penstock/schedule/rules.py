@@ -30,13 +30,18 @@ from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 
 __all__ = [
+    "BACKWARDS",
     "COMPUTE",
     "COPIES",
     "COVERS",
+    "INPUT_GRADS",
     "IN_SEQUENCE",
     "RECEIVE_FOR",
     "REQUIRES",
+    "SENDS",
+    "SEND_OF",
     "TRANSFERS",
+    "WEIGHT_GRADS",
     "next_piece",
     "prerequisites",
 ]
@@ -44,6 +49,10 @@ __all__ = [
 COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.RECOMPUTE})
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
+# What computes input gradients, weight gradients, either.
+INPUT_GRADS = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD})
+WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
+BACKWARDS = INPUT_GRADS | WEIGHT_GRADS
 
 # op → (required op, stage offset), for the same microbatch. A full backward fulfils what asks
 # for an input gradient or a weight gradient (COVERS). A requirement on a stage that does not
@@ -80,6 +89,10 @@ RECEIVE_FOR: dict[tuple[Op, int], Op] = {
     (Op.FORWARD, -1): Op.RECV_F,
     (Op.INPUT_GRAD, +1): Op.RECV_B,
 }
+
+# receive → the send that it meets.
+SEND_OF: dict[Op, Op] = {receive: REQUIRES[receive][0][0] for receive in RECEIVE_FOR.values()}
+SENDS = frozenset(SEND_OF.values())
 
 
 def next_piece(microbatch: int, offset: int, num_splits: int) -> int | None:

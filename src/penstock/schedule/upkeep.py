@@ -8,11 +8,10 @@ from __future__ import annotations
 from penstock.schedule.action import Op, Step
 from penstock.schedule.diagnosis import Problem
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, WEIGHT_GRADS
 
-__all__ = ["keeping_problems", "reduction_problems", "sharding_problems"]
+__all__ = ["keeping_problems", "last_steps", "reduction_problems", "sharding_problems"]
 
-_WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 # op → the state in which it needs what F keeps, and the state that it leaves.
 _KEEPING = {
     Op.FORWARD: ("not made yet", "kept"),
@@ -85,7 +84,8 @@ def reduction_problems(program: Program) -> list[Problem]:
     found: list[Problem] = []
     for rank, steps in enumerate(program.ranks):
         stages = program.placement.stages_of(rank)
-        made, reduced = _last(steps, _WEIGHT_GRADS, stages), _last(steps, _REDUCTION, stages)
+        made = last_steps(steps, WEIGHT_GRADS, len(stages))
+        reduced = last_steps(steps, _REDUCTION, len(stages))
         for stage in stages:
             text = f"{stage}REDUCE_GRAD"
             step = reduced.get(stage)
@@ -104,13 +104,13 @@ def reduction_problems(program: Program) -> list[Problem]:
     return found
 
 
-def _last(steps: tuple[Step, ...], ops: frozenset[Op], stages: tuple[int, ...]) -> dict[int, int]:
-    """For each stage the index of the last step with one of ``ops``, where there is one."""
+def last_steps(steps: tuple[Step, ...], ops: frozenset[Op], num_stages: int) -> dict[int, int]:
+    """For each stage of a rank the index of the last step with one of ``ops``, if there is one."""
     last: dict[int, int] = {}
     for index in range(len(steps) - 1, -1, -1):
         for act in steps[index].parts:
             if act.op in ops:
                 last.setdefault(act.stage, index)
-        if len(last) == len(stages):
+        if len(last) == num_stages:
             break
     return last

@@ -157,15 +157,9 @@ class Known:
         result = simulate(program, problem.costs)
         # The proof takes about as long, and the machine may have got slower by then.
         self.closing_s = max(self.closing_s, 3 * (time.monotonic() - began))
-        return self._keep(problem, result, peak, method)
+        return self.note_simulated(problem, result, peak, method)
 
-    def note_relieved(
-        self, problem: Problem, result: Simulation, peak: float, method: str
-    ) -> Found:
-        """Keep a program that recomputes or offloads, and has been simulated."""
-        return self._keep(problem, result, peak, method, is_relieved=True)
-
-    def _keep(
+    def note_simulated(
         self,
         problem: Problem,
         result: Simulation,
@@ -174,6 +168,7 @@ class Known:
         *,
         is_relieved: bool = False,
     ) -> Found:
+        """Keep a program that has been simulated."""
         found = Found(
             placement=problem.placement,
             program=result.program,

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
 from penstock.schedule.catalog import build, schedules
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.search.blocks import Knobs, legs
 from penstock.search.budget import Budget
 from penstock.search.exact import Exact, improve
@@ -325,4 +324,4 @@ def _solves(program: Program, problem: Problem) -> bool:
     if program.num_microbatches != problem.num_microbatches:
         return False
     ops = {act.op for act in program.actions()}
-    return ops <= COMPUTE and bool(ops & {Op.FULL_BACKWARD, Op.INPUT_GRAD})
+    return ops <= COMPUTE and bool(ops & INPUT_GRADS)

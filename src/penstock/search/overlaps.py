@@ -14,6 +14,7 @@ from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.check import problems
 from penstock.schedule.passes.merge_backward import merge_backward
 from penstock.schedule.program import Program
+from penstock.schedule.rules import INPUT_GRADS
 from penstock.search.known import Known
 from penstock.search.problem import Problem
 
@@ -21,7 +22,6 @@ __all__ = ["overlap", "overlapped"]
 
 # How many programs of each placement are tried.
 _TRIED = 16
-_BACKWARDS = (Op.INPUT_GRAD, Op.FULL_BACKWARD)
 
 
 def overlap(known: Known) -> None:
@@ -54,12 +54,12 @@ def overlapped(problem: Problem, program: Program) -> Program | None:
     if problem.costs.overlap is None:
         return None
     lengths = problem.costs.per_stage("overlap", num_stages=size)
-    durations = {op: problem.costs.of(op, num_stages=size) for op in (Op.FORWARD, *_BACKWARDS)}
+    durations = {op: problem.costs.of(op, num_stages=size) for op in (Op.FORWARD, *INPUT_GRADS)}
 
     def gains(backward: Step, forward: Step) -> bool:
         if not (isinstance(backward, Action) and isinstance(forward, Action)):
             return False
-        if backward.op not in _BACKWARDS or forward.op is not Op.FORWARD:
+        if backward.op not in INPUT_GRADS or forward.op is not Op.FORWARD:
             return False
         apart = durations[forward.op][forward.stage] + durations[backward.op][backward.stage]
         return lengths[forward.stage] < apart

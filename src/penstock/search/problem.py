@@ -109,20 +109,15 @@ class Problem:
     @cached_property
     def needs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         """For each kind, the kinds that it needs of its microbatch, and how long they travel."""
-        stages = self.placement.num_stages
-
-        def travel(producer: int, stage: int) -> float:
-            if self.placement.same_rank(producer, stage):
-                return 0.0
-            latency = self.costs.latency_between(producer, stage, num_stages=stages)
-            return latency + self.costs.transfer(producer, stage, num_stages=stages)
-
         found = []
         for kind in range(self.num_kinds):
             op, stage = self.op_and_stage(kind)
             required = prerequisites(action(stage, op, 0), self.placement)
             found.append(
-                tuple((self.kind(p.op, p.stage), travel(p.stage, stage)) for p in required)
+                tuple(
+                    (self.kind(p.op, p.stage), self.costs.travel(p.stage, stage, self.placement))
+                    for p in required
+                )
             )
         return tuple(found)
 

@@ -150,7 +150,7 @@ def _relieve(known: Known, problem: Problem, base: Program, relief: Relief, meth
         if not full:
             if chosen:
                 method = f"{relief.name}, after {method}"
-                known.note_relieved(problem, result, float(max(peaks)), method)
+                known.note_simulated(problem, result, float(max(peaks)), method, is_relieved=True)
             return
         more = [left[rank].pop(0) for rank in full if left[rank]]
         if not more:

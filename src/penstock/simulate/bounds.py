@@ -283,16 +283,17 @@ def _rounds(stages: Sequence[StageChain], limit: float) -> float:
         if smallest <= 0:
             continue
         # Places are as large as the smallest; what is held between I and W may be smaller still.
-        places = _whole(limit / smallest)
+        places = max(1, _whole(limit / smallest))
         life = min(
             stage.turn
             + (stage.input_grad if stage.held_for_weights < stage.held else stage.backward)
             for stage in chosen
         )
         count = sum(stage.count for stage in chosen)
-        rounds, rest = divmod(count - 1, max(1, places))
+        rounds, rest = divmod(count - 1, places)
         forward = min(stage.forward for stage in chosen)
-        longest = max(longest, (rounds + 1) * life + rest * forward)
+        # A round lasts as long as the forwards that it takes, too.
+        longest = max(longest, rounds * max(life, places * forward) + rest * forward + life)
     return longest
 
 

@@ -66,10 +66,7 @@ def chains(
     stages = _stages(costs, placement, microbatches)
 
     def hop(stage: int, other: int) -> float:
-        if placement.same_rank(stage, other):
-            return 0.0
-        latency = costs.latency_between(stage, other, num_stages=size)
-        return latency + costs.transfer(stage, other, num_stages=size)
+        return costs.travel(stage, other, placement)
 
     for number, stage in enumerate(stages):
         ahead = placement.neighbour(number, -1)

@@ -28,16 +28,13 @@ from typing import TypeVar
 
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COPIES, RECEIVE_FOR
+from penstock.schedule.rules import COMPUTE, COPIES, INPUT_GRADS, RECEIVE_FOR
 from penstock.simulate.costs import Costs
 from penstock.simulate.tables import Entry, Tables
 
 __all__ = ["add_copies", "add_jitter", "add_messages", "per_action"]
 
-_OPS = tuple(Op)
-_NUMBER = {op: number for number, op in enumerate(_OPS)}
 _COPIES = (Op.OFFLOAD, Op.RELOAD)
-_TAKES_BACK = frozenset({Op.INPUT_GRAD, Op.FULL_BACKWARD})
 _T = TypeVar("_T")
 
 
@@ -92,10 +89,11 @@ def _with_rows_of_messages(
             rank that it goes to.
     """
     size, width, placement = tables.num_stages, tables.width, program.placement
+    key = tables.coding.key
     first = len(tables.durations)
     needs, durations = list(tables.needs), [0.0] * size
     for stage in range(size):
-        row, message = _row(op, stage, size), first + stage
+        row, message = key(op, stage), first + stage
         other = placement.neighbour(stage, offset)
         needs.append((((row - message) * width, 0.0),))
         if other is None or placement.same_rank(stage, other):
@@ -104,8 +102,8 @@ def _with_rows_of_messages(
         latency = costs.latency_between(stage, other, num_stages=size)
         feeds[row] = message, placement.rank_of(other)
         if op is Op.INPUT_GRAD:
-            feeds[_row(Op.FULL_BACKWARD, stage, size)] = feeds[row]
-        for user in (_row(taker, other, size) for taker in _takers(op)):
+            feeds[key(Op.FULL_BACKWARD, stage)] = feeds[row]
+        for user in (key(taker, other) for taker in _takers(op)):
             needs[user] = tuple(
                 ((message - user) * width, latency)
                 if user + distance // width == row
@@ -136,7 +134,7 @@ def add_copies(tables: Tables, program: Program, costs: Costs) -> Tables:
         return (before - row) * width, 0.0
 
     stages = range(size)
-    begins = [[_row(op, stage, size) for stage in stages] for op in _COPIES]
+    begins = [[tables.coding.key(op, stage) for stage in stages] for op in _COPIES]
     needs = [
         *[(after(out[s], begins[0][s]),) for s in stages],
         # A copy back waits for its copy out as well: they have channels of their own.
@@ -163,7 +161,7 @@ def _entries_with_copies(
         back: likewise, of its copies back.
         ready: likewise, of steps that wait for a copy back.
     """
-    size, width = tables.num_stages, tables.width
+    width = tables.width
     reloaded = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RELOAD}
     ranks: list[list[Entry]] = []
     channels: list[list[Entry]] = []
@@ -174,12 +172,12 @@ def _entries_with_copies(
         for entry in entries:
             for slot in (entry,) if isinstance(entry, int) else entry:
                 row, microbatch = divmod(slot, width)
-                op, stage = _OPS[row // size], row % size
+                op, stage = tables.coding.op_and_stage(row)
                 if op is Op.OFFLOAD:
                     outwards.append(out[stage] * width + microbatch)
                 elif op is Op.RELOAD:
                     backwards.append(back[stage] * width + microbatch)
-                elif op in _TAKES_BACK and (stage, microbatch) in reloaded:
+                elif op in INPUT_GRADS and (stage, microbatch) in reloaded:
                     steps.append(ready[stage] * width + microbatch)
             steps.append(entry)
         ranks.append(steps)
@@ -199,11 +197,10 @@ def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
         Tables with a row for each action.
     """
     width, random = tables.width, Random(seed).random
-    computing = {_NUMBER[op] for op in COMPUTE}
-
+    computing = {row for row, (op, _) in enumerate(tables.coding.entries()) if op in COMPUTE}
     # Rows after those of the ops are messages and copies, which keep their time.
     durations = tuple(
-        cost * (1 + jitter * random()) if row // tables.num_stages in computing else cost
+        cost * (1 + jitter * random()) if row in computing else cost
         for row, cost in enumerate(tables.durations)
         for _ in range(width)
     )
@@ -240,10 +237,6 @@ def per_action(tables: Tables) -> Tables:
             for m in range(width)
         },
     )
-
-
-def _row(op: Op, stage: int, num_stages: int) -> int:
-    return _NUMBER[op] * num_stages + stage
 
 
 def _with_rows(
@@ -296,14 +289,14 @@ def _entries(
 
 def _with_slow_sends(tables: Tables, program: Program, costs: Costs) -> Tables:
     """Sends that are steps of their rank take the transfer's time; its receive, the latency."""
-    size, placement = tables.num_stages, program.placement
+    size, placement, key = tables.num_stages, program.placement, tables.coding.key
     needs, durations = list(tables.needs), list(tables.durations)
     for receive, send, offset in ((Op.RECV_F, Op.SEND_F, -1), (Op.RECV_B, Op.SEND_B, +1)):
         for stage in range(size):
-            row, source = _NUMBER[receive] * size + stage, placement.neighbour(stage, offset)
+            row, source = key(receive, stage), placement.neighbour(stage, offset)
             if source is not None:
                 latency = costs.latency_between(source, stage, num_stages=size)
                 needs[row] = tuple((distance, latency) for distance, _ in needs[row])
                 sending = costs.transfer(source, stage, num_stages=size)
-                durations[_NUMBER[send] * size + source] = sending
+                durations[key(send, source)] = sending
     return replace(tables, needs=tuple(needs), durations=tuple(durations))

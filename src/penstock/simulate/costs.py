@@ -198,6 +198,13 @@ class Costs:
         size = self.per_stage("message_bytes", num_stages=num_stages)[min(stage, to_stage)]
         return size / self._between("bandwidth", stage, to_stage, num_stages, others=math.inf)
 
+    def travel(self, stage: int, to_stage: int, placement: Placement) -> float:
+        """How long a result takes from ``stage`` to a neighbour: no time on one rank."""
+        if placement.same_rank(stage, to_stage):
+            return 0.0
+        latency = self.latency_between(stage, to_stage, num_stages=placement.num_stages)
+        return latency + self.transfer(stage, to_stage, num_stages=placement.num_stages)
+
     def _between(
         self, name: str, stage: int, to_stage: int, num_stages: int, *, others: float
     ) -> float:

@@ -194,7 +194,7 @@ class _Engine:
     def settle(self, slot: int, end: float) -> None:
         """Note the time of a result, and wake who waits for it."""
         if self.done[slot] is not None:
-            if slot < self.tables.num_actions:
+            if slot < self.tables.coding.size:
                 raise self.doubled(slot)
             return  # a message or a copy: what makes it comes twice, and is told of then
         self.done[slot] = end
@@ -215,7 +215,7 @@ class _Engine:
 
     def doubled(self, slot: int) -> ScheduleError:
         """The error for what is done a second time."""
-        act = self.tables.action_of(slot)
+        act = self.tables.coding.action(slot)
         where = Where(stage=act.stage, microbatch=act.microbatch, action=str(act))
         return ScheduleError("done twice in the program; take one of the two out", where=where)
 
@@ -233,15 +233,15 @@ class _Engine:
                 place, steps = self.position[rank], tables.entries[rank]
                 entry = steps[place]
                 slots = (entry,) if isinstance(entry, int) else entry
-                at = ";".join(str(tables.action_of(slot)) for slot in slots)
+                at = ";".join(str(tables.coding.action(slot)) for slot in slots)
                 waits.append(
                     f"rank {rank}, step {place} of {len(steps)} ({at}) waits for "
-                    f"{tables.action_of(missing)}, which {why}"
+                    f"{tables.coding.action(missing)}, which {why}"
                 )
         for missing, (receive, rank, _) in self.posted.items():
             waits.append(
-                f"rank {rank} ({tables.action_of(receive)}) waits for "
-                f"{tables.action_of(missing)}, to which its rank does not come"
+                f"rank {rank} ({tables.coding.action(receive)}) waits for "
+                f"{tables.coding.action(missing)}, to which its rank does not come"
             )
         return ScheduleError("the program can't go on:\n  " + "\n  ".join(sorted(waits)))
 
@@ -280,12 +280,11 @@ class _Engine:
                 if row in tables.shown_as:
                     aside[tables.shown_as[row] * tables.width + microbatch] = start, end
         if tables.extra_steps:
+            num_actions = tables.coding.size
             for rank in range(program.num_ranks):
                 entries = tables.entries[rank]
                 slots = [s for e in entries for s in ((e,) if isinstance(e, int) else e)]
                 times = zip(slots, starts[rank], ends[rank], strict=True)
-                kept = [
-                    aside.get(slot, (a, b)) for slot, a, b in times if slot < tables.num_actions
-                ]
+                kept = [aside.get(slot, (a, b)) for slot, a, b in times if slot < num_actions]
                 starts[rank], ends[rank] = [a for a, _ in kept], [b for _, b in kept]
         return tuple(map(tuple, starts)), tuple(map(tuple, ends))

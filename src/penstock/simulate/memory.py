@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from penstock.schedule.action import Op, Step
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, WEIGHT_GRADS
 from penstock.simulate.costs import Costs
 
 __all__ = ["Curve", "memory_curves", "peak_in_flight"]
@@ -24,9 +24,7 @@ __all__ = ["Curve", "memory_curves", "peak_in_flight"]
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """Points (time, amount): from each time on that amount is held, until the next."""
 
-_RELEASES = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 _TAKES = frozenset({Op.RECOMPUTE, Op.RELOAD})
-_BACKWARD = _RELEASES | {Op.INPUT_GRAD}
 
 
 def peak_in_flight(program: Program) -> tuple[int, ...]:
@@ -49,7 +47,7 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
         >>> peak_in_flight(build("1f1b", ranks=4, microbatches=8))
         (4, 3, 2, 1)
     """
-    if not any(a.op in _BACKWARD for a in program.actions()):
+    if not program.has_backward:
         return tuple(int(bool(steps)) for steps in program.ranks)
     return tuple(_peak(program, rank) for rank in range(program.num_ranks))
 
@@ -68,7 +66,7 @@ def _peak(program: Program, rank: int) -> int:
                 released += (part.stage, part.microbatch) in dropped
             elif part.op in _TAKES:
                 held += 1
-            elif part.op in _RELEASES:
+            elif part.op in WEIGHT_GRADS:
                 released += 1
             elif part.op is Op.OFFLOAD:
                 leaving += 1
@@ -125,9 +123,9 @@ class _Sizes:
         size = program.num_stages
         self.before, self.after = costs.held(num_stages=size)
         self.kept = costs.per_stage("recompute_bytes", num_stages=size)
-        acts = [*program.actions()]
-        self.backward = any(act.op in _BACKWARD for act in acts)
-        self.remade = {(a.stage, a.microbatch) for a in acts if a.op is Op.RECOMPUTE}
+        self.backward = program.has_backward
+        remade = (act for act in program.actions() if act.op is Op.RECOMPUTE)
+        self.remade = {(act.stage, act.microbatch) for act in remade}
 
     def changes_of(self, step: Step) -> tuple[float, float]:
         """What a step takes when it starts, and what it frees when it ends."""

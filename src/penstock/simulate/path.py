@@ -191,8 +191,6 @@ class Waits:
         holder, index = self._places[needed]
         end = self._ends[holder][self._firsts[holder][index + 1] - 1]
         if holder != rank:
-            size = self._program.num_stages
-            end += self._costs.latency_between(needed.stage, stage, num_stages=size)
-            end += self._costs.transfer(needed.stage, stage, num_stages=size)
+            end += self._costs.travel(needed.stage, stage, self._program.placement)
         # What the rank itself has made was there when the rank was free.
         return holder != rank or needed.op in _ASIDE, end

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule.coding import Coding
 from penstock.schedule.program import Program
 from penstock.simulate.channels import per_action
 from penstock.simulate.tables import Tables
@@ -32,15 +31,10 @@ def join_pieces(tables: Tables, program: Program) -> Tables:
         return tables
     if tables.width > 1:
         tables = per_action(tables)
-    coding = Coding(
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        num_splits=program.num_splits,
-    )
     needs = list(tables.needs)
     row, joined = -1, needs[0]
     # An action's slot is its code; those of one stage that do the same need the same.
-    for code, other in coding.needs_in_sequence().items():
+    for code, other in tables.coding.needs_in_sequence().items():
         if code // program.num_microbatches != row:
             row, joined = code // program.num_microbatches, (*needs[code], (other - code, 0.0))
         needs[code] = joined

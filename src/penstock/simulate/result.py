@@ -10,7 +10,6 @@ from functools import cached_property
 
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE
 from penstock.simulate.bounds import LowerBounds, lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.memory import Curve, memory_curves, peak_in_flight
@@ -18,8 +17,6 @@ from penstock.simulate.path import Waits
 from penstock.trace import Span, Trace
 
 __all__ = ["Simulation"]
-
-_BACKWARD = COMPUTE - {Op.FORWARD}
 
 
 # Not slotted: the cached figures live in the instance's dictionary.
@@ -115,7 +112,7 @@ class Simulation:
             ranks=self.program.num_ranks,
             microbatches=self.program.num_microbatches,
             placement=self.program.placement,
-            backward=any(a.op in _BACKWARD for a in self.program.actions()),
+            backward=self.program.has_backward,
         )
 
     @cached_property

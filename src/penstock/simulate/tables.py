@@ -1,7 +1,7 @@
 """A program and its costs as integers, for the engine's loop: rules are read once, not per action.
 
-    row    op x stage                  what all microbatches of an (op, stage) have in common
-    slot   row x microbatches + microbatch      one action
+    row    a key of ``Coding``      what all microbatches of an (op, stage) have in common
+    slot   its code                 one action
 
 A prerequisite is the same microbatch of another row, so from an action's slot it lies at a fixed
 offset that belongs to the row. What costs ask for beyond that, such as messages that follow each
@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, action
+from penstock.schedule.coding import WHOLE_STAGE, Coding
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COPIES, COVERS, TRANSFERS, prerequisites
+from penstock.schedule.rules import COMPUTE, COVERS, SENDS, prerequisites
 from penstock.simulate.costs import Costs
 
 __all__ = ["Entry", "Tables", "tabulate"]
@@ -28,18 +29,14 @@ Entry: TypeAlias = int | tuple[int, ...]
 _Firsts: TypeAlias = Mapping[tuple[Op, int], int]
 """For each row, in their order, its first slot."""
 
-_OPS = tuple(Op)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
     """What the engine asks of a program; all but ``entries`` is per row.
 
     Args:
-        num_microbatches: microbatches per step.
-        num_stages: number of stages.
+        coding: numbers the slots that are actions; those from there on are messages and copies.
         width: slots of one row: as many as microbatches, or one where each has its own costs.
-        num_actions: number of slots that are actions; those from there on are messages and copies.
         entries: for each rank, its steps; then for each channel beside the ranks, its own.
         needs: the offset of each prerequisite, and the delay from its end until its result is
             there.
@@ -52,10 +49,8 @@ class Tables:
         shown_as: rows beside the ranks whose times are those of an action: the action's row.
     """
 
-    num_microbatches: int
-    num_stages: int
+    coding: Coding
     width: int
-    num_actions: int
     entries: tuple[list[Entry], ...]
     needs: tuple[tuple[tuple[int, float], ...], ...]
     fulfils: tuple[tuple[int, ...], ...]
@@ -67,16 +62,14 @@ class Tables:
     shown_as: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.coding.placement.num_stages
+
+    @property
     def num_slots(self) -> int:
         """Number of slots in all."""
         return len(self.durations) * self.width
-
-    def action_of(self, slot: int) -> Action:
-        """The action of a slot, for messages to people."""
-        key, microbatch = divmod(slot, self.num_microbatches)
-        number, stage = divmod(key, self.num_stages)
-        op = _OPS[number]
-        return action(stage, op, microbatch if op in COMPUTE | TRANSFERS | COPIES else None)
 
 
 def tabulate(program: Program, costs: Costs) -> Tables:
@@ -89,30 +82,33 @@ def tabulate(program: Program, costs: Costs) -> Tables:
     Raises:
         ScheduleError: costs for another number of stages, or for edges that the program lacks.
     """
+    coding = Coding(
+        placement=program.placement,
+        num_microbatches=program.num_microbatches,
+        num_splits=program.num_splits,
+    )
     num_stages, width = program.num_stages, program.num_microbatches
     costs.refuse_misfits(program.placement)
     ops = {s.op for steps in program.ranks for s in steps if isinstance(s, Action)}
-    rows = [(op, stage) for op in _OPS for stage in range(num_stages)]
+    rows = list(coding.entries())
     first = {row: number * width for number, row in enumerate(rows)}
     overlap: tuple[float | None, ...] = (None,) * num_stages
     if costs.overlap is not None:
         overlap = costs.per_stage("overlap", num_stages=num_stages)
     return Tables(
-        num_microbatches=width,
-        num_stages=num_stages,
+        coding=coding,
         width=width,
-        num_actions=len(rows) * width,
         entries=_entries(program, first),
         # Blocks hold computations only, so that steps of one action tell whether there are sends.
-        needs=_needs(program, costs, first, transfers=bool(ops & {Op.SEND_F, Op.SEND_B})),
+        needs=_needs(program, costs, first, transfers=bool(ops & SENDS)),
         fulfils=tuple(
             tuple(first[each, stage] - first[op, stage] for each in (op, *COVERS.get(op, ())))
-            if op in COMPUTE | TRANSFERS | COPIES
+            if op not in WHOLE_STAGE
             else ()
             for op, stage in rows
         ),
-        durations=tuple(cost for op in _OPS for cost in costs.of(op, num_stages=num_stages)),
-        overlaps=overlap * len(_OPS),
+        durations=tuple(cost for op in Op for cost in costs.of(op, num_stages=num_stages)),
+        overlaps=overlap * len(Op),
         receives=tuple(op is Op.RECV_F or op is Op.RECV_B for op, _ in rows),
         computes_only=ops <= COMPUTE,
     )
@@ -121,7 +117,7 @@ def tabulate(program: Program, costs: Costs) -> Tables:
 def _entries(program: Program, first: _Firsts) -> tuple[list[Entry], ...]:
     """The ranks' steps as slots."""
     # Two lookups of one key each: hashing a pair per action would cost more.
-    by_op = {op: [first[op, stage] for stage in range(program.num_stages)] for op in _OPS}
+    by_op = {op: [first[op, stage] for stage in range(program.num_stages)] for op in Op}
     return tuple(
         [
             by_op[step.op][step.stage] + (step.microbatch or 0)
@@ -137,20 +133,13 @@ def _needs(
     program: Program, costs: Costs, first: _Firsts, *, transfers: bool
 ) -> tuple[tuple[tuple[int, float], ...], ...]:
     """For each row, how far off what it needs is, and how long that travels."""
-    placement, num_stages = program.placement, program.num_stages
-
-    def delay(stage: int, source: int) -> float:
-        if placement.same_rank(stage, source):
-            return 0.0
-        latency = costs.latency_between(source, stage, num_stages=num_stages)
-        return latency + costs.transfer(source, stage, num_stages=num_stages)
-
-    needs = []
+    placement, needs = program.placement, []
     for op, stage in first:
         required = prerequisites(action(stage, op, 0), placement, transfers=transfers)
         needs.append(
             tuple(
-                (first[p.op, p.stage] - first[op, stage], delay(stage, p.stage)) for p in required
+                (first[p.op, p.stage] - first[op, stage], costs.travel(p.stage, stage, placement))
+                for p in required
             )
         )
     return tuple(needs)

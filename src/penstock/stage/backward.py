@@ -23,7 +23,6 @@ Functions and results are those that users of torch.distributed.pipelining know.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -40,7 +39,7 @@ from penstock.stage.reverse_graph import (
     meeting_points,
     reverse_closure,
 )
-from penstock.stage.torch_private import run_backward
+from penstock.stage.torch_private import run_backward, without_hooks
 
 __all__ = [
     "construct_reverse_graph",
@@ -188,7 +187,7 @@ def run_input_pass(
         for index, node in enumerate(group["intermediates"]):
             handles.append(node.register_prehook(notes(group["grads"], index)))
     try:
-        with hooks_held(owners.values()):
+        with without_hooks(*owners.values()):
             grads = torch.autograd.grad(
                 [out for out, _ in pairs],
                 targets,
@@ -213,22 +212,6 @@ def notes(grads: list[Any], index: int) -> Any:
     return note
 
 
-@contextmanager
-def hooks_held(weights: Iterable[Parameter]) -> Iterator[None]:
-    """Keep the tensor hooks of ``weights`` from running: theirs is the sum, when it is there."""
-    held: list[tuple[Any, dict[Any, Any]]] = []
-    for weight in weights:
-        hooks: Any = weight._backward_hooks
-        if hooks:
-            held.append((hooks, dict(hooks)))
-            hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, saved in held:
-            hooks.update(saved)
-
-
 def stage_backward_weight(
     weights: Iterable[Parameter], param_groups: list[Group], retain_graph: bool = False
 ) -> Grads:
@@ -248,7 +231,7 @@ def stage_backward_weight(
     weights = list(weights)
     owners = {get_gradient_edge(w).node: w for w in weights if w.requires_grad}
     sums: dict[Node, Tensor] = {}
-    with hooks_held(owners.values()):
+    with without_hooks(*owners.values()):
         for group in param_groups:
             if "intermediates" not in group:
                 raise StageError(

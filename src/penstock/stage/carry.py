@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import StageError
 from penstock.stage.tensor_meta import plain_tag
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, unflatten
 from penstock.stage.wrappers import unwrapped
 
 __all__ = ["Carry", "takes_state"]
@@ -94,8 +93,7 @@ class Carry:
                     f"the state holds a {type(value).__qualname__}, expected tensors, numbers, "
                     "strings, None and containers of these"
                 )
-        handed: Any = optree.tree_unflatten(tree, values)
-        self._handed[piece] = _Handed(handed, leaves, edges)
+        self._handed[piece] = _Handed(unflatten(tree, values), leaves, edges)
         return output
 
     def join(

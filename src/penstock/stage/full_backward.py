@@ -55,14 +55,12 @@ def stage_backward(
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
     except Exception as error:
         raise failed("backward", pairs, input_values) from error
-    found: list[Tensor | None] = []
-    for value in input_values:
-        leaf = value if isinstance(value, Tensor) and value.is_leaf else None
-        found.append(None if leaf is None else leaf.grad)
-    for value in input_values:
-        if isinstance(value, Tensor) and value.is_leaf:
-            value.grad = None  # it travels on; whoever sends it alone decides how long it lives
-    return tuple(found)
+    leaves = [v if isinstance(v, Tensor) and v.is_leaf else None for v in input_values]
+    found = tuple(None if leaf is None else leaf.grad for leaf in leaves)
+    for leaf in leaves:
+        if leaf is not None:
+            leaf.grad = None  # it travels on; whoever sends it alone decides how long it lives
+    return found
 
 
 def paired(output: Any, grad: Any) -> Iterator[tuple[Tensor, Tensor]]:

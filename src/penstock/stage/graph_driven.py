@@ -10,6 +10,7 @@ Whoever calls them keeps the graph in between; data-parallel wrappers reduce not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -119,7 +120,7 @@ class GraphDrivenStage(ExchangingStage):
 
     def _no_sync(self) -> Any:
         no_sync = getattr(self.submod, "no_sync", None)
-        return no_sync() if no_sync is not None else _NOTHING
+        return no_sync() if no_sync is not None else nullcontext()
 
 
 def _taken(backward_type: str, bwd_kwargs: dict[str, Any], name: str) -> Any:
@@ -129,14 +130,3 @@ def _taken(backward_type: str, bwd_kwargs: dict[str, Any], name: str) -> Any:
             f"{sorted(bwd_kwargs)}"
         )
     return bwd_kwargs[name]
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from penstock.stage.boundary import describe, static_spec
 from penstock.stage.graph_driven import GraphDrivenStage
 from penstock.stage.replica_step import ReplicaStep
 from penstock.stage.slots import Phase, Slot
-from penstock.stage.trees import flatten
+from penstock.stage.trees import map_tensors
 from penstock.torch_names import OF_STAGE, no_attribute
 
 __all__ = ["PipelineStage"]
@@ -232,7 +231,7 @@ class PipelineStage(GraphDrivenStage):
         if loss is None:
             raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
         slot.roots = (get_gradient_edge(loss),)
-        slot.output = _without_graph(slot.output)
+        slot.output = map_tensors(Tensor.detach, slot.output)
         return (torch.ones_like(loss),)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -296,9 +295,3 @@ class PipelineStage(GraphDrivenStage):
 
         def __getattr__(self, name: str) -> None:
             raise no_attribute(self, name, OF_STAGE)
-
-
-def _without_graph(output: Any) -> Any:
-    leaves, tree = flatten(output)
-    bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return optree.tree_unflatten(tree, bare)

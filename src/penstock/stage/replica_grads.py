@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["BUCKET_BYTES", "Bucket", "Reduce", "average_grads"]
+__all__ = ["BUCKET_BYTES", "Bucket", "Reduce", "average_grads", "filled"]
 
+T = TypeVar("T")
 # As large as DDP's are by default.
 BUCKET_BYTES = 25 << 20
 
@@ -107,9 +107,9 @@ def average_grads(
     has_grad = _have_grads(whole, group)
     begin = reduce or (lambda bucket: _all_reduce(bucket, group))
     on_their_way: deque[tuple[Bucket, torch.futures.Future[Any]]] = deque()
-    filled = list(_filled(whole, bucket_bytes))
-    for number, alike in enumerate(filled):
-        bucket = Bucket(number, alike, is_last=number == len(filled) - 1)
+    buckets = list(_bucketed(whole, bucket_bytes))
+    for number, alike in enumerate(buckets):
+        bucket = Bucket(number, alike, is_last=number == len(buckets) - 1)
         on_their_way.append((bucket, begin(bucket)))
         if len(on_their_way) == 2:
             _take(*on_their_way.popleft(), has_grad)
@@ -130,19 +130,32 @@ def _have_grads(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Set
     return {param for param, count in zip(params, counts.tolist(), strict=True) if count}
 
 
-def _filled(params: Iterable[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+def _bucketed(params: Iterable[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Parameters whose gradients go together."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for param in params:
         kinds.setdefault((param.dtype, param.device), []).append(param)
     for alike in kinds.values():
-        begins, held = [0], 0
-        for i, param in enumerate(alike):
-            if held and held + param.nbytes > bucket_bytes:
-                begins.append(i)
-                held = 0
-            held += param.nbytes
-        yield from (alike[i:j] for i, j in pairwise([*begins, len(alike)]))
+        yield from filled(alike, lambda param: param.nbytes, bucket_bytes)
+
+
+def filled(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items that follow each other, in lists of no more than so much in all; or of one item.
+
+    Example:
+        >>> list(filled([3, 4, 9, 1], int, 8))
+        [[3, 4], [9], [1]]
+    """
+    together: list[T] = []
+    held = 0
+    for item in items:
+        if held and held + size(item) > most:
+            yield together
+            together, held = [], 0
+        together.append(item)
+        held += size(item)
+    if together:
+        yield together
 
 
 def _all_reduce(bucket: Bucket, group: dist.ProcessGroup) -> torch.futures.Future[Any]:

@@ -85,8 +85,8 @@ def without_modes(kind: type) -> Iterator[None]:
 
 
 @contextmanager
-def without_hooks(parameter: Tensor) -> Iterator[None]:
-    """Call none of a leaf's hooks on gradients for a while.
+def without_hooks(*leaves: Tensor) -> Iterator[None]:
+    """Call none of these leaves' hooks on gradients for a while.
 
     Example:
         >>> x = torch.ones(1, requires_grad=True)
@@ -98,8 +98,8 @@ def without_hooks(parameter: Tensor) -> Iterator[None]:
         tensor([3.])
     """
     # The engine reads these dictionaries when it calls what is in them.
-    hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    away = [(each, dict(each)) for each in hooks if each]
+    hooks = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves)
+    away = [(each, dict(each)) for both in hooks for each in both if each]
     for each, _ in away:
         each.clear()
     try:

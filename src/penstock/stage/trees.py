@@ -49,8 +49,11 @@ __all__ = [
     "how_to_open",
     "is_carried",
     "is_container",
+    "map_tensors",
     "register_in",
     "same_value",
+    "tensors_of",
+    "unflatten",
 ]
 
 NAMESPACE = "penstock"
@@ -71,6 +74,22 @@ def as_args(output: Any) -> tuple[Any, ...]:
 def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and structure of any tree (see the table above)."""
     return flatten_in(NAMESPACE, value, lambda cls: _register(cls, *how_to_open(cls)))
+
+
+def unflatten(tree: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
+    """The tree of this structure around these leaves."""
+    return optree.tree_unflatten(tree, leaves)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a tree."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """A tree like ``value``, with what ``change`` makes of its tensors in their places."""
+    leaves, tree = flatten(value)
+    return unflatten(tree, [change(x) if isinstance(x, Tensor) else x for x in leaves])
 
 
 def flatten_in(

@@ -20,6 +20,7 @@ from penstock.runtime.torch_private import takes_cpu_tensors
 from penstock.stage.announcing import own_group
 from penstock.stage.counted import counts_here, pipeline_size
 from penstock.stage.device_streams import indexed
+from penstock.stage.spread import in_full
 
 __all__ = ["clip_grad_norm_"]
 
@@ -111,9 +112,7 @@ def _norm_here(kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: boo
         if not grads:
             continue
         norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-        # Of sharded gradients (DTensor, whose import takes a second) the norm is sharded too.
-        full_tensor = getattr(norm, "full_tensor", None)
-        norms.append(norm if full_tensor is None else full_tensor())
+        norms.append(in_full(norm))  # of sharded gradients the norm is sharded too
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
 
 

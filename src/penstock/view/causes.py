@@ -10,13 +10,13 @@ This module draws nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from penstock.schedule.action import Action, action
+from penstock.schedule.action import Action, Op, action
 from penstock.schedule.rules import COMPUTE, COVERS, REQUIRES
 from penstock.trace import Span, Trace
 
-__all__ = ["critical_path", "makers", "waited_for"]
+__all__ = ["critical_path", "makers", "needs", "waited_for"]
 
 # Times are sums of costs: two that differ by less than this share of the makespan are one.
 _ROUNDING = 1e-9
@@ -52,8 +52,11 @@ def waited_for(trace: Trace) -> dict[Span, Span]:
     for span in computes:
         if before is not None and before.rank != span.rank:
             before = None
+        was_busy = before is not None and before.end >= span.start - slack
         needed = (
-            [] if before is not None and before.end >= span.start - slack else _needs(span, made)
+            maker
+            for _, maker in ([] if was_busy else needs(span, made))
+            if maker is not span and maker.start < span.end
         )
         latest = max(needed, key=lambda each: each.end, default=before)
         if latest is not None and latest is not span:
@@ -62,15 +65,18 @@ def waited_for(trace: Trace) -> dict[Span, Span]:
     return causes
 
 
-def _needs(span: Span, made: dict[Action, Span]) -> list[Span]:
-    """The spans on other ranks that ``span`` uses the results of."""
-    found = []
+def needs(span: Span, made: dict[Action, Span]) -> Iterator[tuple[Op, Span]]:
+    """The ops whose results a computation uses, each with the span that fulfils it.
+
+    Args:
+        span: what computes.
+        made: by action, the span that fulfils it.
+    """
     for op, offset in REQUIRES[span.action.op]:
         stage = span.action.stage + offset
         maker = made.get(action(stage, op, span.action.microbatch)) if stage >= 0 else None
-        if maker is not None and maker is not span and maker.start < span.end:
-            found.append(maker)
-    return found
+        if maker is not None:
+            yield op, maker
 
 
 def critical_path(trace: Trace, causes: dict[Span, Span]) -> tuple[Span, ...]:

@@ -48,17 +48,7 @@ def table_html(rows: Sequence[Row], *, memory: float | None, chosen: str) -> str
     def order(row: Row) -> float:
         return row.outcome.bubble_ratio if isinstance(row.outcome, Simulation) else 2.0
 
-    head = "".join(
-        f'<th style="{_HEAD}">{name}</th>'
-        for name in (
-            "schedule",
-            "stages per rank",
-            "makespan",
-            "bubble",
-            "span bubble",
-            "peak held",
-        )
-    )
+    head = "".join(f'<th style="{_HEAD}">{name}</th>' for name in _COLUMNS)
     body = "".join(_line(row, memory, chosen, widest, most) for row in sorted(rows, key=order))
     return (
         '<div style="background:#fff;border:1px solid #dde3e9;border-radius:8px;padding:8px 14px">'

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.schedule.action import Op
-from penstock.schedule.rules import COMPUTE, TRANSFERS
+from penstock.schedule.rules import BACKWARDS, COMPUTE, TRANSFERS
 from penstock.trace import Span, Trace
 
 __all__ = ["Clock", "Layout", "MemoryLine", "drawn", "layout_of", "memory_lines", "outline"]
@@ -30,7 +30,6 @@ _UPPER_STRIP, _LOWER_STRIP = (0.03, 0.10), (0.11, 0.18)
 _MEMORY_TOP, _MEMORY_FOOT = 0.70, 0.97
 # What takes a smaller share of a measured step is not worth a strip.
 _SMALL = 0.001
-_ENDS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 
 MemoryLine: TypeAlias = Sequence[tuple[float, float]]
 """A rank's memory: from each time on, how much it holds; times rise."""
@@ -109,7 +108,7 @@ class Clock:
 def memory_lines(trace: Trace) -> tuple[MemoryLine, ...]:
     """How many activations each rank holds: from the start of F to the end of W or B, but for
     the time that they are on the host, or dropped until they are computed again."""
-    has_backward = any(s.action.op in _ENDS or s.action.op is Op.INPUT_GRAD for s in trace.spans)
+    has_backward = any(span.action.op in BACKWARDS for span in trace.spans)
     dropped = {_place(s) for s in trace.spans if s.action.op is Op.RECOMPUTE}
     events: list[list[tuple[float, int]]] = [[] for _ in range(trace.num_ranks)]
     for span in trace.spans:

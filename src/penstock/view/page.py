@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
 from penstock.schedule.words import numbers_of
-from penstock.simulate.result import Simulation
 from penstock.trace import Trace
-from penstock.view.boxes import Step, amount, bound_figures, trace_of
+from penstock.view.boxes import Step, trace_of
 from penstock.view.style import (
     PAGE_CSS,
     figures_html,
+    figures_of,
     heading_html,
     legend_html,
-    time_text,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def _content(steps: Sequence[Step], names: tuple[str, str], title: str) -> UIEle
     stretched: dict[str, Any] = {"sizing_mode": "stretch_width"}
     parts: list[UIElement] = [
         Div(text=heading_html(title, _subtitle(traces[0])), **stretched),
-        Div(text=figures_html(_figures(steps, names, unit)), **stretched),
+        Div(text=figures_html(figures_of(steps, names)), **stretched),
         row(*toggles(timelines), Div(text=legend_html(traces), **stretched), **stretched),
         *(timeline.plot for timeline in timelines),
     ]
@@ -126,26 +125,3 @@ def _subtitle(trace: Trace) -> str:
     stages = len({span.action.stage for span in trace.spans})
     microbatches = len({span.action.microbatch for span in trace.spans} - {None})
     return numbers_of(rank=trace.num_ranks, stage=stages, microbatch=microbatches)
-
-
-def _figures(steps: Sequence[Step], names: tuple[str, str], unit: str) -> list[tuple[str, str]]:
-    traces = [trace_of(step) for step in steps]
-    of = f", {names[0]} | {names[1]}" if len(traces) > 1 else ""
-    texts = {
-        "makespan": [time_text(trace.makespan, unit) for trace in traces],
-        "bubble": [f"{trace.bubble_ratio:.2%}" for trace in traces],
-        "span": [time_text(trace.span, unit) for trace in traces],
-        "span bubble": [f"{trace.span_bubble_ratio:.2%}" for trace in traces],
-    }
-    figures = [(f"{name}{of}", " | ".join(values)) for name, values in texts.items()]
-    first = steps[0]
-    if isinstance(first, Simulation):
-        figures += [
-            ("peak held", amount(max(first.peak_bytes))),
-            *bound_figures(first),
-            ("messages", str(first.messages)),
-        ]
-    if len(traces) > 1 and traces[1].makespan:
-        ratio = traces[0].makespan / traces[1].makespan
-        figures.append((f"{names[0]} ÷ {names[1]}", f"{ratio:.3f}"))
-    return figures

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op, Overlap, action
-from penstock.schedule.rules import COMPUTE, REQUIRES
+from penstock.schedule.action import Op, Overlap
+from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_action, parse_step
 from penstock.trace import Span, Trace
-from penstock.view.causes import makers
+from penstock.view.causes import makers, needs
 from penstock.view.palette import name_of
 
 __all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
@@ -190,10 +190,8 @@ def _arrows(trace: Trace, scale: float) -> list[dict[str, Any]]:
     made = makers(trace.spans)
     events: list[dict[str, Any]] = []
     for span in trace.spans:
-        for op, offset in REQUIRES[span.action.op] if span.action.op in COMPUTE else ():
-            stage = span.action.stage + offset
-            maker = made.get(action(stage, op, span.action.microbatch)) if stage >= 0 else None
-            if maker is None or maker.rank == span.rank:
+        for op, maker in needs(span, made) if span.action.op in COMPUTE else ():
+            if maker.rank == span.rank:
                 continue
             arrow = {"cat": "message", "name": name_of(op), "id": len(events) // 2}
             # A flow binds to the slice that encloses its time, so it leaves within the maker.

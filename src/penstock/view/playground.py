@@ -26,10 +26,16 @@ from penstock.errors import PenstockError
 from penstock.schedule.catalog import family, schedules
 from penstock.schedule.words import numbers_of
 from penstock.simulate.result import Simulation
-from penstock.view.boxes import amount, bound_figures
 from penstock.view.comparison import Row, table_html
 from penstock.view.scene import Scene, read_options, shown_message
-from penstock.view.style import PAGE_CSS, error_html, figures_html, heading_html, legend_html
+from penstock.view.style import (
+    PAGE_CSS,
+    error_html,
+    figures_html,
+    figures_of,
+    heading_html,
+    legend_html,
+)
 from penstock.view.timeline import Timeline, toggles
 
 __all__ = ["Playground", "serve"]
@@ -159,19 +165,7 @@ class Playground:
         )
         self.heading.text = heading_html(program.name, subtitle)
         self.legend.text = legend_html([result.trace])
-        peak = max(result.peak_bytes)
-        over = " (over the limit)" if scene.memory is not None and peak > scene.memory else ""
-        self.figures.text = figures_html(
-            [
-                ("makespan", amount(result.makespan)),
-                ("bubble", f"{result.bubble_ratio:.2%}"),
-                ("span", amount(result.span)),
-                ("span bubble", f"{result.span_bubble_ratio:.2%}"),
-                ("peak held", amount(peak) + over),
-                *bound_figures(result),
-                ("messages", str(result.messages)),
-            ]
-        )
+        self.figures.text = figures_html(figures_of([result], limit=scene.memory))
 
     def _compare(self) -> None:
         """Simulate what is left to compare, and lay out the table once that is nothing.

@@ -10,8 +10,9 @@ from html import escape
 
 from penstock.schedule.action import Op
 from penstock.schedule.rules import COMPUTE
+from penstock.simulate.result import Simulation
 from penstock.trace import Trace
-from penstock.view.boxes import amount
+from penstock.view.boxes import Step, amount, bound_figures, trace_of
 from penstock.view.lanes import drawn
 from penstock.view.palette import FRAME, colour_of, ink, letter_of, name_of, shade
 
@@ -21,6 +22,7 @@ __all__ = [
     "axis_label",
     "error_html",
     "figures_html",
+    "figures_of",
     "heading_html",
     "legend_html",
     "time_text",
@@ -64,6 +66,40 @@ def figures_html(figures: Sequence[tuple[str, str]]) -> str:
         f'<div style="display:flex;flex-wrap:wrap;gap:10px;font-family:{FONT};color:#1c2733">'
         f"{cards}</div>"
     )
+
+
+def figures_of(
+    steps: Sequence[Step], names: tuple[str, str] = ("", ""), *, limit: float | None = None
+) -> list[tuple[str, str]]:
+    """What a step came to, as ``figures_html`` takes it.
+
+    Args:
+        steps: one, or two to be told side by side, in the unit of the first.
+        names: what to call the two.
+        limit: the most that a rank may hold; None for any amount.
+    """
+    traces, first = [trace_of(step) for step in steps], steps[0]
+    unit = traces[0].unit
+    of = f", {names[0]} | {names[1]}" if len(traces) > 1 else ""
+    texts = {
+        "makespan": [time_text(trace.makespan, unit) for trace in traces],
+        "bubble": [f"{trace.bubble_ratio:.2%}" for trace in traces],
+        "span": [time_text(trace.span, unit) for trace in traces],
+        "span bubble": [f"{trace.span_bubble_ratio:.2%}" for trace in traces],
+    }
+    figures = [(f"{name}{of}", " | ".join(values)) for name, values in texts.items()]
+    if isinstance(first, Simulation):
+        peak = max(first.peak_bytes)
+        over = " (over the limit)" if limit is not None and peak > limit else ""
+        figures += [
+            ("peak held", amount(peak) + over),
+            *bound_figures(first),
+            ("messages", str(first.messages)),
+        ]
+    if len(traces) > 1 and traces[1].makespan:
+        ratio = traces[0].makespan / traces[1].makespan
+        figures.append((f"{names[0]} ÷ {names[1]}", f"{ratio:.3f}"))
+    return figures
 
 
 def legend_html(traces: Sequence[Trace]) -> str:

@@ -126,7 +126,7 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     several = any(s.action.stage >= trace.num_ranks for s in spans)
     label = _brief_label if brief else _stage_label if several else _label
     label_width = max((len(label(s.action)) for lane in lanes for s in lane), default=1)
-    count = _num_cells(trace.makespan, cell)
+    count = math.ceil(trace.makespan / cell - _ROUNDING)
     labelled = count * (label_width + (not brief)) - (not brief) <= room
     if not labelled and count > room:
         count = room
@@ -188,10 +188,6 @@ def _text(cell: Cell, labelled: bool) -> str:
     if not labelled:
         return "+" if cell.joins else letter_of(cell.span.action.op)
     return cell.text if cell.begins else "-" * len(cell.text)
-
-
-def _num_cells(makespan: float, cell: float) -> int:
-    return math.ceil(makespan / cell - _ROUNDING)
 
 
 def _label(act: Action) -> str:

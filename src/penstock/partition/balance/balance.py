@@ -24,7 +24,7 @@ from penstock.partition.balance.shared_ranks import Shared, Split, best_split
 from penstock.partition.balance.terms import BlockTimes, Objective, Terms, blocks_of, chain_of
 from penstock.schedule.placement import Placement
 
-__all__ = ["Balance", "Objective", "balance", "weigh"]
+__all__ = ["Balance", "Objective", "balance", "balanced", "weigh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +124,15 @@ def balance(
     )
     if not 0 <= slack < math.inf:
         raise PartitionError(f"slack is {slack}, expected a share ≥ 0, such as 0.02")
+    return balanced(costs, terms, slack)
+
+
+def balanced(costs: BlockTimes, terms: Terms, slack: float = 0.0) -> Balance:
+    """The best split under these terms; see ``balance``."""
     blocks = blocks_of(costs)
     chain = chain_of(blocks, terms)
-    if terms.shares_ranks and placement is not None:
-        ends, is_proven = shared_ends(chain, placement, terms, slack)
+    if terms.shares_ranks:
+        ends, is_proven = shared_ends(chain, terms, slack)
     else:
         ends, is_proven = own_ends(chain, terms), True
     return balance_of(blocks, chain, terms, ends, is_proven)
@@ -154,14 +159,13 @@ def own_ends(chain: Chain, terms: Terms) -> list[int]:
     return cheapest(chain, pace, level)
 
 
-def shared_ends(
-    chain: Chain, placement: Placement, terms: Terms, slack: float
-) -> tuple[list[int], bool]:
+def shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], bool]:
     """Where the stages end that share ranks, and whether that is proven to be the best."""
+    assert terms.placement is not None, "it says which ranks they share"
     pace, toll = 1.0, 0.0
     if terms.objective is Objective.STEP and terms.microbatches is not None:
         pace, toll = float(terms.microbatches - 1), 1.0
-    problem = Shared.of(chain, placement, pace=pace, toll=toll)
+    problem = Shared.of(chain, terms.placement, pace=pace, toll=toll)
     # To begin with, the stages among themselves.
     free = replace(chain, limits=(math.inf,) * chain.num_stages)
     level_pace = least_bottleneck(free)

@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockKind
 from penstock.partition.balance.own_plan import OwnPlan
-from penstock.partition.torch_private import has_no_forward, is_sequential
+from penstock.partition.torch_private import children, has_no_forward, is_sequential
 
 __all__ = ["Block", "Unit", "gather", "units_of"]
 
@@ -170,12 +170,6 @@ def place_uncalled(
 
 
 # --- structure ---------------------------------------------------------------------------------
-
-
-def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The direct children by name; one that stands in several places, in each."""
-    named = module.named_modules(remove_duplicate=False)
-    return [(name, child) for name, child in named if name and "." not in name]
 
 
 def walk(

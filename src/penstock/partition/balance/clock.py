@@ -20,10 +20,10 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import Unit
 from penstock.partition.balance.rehearsal import Rehearsal
 from penstock.partition.balance.subject import Subject
-from penstock.partition.balance.traffic import tensors_of
-from penstock.partition.balance.watch import Watch
+from penstock.partition.balance.watch import UnitWatch
 from penstock.stage.deferred.deferred import DeferredWeights
 from penstock.stage.deferred.delivery import deliver
+from penstock.stage.trees import tensors_of
 
 __all__ = ["Times", "measure"]
 
@@ -47,7 +47,7 @@ def measure(subject: Subject, units: Sequence[Unit], seen: Rehearsal) -> tuple[T
 def time_forward(subject: Subject, units: Sequence[Unit]) -> tuple[Times, tuple[str, ...]]:
     """The time of each segment of a forward, and the units in its order."""
     stamps: list[float] = []
-    watch = Watch(units, enter=lambda segment, _: stamps.append(subject.stamp()))
+    watch = UnitWatch(units, enter=lambda segment, _: stamps.append(subject.stamp()))
     with watch.watching():
         start = subject.stamp()
         subject.forward()
@@ -102,7 +102,7 @@ class Arrivals:
 def time_whole_backward(subject: Subject, units: Sequence[Unit]) -> Times:
     """The time of each segment's full backward."""
     arrivals = Arrivals(subject)
-    with Watch(units, enter=arrivals.enter, leave=arrivals.leave).watching():
+    with UnitWatch(units, enter=arrivals.enter, leave=arrivals.leave).watching():
         roots, grads = subject.forward()
     return arrivals.backward(roots, grads)
 
@@ -119,7 +119,7 @@ def time_split_backward(
         arrivals.enter(segment, given)
         begins.append(len(work.ledger.records))
 
-    with Watch(units, enter=enter, leave=arrivals.leave).watching(), work:
+    with UnitWatch(units, enter=enter, leave=arrivals.leave).watching(), work:
         roots, grads = subject.forward()
     with work:
         input_times = arrivals.backward(roots, grads)

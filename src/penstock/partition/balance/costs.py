@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import documents
-from penstock.partition.balance.plan import Plan, StageCosts, shortened
+from penstock.partition.balance.plan import Plan, StageCosts, dealt, shortened
 
 __all__ = ["BlockCosts", "BlockKind", "Profile"]
 
@@ -144,8 +144,7 @@ class Profile:
                 f"counts {list(counts)} make {sum(counts)} blocks, expected {len(self.blocks)}, "
                 "at least one per stage"
             )
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        groups = [self.blocks[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        groups = dealt(self.blocks, counts)
         return Plan(
             stages=tuple(
                 tuple(name for block in group for name in block.modules) for group in groups

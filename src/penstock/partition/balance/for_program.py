@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from itertools import cycle, islice, permutations
 
 from penstock.partition.balance.balance import Balance, balance, weigh
-from penstock.partition.balance.costs import Profile
+from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.balance.plan import dealt
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 
-__all__ = ["balance_for", "step_s"]
+__all__ = ["balance_for", "costs_of", "step_s"]
 
 SLACK = 0.02
 # Simulated actions: about a second.
@@ -84,15 +85,23 @@ def climbed(measured: Profile, counts: Sequence[int], program: Program) -> tuple
 
 def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
     """How long a step takes with so many blocks per stage; transfers take no time."""
-    blocks = iter(measured.blocks)
-    stages = [[next(blocks) for _ in range(count)] for count in counts] * program.placement.copies
+    stages = dealt(measured.blocks, counts) * program.placement.copies
+    return simulate(program, costs_of(stages)).makespan
+
+
+def costs_of(stages: Sequence[Sequence[BlockCosts]]) -> Costs:
+    """What stages of these blocks cost, in seconds and bytes; messages take no time."""
 
     def summed(name: str) -> list[float]:
-        return [sum(getattr(block, name) for block in stage) for stage in stages]
+        return [sum(float(getattr(block, name)) for block in stage) for stage in stages]
 
-    costs = Costs(
+    sent = [float(stage[-1].sent_bytes) for stage in stages]
+    return Costs(
         forward=summed("forward_s"),
         input_grad=summed("input_grad_s"),
         weight_grad=summed("weight_grad_s"),
+        activation_bytes=summed("activation_bytes"),
+        # A stage that is recomputed keeps what it received; the first one, the batch that is there.
+        recompute_bytes=[0.0, *sent[:-1]],
+        message_bytes=sent,
     )
-    return simulate(program, costs).makespan

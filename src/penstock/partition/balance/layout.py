@@ -18,6 +18,7 @@ from itertools import groupby
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockCosts, BlockKind
+from penstock.partition.balance.plan import dealt
 
 __all__ = ["Layout", "wrong"]
 
@@ -97,8 +98,7 @@ class Layout:
             PartitionError: an empty stage.
         """
         kinds = "".join(block.kind.value for block in blocks)
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return cls(stages=tuple(kinds[e - n : e] for e, n in zip(ends, counts, strict=True)))
+        return cls(stages=tuple("".join(letters) for letters in dealt(kinds, counts)))
 
     def counts(self, blocks: Sequence[BlockCosts]) -> tuple[int, ...]:
         """The number of blocks per stage in a model of these blocks.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,9 +28,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.profile import profile
-from penstock.partition.balance.subject import Chained, Example
+from penstock.partition.balance.rehearsal import same
+from penstock.partition.balance.subject import Chained
+from penstock.partition.calls import Example
 from penstock.stage.manual import PipelineStage
-from penstock.stage.trees import flatten
+from penstock.stage.trees import map_tensors, tensors_of
 
 __all__ = ["measure_model"]
 
@@ -63,22 +65,11 @@ def measure_model(
         whole = Chained([e.submod if isinstance(e, PipelineStage) else e for e in model])
     places = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
     if places <= {device.type} or "meta" in places:
-        return profile(model, tupled(example), loss_fn=loss)
+        return profile(model, example, loss_fn=loss)
     there = copy.deepcopy(whole).to(device)
     subject = there if whole is model else list(there.children())
-    return profile(subject, moved(example, device), loss_fn=loss)
-
-
-def tupled(example: Example) -> Any:
-    """The example as ``profile`` takes it."""
-    return example if isinstance(example, (Mapping, Tensor)) else tuple(example)
-
-
-def moved(example: Example, device: torch.device) -> Any:
-    """The example on a device."""
-    leaves, structure = flatten(tupled(example))
-    there = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return structure.unflatten(there)
+    moved = map_tensors(lambda tensor: tensor.to(device), example)
+    return profile(subject, moved, loss_fn=loss)
 
 
 # --- a loss without a target -------------------------------------------------------------------
@@ -160,11 +151,6 @@ def total(output: Any) -> Tensor:
     return torch.stack([leaf.sum() for leaf in differentiable(output)]).sum()
 
 
-def same(tensor: Tensor) -> Tensor:
-    """What is kept, as it was."""
-    return tensor
-
-
 def scalar(loss: Any) -> Tensor:
     """The loss out of ``(loss, metrics)``, which has to be one to train on."""
     found = loss[0] if isinstance(loss, tuple) else loss
@@ -175,4 +161,4 @@ def scalar(loss: Any) -> Tensor:
 
 def differentiable(output: Any) -> Iterator[Tensor]:
     """The tensors of an output that take gradients."""
-    return (x for x in flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad)
+    return (tensor for tensor in tensors_of(output) if tensor.requires_grad)

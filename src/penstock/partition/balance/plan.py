@@ -10,10 +10,11 @@ does not know how costs are measured, how cuts are chosen, or how a model is cut
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import documents
@@ -21,9 +22,10 @@ from penstock.partition.balance import documents
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Plan", "StageCosts"]
+__all__ = ["Plan", "StageCosts", "dealt", "prefixes", "shortened"]
 
 FORMAT = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +261,17 @@ def prefixes(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def dealt(items: Iterable[T], counts: Sequence[int]) -> list[list[T]]:
+    """Items in groups of so many each, in order.
+
+    Example:
+        >>> dealt("abcde", [2, 3])
+        [['a', 'b'], ['c', 'd', 'e']]
+    """
+    left = iter(items)
+    return [list(islice(left, count)) for count in counts]
 
 
 def shortened(names: Sequence[str], most: int = 6) -> str:

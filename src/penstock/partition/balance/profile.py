@@ -28,8 +28,10 @@ from penstock.partition.balance.clock import Times, measure
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.rehearsal import Rehearsal, rehearse
-from penstock.partition.balance.subject import Chained, Example, Subject, same_draws
+from penstock.partition.balance.subject import Chained, Subject, same_draws
+from penstock.partition.calls import Example
 from penstock.partition.modules.between_blocks import cross_between
+from penstock.partition.sequential import is_row
 from penstock.stage.manual import PipelineStage
 from penstock.stage.tensor_meta import TensorMeta
 
@@ -159,11 +161,6 @@ def costs_of(
         sent_bytes=sum(tensor.numel() * tensor.element_size() for tensor in sends),
         sends=tuple(described(tensor) for tensor in sends),
     )
-
-
-def is_row(given: Any) -> bool:
-    """Whether a model is its layers in a row, each called with what the one before returned."""
-    return not isinstance(given, nn.Module) or isinstance(given, nn.Sequential)
 
 
 def as_sent_by_module(costs: Sequence[BlockCosts], subject: Subject) -> list[BlockCosts]:

@@ -16,12 +16,13 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import Unit
 from penstock.partition.balance.plan import shortened
 from penstock.partition.balance.subject import Subject
-from penstock.partition.balance.traffic import Traffic, memory_of, tensors_of
-from penstock.partition.balance.watch import Watch
+from penstock.partition.balance.traffic import Traffic, memory_of
+from penstock.partition.balance.watch import UnitWatch
 from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, find_leaks
 from penstock.stage.torch_private import saved_through
+from penstock.stage.trees import tensors_of
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["Rehearsal", "rehearse", "same"]
 
 _REFUSED = (
     "the model differentiates by torch.func (grad, vjp, hessian, ...), under which torch lets "
@@ -64,7 +65,7 @@ def rehearse(subject: Subject, units: Sequence[Unit]) -> Rehearsal:
             kept[-1][memory_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    watch = Watch(units, enter=enter, leave=traffic.leave)
+    watch = UnitWatch(units, enter=enter, leave=traffic.leave)
     with watch.watching(), saved_through(keep, same, PartitionError(_REFUSED)):
         subject.forward()
     if not watch.order:

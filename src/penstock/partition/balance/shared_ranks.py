@@ -29,7 +29,7 @@ from typing import TypeAlias
 from penstock.partition.balance.chain import Chain
 from penstock.schedule.placement import Placement
 
-__all__ = ["Shared", "best_split"]
+__all__ = ["Shared", "Split", "best_split"]
 
 # Loads looked at: some tenths of a second each.
 SHAKING = 400_000

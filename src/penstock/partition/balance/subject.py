@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.errors import PartitionError
+from penstock.partition.calls import Example, as_call, own_loss
 from penstock.stage.trees import as_args, flatten
 
-__all__ = ["Chained", "Example", "Subject", "same_draws"]
-
-Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
+__all__ = ["Chained", "Subject", "same_draws"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,8 +49,7 @@ class Subject:
         cls, model: nn.Module, example: Example, loss_fn: Callable[[Any], Tensor] | None
     ) -> Subject:
         """The subject that a model and an example make."""
-        kwargs = dict(example) if isinstance(example, Mapping) else {}
-        args = () if kwargs else as_args(example)
+        args, kwargs = as_call(example)
         state = _state_of(model)
         device = next(iter(state.values()), torch.empty(0)).device
         if device.type == "meta":
@@ -66,7 +64,8 @@ class Subject:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the model runs on, each once."""
-        return [each for each in _once(self.state.values()) if isinstance(each, nn.Parameter)]
+        params = (each for each in self.state.values() if isinstance(each, nn.Parameter))
+        return list({id(param): param for param in params}.values())
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """Run the model; return what the backward starts from, and with which gradients."""
@@ -80,12 +79,9 @@ class Subject:
         return roots, [torch.ones_like(root) for root in roots]
 
     def _roots(self, output: Any) -> list[Tensor]:
-        if self.loss_fn is not None:
-            leaves = [self.loss_fn(output)]
-        else:
-            loss = output.get("loss") if isinstance(output, Mapping) else None
-            loss = getattr(output, "loss", None) if loss is None else loss
-            leaves = [loss] if isinstance(loss, Tensor) else flatten(output)[0]
+        loss = (self.loss_fn or own_loss)(output)
+        has_loss = self.loss_fn is not None or isinstance(loss, Tensor)
+        leaves = [loss] if has_loss else flatten(output)[0]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def stamp(self) -> float:
@@ -113,10 +109,6 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
             if buffer is not None:
                 state[prefix + name] = ours.setdefault(id(buffer), buffer.detach().clone())
     return state
-
-
-def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 class Chained(nn.Module):

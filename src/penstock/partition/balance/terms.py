@@ -18,6 +18,7 @@ from typing import TypeAlias
 from penstock.errors import PartitionError
 from penstock.partition.balance.chain import Chain
 from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.balance.plan import StageCosts
 from penstock.schedule.placement import Placement
 
 __all__ = ["BlockTimes", "Objective", "Terms", "blocks_of", "chain_of"]
@@ -65,6 +66,8 @@ class Terms:
             raise PartitionError(
                 f'objective="step" with microbatches={self.microbatches}: say how many a step has'
             )
+        if self.microbatches is not None and self.microbatches < 1:
+            raise PartitionError(f"microbatches is {self.microbatches}, expected at least 1")
         if self.placement is not None and self.placement.num_model_stages != self.num_stages:
             raise PartitionError(
                 f"the placement is one of {self.placement.num_model_stages} stages, but "
@@ -118,6 +121,10 @@ class Terms:
         most = self.num_stages if self.microbatches is None else self.microbatches
         return tuple(min(self.num_stages - stage, most) for stage in range(self.num_stages))
 
+    def held_bytes(self, costs: BlockCosts | StageCosts, flight: int) -> float:
+        """What a block or a stage holds with so many microbatches in flight."""
+        return self.state_factor * costs.parameter_bytes + flight * costs.activation_bytes
+
     def crossing_s(self, sent_bytes: float) -> float:
         """What it takes to send so much forward, and its gradient back."""
         return 2 * (self.latency_s + (sent_bytes / self.bandwidth if self.bandwidth else 0.0))
@@ -150,10 +157,7 @@ def chain_of(blocks: Sequence[BlockCosts], terms: Terms) -> Chain:
             f"{len(blocks)} blocks can't make {terms.num_stages} stages, since no stage may be "
             f"empty; the most that works is num_stages={len(blocks)}"
         )
-    held = (
-        (terms.state_factor * b.parameter_bytes + flight * b.activation_bytes for b in blocks)
-        for flight in terms.flights
-    )
+    held = ((terms.held_bytes(block, flight) for block in blocks) for flight in terms.flights)
     times = tuple(accumulate((block.time_s for block in blocks), initial=0.0))
     cuts = (terms.crossing_s(block.sent_bytes) for block in blocks[:-1])
     return Chain(

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from penstock.stage.trees import flatten
+from penstock.stage.trees import tensors_of
 
-__all__ = ["Traffic", "memory_of", "tensors_of"]
+__all__ = ["Traffic", "memory_of"]
 
 Data: TypeAlias = tuple[Any, ...]
 
@@ -82,11 +82,6 @@ class Traffic:
             for data, first in self._first.items()
             if first <= segment < self._last.get(data, -1)
         ]
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in a tree."""
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def memory_of(tensor: Tensor) -> int:

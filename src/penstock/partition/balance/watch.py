@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.partition.balance.blocks import Unit
 
-__all__ = ["Watch"]
+__all__ = ["UnitWatch"]
 
 Enter = Callable[[int, Any], None]
 Leave = Callable[[int, Any], None]
@@ -29,7 +29,7 @@ def ignore(index: int, value: Any) -> None:
     """What is done where nobody asks."""
 
 
-class Watch:
+class UnitWatch:
     """The first call of each unit in one forward.
 
     Args:

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ABSENT", "Watch", "watching_writes"]
+from penstock.partition.modules.attributes import NO_STATE, PLAIN
+
+__all__ = ["ABSENT", "AttributeWatch", "watching_writes"]
 
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 CONTAINERS = (list, dict, set)
-# The attributes that every module has.
-NO_STATE = frozenset(vars(nn.Module()))
 
 
 class Missing(Enum):
@@ -35,11 +35,10 @@ class Missing(Enum):
 
 ABSENT = Missing.ABSENT
 _CONTENTS = "the contents of containers"
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @contextmanager
-def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator[Watch]:
+def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator[AttributeWatch]:
     """Call ``refuse`` where code run in this keeps something on ``model`` for the next call.
 
     Modules of torch's own are not watched: what they keep (as flat weights are) is no state.
@@ -51,7 +50,7 @@ def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator
     Yields:
         What is written, and what is read, as it is found.
     """
-    watch = Watch(model, refuse)
+    watch = AttributeWatch(model, refuse)
     module_type: Any = nn.Module
     set_attribute = module_type.__dict__["__setattr__"]
 
@@ -75,7 +74,7 @@ def watching_writes(model: nn.Module, refuse: Callable[[str], None]) -> Iterator
         refuse(told)
 
 
-class Watch:
+class AttributeWatch:
     """What a forward reads and writes of its modules' attributes.
 
     Attributes:

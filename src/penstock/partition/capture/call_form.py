@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.modules.side_writes import hides_tensors, told_of_object
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, unflatten
 
 __all__ = ["CallForm", "ShapeCheck"]
 
@@ -86,8 +86,7 @@ class CallForm:
         # One tensor may be passed twice (as ids and as labels, say): places stand in for tensors.
         leaves, tree = flatten((self._args, self._kwargs))
         places = [_Place(i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
-        rebuilt: Any = optree.tree_unflatten(tree, places)
-        args, kwargs = rebuilt
+        args, kwargs = unflatten(tree, places)
         found, _ = flatten(self._canonical(args, kwargs))
         return [place.index for place in found if isinstance(place, _Place)]
 
@@ -96,8 +95,7 @@ class CallForm:
         leaves, tree = flatten((self._args, self._kwargs))
         for place, tensor in zip(self._place_in_example, tensors, strict=True):
             leaves[place] = tensor
-        rebuilt: Any = optree.tree_unflatten(tree, leaves)
-        args, kwargs = rebuilt
+        args, kwargs = unflatten(tree, leaves)
         return args, kwargs
 
     def argument_names(self) -> tuple[list[str], list[str]]:

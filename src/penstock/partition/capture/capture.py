@@ -24,14 +24,15 @@ from torch import Tensor, fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.capture.attribute_writes import watching_writes
 from penstock.partition.capture.call_form import CallForm
-from penstock.partition.capture.captured import CONSTANTS, Captured, OutputForm, aliases
+from penstock.partition.capture.captured import CONSTANTS, Captured, OutputForm
 from penstock.partition.capture.export_private import (
-    has_backward_hooks,
     quietly,
     refusing,
     shape_check,
 )
 from penstock.partition.capture.regions import Region, region_of
+from penstock.partition.tensor_names import named_tensors, names_by_tensor
+from penstock.partition.torch_private import has_backward_hooks
 
 __all__ = [
     "BY_MODULE",
@@ -223,19 +224,17 @@ class _FlatGraph:
         self.constants: dict[str, Any] = {}
         self._mode = "train" if model.training else "eval"
         self._attributes: dict[str, fx.Node] = {}
-        known = aliases(model)
-        tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        tensors |= dict(model.named_buffers(remove_duplicate=False))
-        self._inputs: dict[str, Any] = {}
+        tensors, known = named_tensors(model), names_by_tensor(model)
+        inputs: dict[str, Any] = {}
         for spec in program.graph_signature.input_specs:
             kind = spec.kind.name
             if kind in ("PARAMETER", "BUFFER"):
                 assert spec.target is not None
                 name = spec.target.removeprefix(f"{MODEL}.")
-                self._inputs[spec.arg.name] = _Names(known[id(tensors[name])])
+                inputs[spec.arg.name] = _Names(known[id(tensors[name])])
             elif kind == "CONSTANT_TENSOR":
                 assert spec.target is not None
-                self._inputs[spec.arg.name] = self._constant(program.constants[spec.target])
+                inputs[spec.arg.name] = self._constant(program.constants[spec.target])
             elif kind != "USER_INPUT":
                 raise PartitionError(
                     f"{type(model).__name__} uses a {kind.lower().replace('_', ' ')}, which can't "
@@ -245,11 +244,12 @@ class _FlatGraph:
         env: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                env[node] = self._inputs.get(node.name)
+                env[node] = inputs.get(node.name)
                 if env[node] is None:
                     env[node] = self.graph.placeholder(_identifier(next(named)))
                     env[node].meta = {"val": node.meta.get("val")}
-        self.graph.output(self._resolved(self._copy(program.graph_module, env, ()), ()))
+        outputs = self._copy(program.graph_module, env, ())
+        self.graph.output([self._node(value, ()) for value in outputs])
         self.graph.eliminate_dead_code(_must_stay)
 
     def _constant(self, value: Any) -> str:
@@ -257,14 +257,15 @@ class _FlatGraph:
         self.constants[name] = value
         return f"{CONSTANTS}.{name}"
 
-    def _copy(self, module: fx.GraphModule, env: dict[fx.Node, Any], regions: Any) -> Any:
+    def _copy(
+        self, module: fx.GraphModule, env: dict[fx.Node, Any], regions: tuple[Region, ...]
+    ) -> list[Any]:
         """Copy the nodes of a graph whose placeholders are in ``env``; returns its outputs."""
-        outer: tuple[Region, ...] = regions
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 continue
             if node.op == "output":
-                return _held(node.args[0], env)
+                return [_given(value, env) for value in node.args[0]]
             if node.op == "get_attr":
                 value = operator.attrgetter(node.target)(module)
                 env[node] = value if isinstance(value, fx.GraphModule) else self._constant(value)
@@ -275,14 +276,14 @@ class _FlatGraph:
             if region is not None:
                 entered, body, operands = region
                 inner = env[body]
-                given = [env[n] if isinstance(n, fx.Node) else n for n in operands]
+                given = [_given(value, env) for value in operands]
                 places = [n for n in inner.graph.nodes if n.op == "placeholder"]
                 within = dict(zip(places, given, strict=True))
-                env[node] = self._copy(inner, within, (*outer, entered))
-            elif node.target is operator.getitem and _is_copied(env[node.args[0]]):
-                env[node] = _opened(env[node.args[0]][node.args[1]])
+                env[node] = self._copy(inner, within, (*regions, entered))
+            elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+                env[node] = env[node.args[0]][node.args[1]]
             else:
-                env[node] = self._copy_one(node, env, outer)
+                env[node] = self._copy_one(node, env, regions)
         raise AssertionError("a graph without an output")
 
     def _copy_one(self, node: fx.Node, env: dict[fx.Node, Any], regions: Any) -> fx.Node:
@@ -296,12 +297,6 @@ class _FlatGraph:
         }
         return new
 
-    def _resolved(self, outputs: Any, modules: tuple[str, ...]) -> list[Any]:
-        return [
-            self._node(value.value, modules) if isinstance(value, _Held) else value
-            for value in outputs
-        ]
-
     def _node(self, value: Any, modules: tuple[str, ...]) -> Any:
         """``value`` as an argument of a node that runs in ``modules``."""
         if isinstance(value, fx.GraphModule):
@@ -312,42 +307,21 @@ class _FlatGraph:
             return value
         if value not in self._attributes:
             first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-            at = self.graph.inserting_before(first) if first is not None else None
-            if at is None:
+            with self.graph.inserting_before(first) if first else contextlib.nullcontext():
                 self._attributes[value] = self.graph.create_node("get_attr", value)
-            else:
-                with at:
-                    self._attributes[value] = self.graph.create_node("get_attr", value)
         return self._attributes[value]
 
 
-class _Held:
-    """A value of the environment, where fx would take it for an argument."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _held(outputs: Any, env: Mapping[fx.Node, Any]) -> list[Any]:
-    return [_Held(env[value]) if isinstance(value, fx.Node) else value for value in outputs]
-
-
-def _is_copied(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
-
-
-def _opened(value: Any) -> Any:
-    return value.value if isinstance(value, _Held) else value
+def _given(value: Any, env: Mapping[fx.Node, Any]) -> Any:
+    """What stands for an argument of a node: a constant for itself."""
+    return env[value] if isinstance(value, fx.Node) else value
 
 
 def _modules_of(node: fx.Node) -> tuple[str, ...]:
     """The names of the modules in whose call a node ran, outermost first."""
-    names = []
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    for path, _ in stack.values():
-        if path.startswith(f"{MODEL}."):
-            names.append(path.removeprefix(f"{MODEL}."))
-    return tuple(names)
+    inside = (path for path, _ in stack.values() if path.startswith(f"{MODEL}."))
+    return tuple(path.removeprefix(f"{MODEL}.") for path in inside)
 
 
 def _must_stay(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from penstock.partition.capture.capture import MODEL, Called, place_in_user_code
 from penstock.partition.capture.captured import Captured
 from penstock.partition.capture.export_private import refusing
 from penstock.partition.capture.markers import MARK, SplitPoint, label_of, listening
+from penstock.partition.tensor_names import named_tensors
 
 __all__ = ["capture_modules"]
 
@@ -106,8 +107,7 @@ def _flat(traced: fx.Graph, form: CallForm, model: nn.Module) -> fx.Graph:
     graph = fx.Graph()
     inputs = [graph.placeholder(n.replace(".", "_")) for n in form.names]
     env: dict[fx.Node, fx.Node] = {}
-    known = set(dict(model.named_parameters(remove_duplicate=False)))
-    known |= dict(model.named_buffers(remove_duplicate=False)).keys()
+    known = named_tensors(model)
     for node in traced.nodes:
         if node.op == "placeholder":
             continue

@@ -17,15 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, fx
 
+from penstock.partition.calls import own_loss
 from penstock.partition.capture.call_form import CallForm
 from penstock.stage.tensor_meta import plain_tag
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, unflatten
 
-__all__ = ["CONSTANTS", "Captured", "OutputForm", "aliases"]
+__all__ = ["CONSTANTS", "Captured", "OutputForm"]
 
 # Where a stage keeps the tensors that its graph itself brings along.
 CONSTANTS = "captured"
@@ -64,13 +64,13 @@ class OutputForm:
         leaves = list(self._leaves)
         for slot, value in zip(self._slots, values, strict=True):
             leaves[slot] = value
-        return optree.tree_unflatten(self._tree, leaves)
+        return unflatten(self._tree, leaves)
 
 
 def _has_loss(output: Any) -> bool:
     if isinstance(output, fx.Proxy):
         return False  # it has every attribute, for all that torch.fx knows
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = own_loss(output)
     if isinstance(loss, fx.Proxy):
         return True  # its shape is not known before it runs
     # Sizes that were left open are not asked: that would fix them.
@@ -102,18 +102,3 @@ class Captured:
     constants: Mapping[str, Any] = field(default_factory=dict)
     by_modules: bool = False
     read: tuple[tuple[str, str, Any], ...] = ()
-
-
-def aliases(model: torch.nn.Module) -> dict[int, list[str]]:
-    """For each parameter and buffer (by id) all names that the model has for it, first ones first.
-
-    Example:
-        >>> shared = torch.nn.Linear(1, 1, bias=False)
-        >>> list(aliases(torch.nn.Sequential(shared, shared)).values())
-        [['0.weight', '1.weight']]
-    """
-    found: dict[int, list[str]] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            found.setdefault(id(tensor), []).append(name)
-    return found

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import _trace as export_trace
 from torch.fx.experimental import symbolic_shapes
 
@@ -20,8 +20,6 @@ from penstock.partition.torch_private import watched_hooks
 
 __all__ = [
     "argument_effects",
-    "has_backward_hooks",
-    "is_mutable",
     "quietly",
     "refusing",
     "shape_check",
@@ -37,17 +35,6 @@ HOOKS = {
     "registers a hook on a tensor": "Tensor.register_hook(), a hook that would be lost",
     "reads a tensor's grad_fn": "Tensor.grad_fn, a node that a captured stage does not have",
 }
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a backward through ``module`` runs hooks of its own."""
-    return bool(module._backward_pre_hooks or module._backward_hooks)
-
-
-def is_mutable(target: Any) -> bool:
-    """Whether an operation writes into one of its arguments."""
-    schema = getattr(target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:

@@ -53,21 +53,7 @@ def _enter(context: Any) -> Any:
 
 def enter_grad(enabled: bool) -> Any:
     """Begin a region that computes gradients, or none."""
-    return _enter(_GradMode(enabled))
-
-
-class _GradMode:
-    """``torch.set_grad_enabled``, which takes effect when it is made, as a plain context."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._enabled)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_grad_enabled(self._before)
+    return _enter(torch.enable_grad() if enabled else torch.no_grad())
 
 
 def enter_autocast(device: str, dtype: Any, enabled: bool, cache: bool) -> Any:

@@ -30,6 +30,7 @@ from penstock.partition.capture.markers import HERE, SplitPoint, label_of, marke
 from penstock.partition.capture.pipe import Pipe, SplitPolicy
 from penstock.partition.capture.stage_build import Mode, build_modules
 from penstock.partition.huggingface import install_hooks
+from penstock.partition.tensor_names import named_tensors
 
 __all__ = ["Places", "pipe_at", "pipeline"]
 
@@ -189,8 +190,7 @@ def _captured(
 
 
 def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> Captured:
-    attributes: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    attributes |= dict(model.named_buffers(remove_duplicate=False))
+    attributes: dict[str, Any] = {**named_tensors(model)}
     attributes |= dict(model.named_modules(remove_duplicate=False))
     attributes |= {f"{CONSTANTS}.{name}": value for name, value in captured.constants.items()}
     nodes = [n for n in captured.graph.nodes if n.op in ("get_attr", "call_module")]

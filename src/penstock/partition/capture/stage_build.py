@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.partition.capture.captured import CONSTANTS, Captured, aliases
+from penstock.partition.capture.captured import CONSTANTS, Captured
 from penstock.partition.capture.graph_cut import Assignment, nodes_in, stages_that_write
 from penstock.partition.capture.regions import Region, weave
 from penstock.partition.capture.stage_module import StageCode, StageModule, compile_graph
+from penstock.partition.tensor_names import named_tensors, names_by_tensor
 
 __all__ = ["Mode", "build_modules"]
 
@@ -48,6 +49,9 @@ def build_modules(
     constants = {
         name: value for m in modes.values() for name, value in m.captured.constants.items()
     }
+    writing = set[int]().union(
+        *(stages_that_write(m.captured.graph, m.assignment) for m in modes.values())
+    )
     modules = []
     for index in range(num_stages):
         codes = {training: _stage_code(mode, index) for training, mode in modes.items()}
@@ -58,10 +62,7 @@ def build_modules(
                 missing=missing,
                 device=device,
                 constants={n: constants[n] for n in _used(codes, constants)},
-                inplace=any(
-                    index in stages_that_write(mode.captured.graph, mode.assignment)
-                    for mode in modes.values()
-                ),
+                inplace=index in writing,
             ).train(model.training)
         )
     _attach_all(model, modules, {each for mode in modes.values() for each in mode.captured.read})
@@ -143,14 +144,12 @@ def _attach_all(
     inside = [name for names in wholes for name in names]
     state = set(model.state_dict(keep_vars=True))
     home: dict[str, int] = {}
-    known = aliases(model)
+    known = names_by_tensor(model)
     for name in (name for names in known.values() for name in names):
         for stage, mine in enumerate(used):
             if name in mine:
                 home.setdefault(name, stage)
-    everything = [*model.named_parameters(remove_duplicate=False)]
-    everything += model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]
-    for name, tensor in everything:
+    for name, tensor in named_tensors(model).items():
         if any(name.startswith(f"{whole}.") for whole in inside):
             continue
         stages = [s for s, mine in enumerate(used) if name in mine]

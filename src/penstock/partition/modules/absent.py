@@ -41,6 +41,7 @@ __all__ = [
     "LooksAtValue",
     "Origin",
     "Source",
+    "draws",
     "named",
     "on_meta",
     "sources_of",

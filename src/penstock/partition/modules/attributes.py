@@ -11,16 +11,15 @@ This module knows no stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.side_writes import tensors_in
+from penstock.partition.modules.side_writes import are_same, tensors_in
 from penstock.partition.torch_private import HOOKS, REGISTRIES, WRAPPERS_STATE
 
-__all__ = ["Attributes", "Glance", "Stale", "kept_in", "put"]
+__all__ = ["NO_STATE", "PLAIN", "Attributes", "Glance", "Stale", "kept_in", "put"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # The attributes that every module has.
@@ -63,7 +62,7 @@ class Attributes:
         found = {}
         for name, value in _attributes(self._module).items():
             now = tensors_in(value)
-            if now and not _same(now, tensors_in(self._held.get(name))):
+            if now and not are_same(now, tensors_in(self._held.get(name))):
                 found[name] = value
         return found
 
@@ -127,7 +126,7 @@ class Glance:
     def fresh(self, before: list[Any]) -> list[str]:
         """The attributes that have come to hold other tensors than at a look ``before``."""
         now = self.look()
-        if len(now) == len(before) and all(map(is_, now, before)):
+        if are_same(now, before):
             return []
         known = set(map(id, before))
         found = {
@@ -235,7 +234,3 @@ def is_own(name: Any) -> bool:
 def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last
-
-
-def _same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

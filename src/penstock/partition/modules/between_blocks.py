@@ -19,11 +19,10 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Kind, Source
 from penstock.partition.modules.by_module import run_first
-from penstock.partition.modules.find_crossings import find_crossings
-from penstock.partition.modules.homes import Wish, find_homes
+from penstock.partition.modules.homes import Wish, try_cut
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.shared_parts import find_shared
 from penstock.partition.modules.units import find_units
+from penstock.partition.tensor_names import named_tensors
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["cross_between"]
@@ -64,21 +63,18 @@ def cross_between(
     cuts = range(1, len(blocks))
     try:
         parts = find_units(model, [name for names in blocks for name in names])
-        seen = run_first(model, parts, device, example)[1]
+        seen = run_first(parts, device, example)[1]
     except PartitionError:
         return [None for _ in cuts]
     assert seen is not None, "there is an example"
-    shared = find_shared(model, parts)
 
     def crossing(cut: int) -> Crossing | None:
         sides = blocks[:cut], blocks[cut:]
         wish = Wish(stages=tuple(tuple(n for names in side for n in names) for side in sides))
-        try:
-            homes = find_homes(model, parts, wish, seen)
-            carried = find_crossings(seen, homes, len(sides), shared).carried
-        except PartitionError:
+        found = try_cut(parts, wish, seen)
+        if found is None:
             return None
-        return tuple(_meta(source, seen, model) for source in carried[0])
+        return tuple(_meta(source, seen, model) for source in found.carried[0])
 
     return [crossing(cut) for cut in cuts]
 
@@ -86,10 +82,7 @@ def cross_between(
 def _meta(source: Source, seen: DryRun, model: nn.Module) -> TensorMeta:
     """What a value is that crosses."""
     if source.kind is Kind.PARAMETER:
-        path, _, last = source.name.rpartition(".")
-        holder = model.get_submodule(path)
-        tensor = holder._parameters.get(last)
-        return TensorMeta.of(holder.get_buffer(last) if tensor is None else tensor)
+        return TensorMeta.of(named_tensors(model)[source.name])
     spec = seen.inputs if source.kind is Kind.INPUT else seen.calls[source.call].output
     found = spec.leaves[source.leaf]
     assert isinstance(found, TensorMeta), f"{source} is a tensor"

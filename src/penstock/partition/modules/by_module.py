@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.balance.subject import Example
+from penstock.partition.calls import Example, as_call
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.modules.crossings import Crossings
 from penstock.partition.modules.dry_run import DryRunner
@@ -31,15 +31,13 @@ from penstock.partition.modules.homes import Cuts, Wish, find_homes
 from penstock.partition.modules.module_stage import ModuleStage
 from penstock.partition.modules.other_cuts import around_more, between_the_same
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.shared_parts import find_shared
 from penstock.partition.modules.units import NotByModule, Units, find_units
-from penstock.stage.trees import as_args
+from penstock.partition.torch_private import has_backward_hooks
 
 __all__ = [
     "Cuts",
     "ModuleSplit",
     "NotByModule",
-    "as_call",
     "computes_loss",
     "run_first",
     "split_by_module",
@@ -111,19 +109,20 @@ def split_by_module(
     wish = Wish.of(model, cuts)
     parts = find_units(model, wish.places)
     _refuse_backward_hooks(parts)
-    dry, seen = _first_run(model, parts, wish, device, example)
+    dry, seen = _first_run(parts, wish, device, example)
     num_stages = wish.num_stages
-    shared = find_shared(model, parts)
     try:
-        homes = find_homes(model, parts, wish, seen)
+        homes = find_homes(parts, wish, seen)
     except PartitionError as error:
         if wish.stages:  # whose modules are named one by one: the error tells which name is wrong
             raise
-        raise PartitionError(_with_advice(error, model, parts, wish, seen)) from error
+        raise PartitionError(_with_advice(error, parts, wish, seen)) from error
     try:
-        crossings = None if seen is None else find_crossings(seen, homes, num_stages, shared)
+        crossings = None if seen is None else find_crossings(seen, homes, num_stages, parts.shared)
     except PartitionError as error:
-        raise NotByModule(_with_advice(error, model, parts, wish, seen)) from error
+        raise NotByModule(_with_advice(error, parts, wish, seen)) from error
+
+    shared = parts.shared  # the parts themselves a rank shall not hold
 
     def find(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Crossings:
         fresh = dry.run(args, kwargs, training=training)
@@ -137,22 +136,12 @@ def split_by_module(
     own = [frozenset([*each, *light]) for each in names]
     stages = tuple(
         # The first stage alone meets inputs of a new shape; a dry run may hold the whole model.
-        ModuleStage(model, parts, own[i], i, num_stages, None if i else find, device)
+        ModuleStage(parts, own[i], i, num_stages, None if i else find, device)
         for i in range(num_stages)
     )
     if example is not None and crossings is not None:
         stages[0].prepare(*as_call(example), crossings)
     return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)
-
-
-def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments; what is no tuple, is the one argument.
-
-    Example:
-        >>> as_call({"x": 1}), as_call((1, 2)), as_call(1)
-        (((), {'x': 1}), ((1, 2), {}), ((1,), {}))
-    """
-    return ((), dict(example)) if isinstance(example, Mapping) else (as_args(example), {})
 
 
 def computes_loss(model: nn.Module, example: Example) -> bool:
@@ -166,58 +155,48 @@ def computes_loss(model: nn.Module, example: Example) -> bool:
         NotByModule: the model can't be run on shapes.
     """
     parts = find_units(model, ())
-    return _run_dry(DryRunner(model, parts, torch.device("cpu")), model, example).loss
+    return _run_dry(DryRunner(parts, torch.device("cpu")), model, example).loss
 
 
 def _refuse_backward_hooks(parts: Units) -> None:
     for name, module in parts.opened.items():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise NotByModule(
                 f"{name or 'the model'} has a backward hook, but runs on several stages, each of "
                 "which would call it; register it on a module that runs whole"
             )
 
 
-def _with_advice(
-    error: PartitionError, model: nn.Module, parts: Units, wish: Wish, seen: DryRun | None
-) -> str:
+def _with_advice(error: PartitionError, parts: Units, wish: Wish, seen: DryRun | None) -> str:
     """What is wrong, and the nearest place that works, where an example has shown the calls."""
-    return str(error) if seen is None else f"{error}; {between_the_same(model, parts, wish, seen)}"
+    return str(error) if seen is None else f"{error}; {between_the_same(parts, wish, seen)}"
 
 
 def _first_run(
-    model: nn.Module,
-    parts: Units,
-    wish: Wish,
-    device: torch.device,
-    example: Example | None,
+    parts: Units, wish: Wish, device: torch.device, example: Example | None
 ) -> tuple[DryRunner, DryRun | None]:
     """A runner, and what it saw of the example; see ``around_more`` for what it can't see."""
     try:
-        return run_first(model, parts, device, example)
+        return run_first(parts, device, example)
     except NotByModule as error:
         if example is None:
             raise
 
         def run(outer: Units) -> DryRun:
-            seen = run_first(model, outer, device, example)[1]
+            seen = run_first(outer, device, example)[1]
             assert seen is not None
             return seen
 
-        raise NotByModule(f"{error}; {around_more(model, parts, wish, run)}") from error
+        raise NotByModule(f"{error}; {around_more(parts, wish, run)}") from error
 
 
 def run_first(
-    model: nn.Module,
-    parts: Units,
-    device: torch.device,
-    example: Example | None,
+    parts: Units, device: torch.device, example: Example | None
 ) -> tuple[DryRunner, DryRun | None]:
     """Run a model dry; hooks that collect from within its parts are installed if need be.
 
     Args:
-        model: the model.
-        parts: its units.
+        parts: the model's units.
         device: where the stages will live.
         example: one microbatch; None to run it later.
 
@@ -228,17 +207,17 @@ def run_first(
         NotByModule: the model can't be run so.
     """
     if example is not None:
-        dry = DryRunner(model, parts, device)
+        dry = DryRunner(parts, device)
         try:
-            seen = _run_dry(dry, model, example)
+            seen = _run_dry(dry, parts.model, example)
         except NotByModule:
             if not dry.captures:
                 raise
         if not dry.captures:
             return dry, seen
-    install_hooks(model)
-    dry = DryRunner(model, parts, device)
-    return dry, None if example is None else _run_dry(dry, model, example)
+    install_hooks(parts.model)
+    dry = DryRunner(parts, device)
+    return dry, None if example is None else _run_dry(dry, parts.model, example)
 
 
 def _run_dry(dry: DryRunner, model: nn.Module, example: Example) -> DryRun:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
-from penstock.partition.huggingface import capture_since, collector, mark
+from penstock.partition.calls import own_loss
+from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.modules.absent import (
     Absent,
     Kind,
@@ -38,7 +39,7 @@ from penstock.partition.modules.given import Given
 from penstock.partition.modules.glue_draws import GlueDraws
 from penstock.partition.modules.host_draws import HostDraws
 from penstock.partition.modules.recorded import DryRun, Recorded
-from penstock.partition.modules.shell import build_shell, registries
+from penstock.partition.modules.shell import build_shell
 from penstock.partition.modules.side_writes import (
     State,
     hides_tensors,
@@ -50,10 +51,10 @@ from penstock.partition.modules.side_writes import (
 )
 from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies, with_values
 from penstock.partition.modules.units import Units
-from penstock.partition.torch_private import in_function_forward, watched_hooks
+from penstock.partition.torch_private import in_function_forward, registries, watched_hooks
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.generators import host_random_states, set_host_random_states
-from penstock.stage.trees import NAMESPACE, flatten
+from penstock.stage.trees import NAMESPACE, flatten, map_tensors, unflatten
 
 __all__ = ["DryRunner", "input_names"]
 
@@ -64,16 +65,15 @@ class DryRunner:
     """Runs one model dry.
 
     Args:
-        model: the plain model, on any device.
-        parts: its units.
+        parts: the units of the plain model, on any device.
         device: where the stages will live.
 
     Attributes:
         captures: whether a model collected what its parts compute (see ``huggingface``).
     """
 
-    def __init__(self, model: nn.Module, parts: Units, device: torch.device) -> None:
-        self._shell = build_shell(model, parts, (), self, device)
+    def __init__(self, parts: Units, device: torch.device) -> None:
+        self._shell = build_shell(parts, (), self, device)
         self._opened = {name: self._shell.get_submodule(name) for name in parts.opened}
         for module in self._opened.values():
             for name, value in vars(module).items():
@@ -82,8 +82,8 @@ class DryRunner:
         # What the opened modules hold themselves, until it is known that no run needs its values.
         self._held = {
             (path, name): tensor
-            for path in parts.opened
-            for registry in registries(model.get_submodule(path))
+            for path, module in parts.opened.items()
+            for registry in registries(module)
             for name, tensor in registry.items()
             if tensor is not None
         }
@@ -166,8 +166,7 @@ class DryRunner:
         leaves, tree = flatten((args, dict(kwargs)))
         names = input_names(args, kwargs)
         given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
-        call: Any = optree.tree_unflatten(tree, given)
-        positional, named = call
+        positional, named = unflatten(tree, given)
         output, changed = self._run_shell(positional, named)
         return DryRun(
             inputs=_described_inputs((args, dict(kwargs)), leaves, names),
@@ -251,7 +250,7 @@ class DryRunner:
         states = [(leaf, tensors_in(leaf)) for leaf in leaves if is_opaque(leaf)]
         lowered = [self._bodies.lower(leaf) for leaf in leaves]
         versions = [x._version if isinstance(x, Tensor) else 0 for x in lowered]
-        given: Any = optree.tree_unflatten(tree, lowered)
+        given = unflatten(tree, lowered)
         marked = mark()
         self.captures |= bool(marked)
         result, kept, changed, plain = self._run_unit(unit, given)
@@ -275,7 +274,7 @@ class DryRunner:
         for i in writes:
             self._note_written(index, unit, i, leaves[i])
         self._set_attributes(unit, run, kept, plain)
-        _append(captured, marked)
+        replay(captured, marked)
         return result
 
     def _run_unit(
@@ -309,10 +308,7 @@ class DryRunner:
         """What units that ran under autocast return, as all others do."""
         if not self._bodies.casts:
             return output
-        made, shape = flatten(output)
-        return optree.tree_unflatten(
-            shape, [on_meta(x) if isinstance(x, Tensor) else x for x in made]
-        )
+        return map_tensors(on_meta, output)
 
     def _set_attributes(
         self, unit: str, run: nn.Module, kept: dict[str, Any], plain: list[str]
@@ -343,7 +339,7 @@ class DryRunner:
                 origin = Origin({Source(Kind.OUTPUT, index, i, unit)})
                 self._given.note(index, i, leaf, origin)
                 leaves[i] = Absent(leaf, self._where, origin)
-        return optree.tree_unflatten(tree, leaves)
+        return unflatten(tree, leaves)
 
 
 def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
@@ -361,14 +357,6 @@ def _told_stale(unit: str, name: str) -> str:
         "called: on other stages that would be an older value, or none; have the module return "
         "it, or keep its users in one module"
     )
-
-
-def _append(captured: Mapping[str, list[Any]], marked: Mapping[str, int] | None) -> None:
-    """Put what a unit has appended to open lists in place of that."""
-    lists = collector()
-    for key, values in captured.items():
-        if lists is not None and marked is not None:
-            lists[key][marked[key] :] = values
 
 
 def _described_inputs(call: Any, leaves: Sequence[Any], names: Sequence[str]) -> BoundarySpec:
@@ -392,7 +380,7 @@ def _described(unit: str, output: Any) -> BoundarySpec:
 
 
 def _has_loss(output: Any) -> bool:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = own_loss(output)
     return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
 
 

@@ -20,7 +20,7 @@ from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.refusals import Placed, refuse
 from penstock.partition.modules.shared_parts import SharedParts, home_of
 
-__all__ = ["Homes", "find_crossings", "first_uses", "place_calls"]
+__all__ = ["Homes", "find_crossings", "first_uses"]
 
 Homes = Mapping[str, int | None]
 

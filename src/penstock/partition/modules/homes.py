@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan, shortened
-from penstock.partition.modules.find_crossings import Homes, first_uses
+from penstock.partition.modules.crossings import Crossings
+from penstock.partition.modules.find_crossings import Homes, find_crossings, first_uses
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.shared_parts import known_names
 from penstock.partition.modules.units import Units, find_blocks
+from penstock.partition.tensor_names import names_by_tensor
 
-__all__ = ["Cuts", "Wish", "find_homes"]
+__all__ = ["Cuts", "Wish", "find_homes", "try_cut"]
 
 Cuts: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 
@@ -53,6 +55,16 @@ class Wish:
     def places(self) -> tuple[str, ...]:
         """The names that have to be told apart."""
         return tuple(n for names in self.stages for n in names) or self.blocks or self.starts
+
+    def begins(self, order: Mapping[str, int]) -> tuple[str, ...]:
+        """The modules with which stages after the first begin, where none is named one by one.
+
+        Args:
+            order: the first call of each part that runs.
+        """
+        blocks = sorted(self.blocks, key=lambda name: order.get(name, len(order)))
+        counted = range(1, len(self.counts))
+        return self.starts or tuple(blocks[sum(self.counts[:stage])] for stage in counted)
 
     @classmethod
     def of(cls, model: nn.Module, cuts: Cuts) -> Wish:
@@ -106,14 +118,11 @@ def _check_counts(counts: Sequence[int], blocks: Sequence[str], model: str) -> N
         )
 
 
-def find_homes(
-    model: nn.Module, parts: Units, wish: Wish, seen: DryRun | None
-) -> dict[str, int | None]:
+def find_homes(parts: Units, wish: Wish, seen: DryRun | None) -> dict[str, int | None]:
     """Give each part its stage.
 
     Args:
-        model: the model.
-        parts: its units.
+        parts: the model's units.
         wish: how it is to be cut.
         seen: its dry run; without one, parts run in the order of their definition.
 
@@ -127,17 +136,17 @@ def find_homes(
     stored = [name for name in parts.units if parts.stored(name)]
     homes: dict[str, int | None] = dict.fromkeys(parts.units)
     if wish.stages:
-        homes |= _named(model, parts, wish, stored)
+        homes |= _named(parts, wish, stored)
     else:
         homes |= _counted(parts, wish, seen, stored)
     unnamed = [name for name in parts.direct if name not in homes]
     if wish.stages:
-        params = dict(model.named_parameters(remove_duplicate=False))
+        params = dict(parts.model.named_parameters(remove_duplicate=False))
         _refuse_left_over([name for name in unnamed if name in params], wish)
     uncalled = [name for name in stored if homes[name] is None]
     if seen is not None and (unnamed or uncalled):
         uses = first_uses(seen, homes, wish.num_stages)
-        homes |= _where_used(model, [*unnamed, *uncalled], uses)
+        homes |= _where_used(parts.model, [*unnamed, *uncalled], uses)
     homes |= {name: 0 for name in unnamed if name not in homes}
     homes |= _beside(stored, homes)
     for stage in range(wish.num_stages):
@@ -149,9 +158,16 @@ def find_homes(
     return homes
 
 
-def _named(
-    model: nn.Module, parts: Units, wish: Wish, stored: Sequence[str]
-) -> dict[str, int | None]:
+def try_cut(parts: Units, wish: Wish, seen: DryRun) -> Crossings | None:
+    """What crosses where a model is cut so; None where it can't be."""
+    try:
+        homes = find_homes(parts, wish, seen)
+        return find_crossings(seen, homes, wish.num_stages, parts.shared)
+    except PartitionError:
+        return None
+
+
+def _named(parts: Units, wish: Wish, stored: Sequence[str]) -> dict[str, int | None]:
     homes: dict[str, int | None] = {}
     for stage, names in enumerate(wish.stages):
         for name in names:
@@ -188,16 +204,9 @@ def _counted(
     order: Mapping[str, int] = (
         {name: i for i, name in enumerate(parts.units)} if seen is None else seen.first_calls()
     )
-    starts = wish.starts
-    if wish.counts:
-        never = len(order)
-        blocks = sorted(wish.blocks, key=lambda name: order.get(name, never))
-        ends = [sum(wish.counts[:i]) for i in range(1, len(wish.counts))]
-        starts = tuple(blocks[end] for end in ends)
+    starts = wish.begins(order)
     firsts = [_first_call(parts, name, order) for name in starts]
-    for (before, first), (name, then) in zip(
-        zip(starts, firsts, strict=True), list(zip(starts, firsts, strict=True))[1:], strict=False
-    ):
+    for (before, first), (name, then) in pairwise(zip(starts, firsts, strict=True)):
         if then <= first:
             raise PartitionError(
                 f"a stage is to begin with {before} and the next one with {name}, which does not "
@@ -218,7 +227,7 @@ def _where_used(
     A head whose weight goes to a fused loss is one, which is never called itself.
     """
     found: dict[str, int | None] = {}
-    known = {name: names[0] for names in known_names(model) for name in names}
+    known = {name: names[0] for names in names_by_tensor(model).values() for name in names}
     for part in parts:
         inside = (known[name] for name in known if name == part or name.startswith(f"{part}."))
         at = [uses[name] for name in inside if name in uses]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.partition.balance.plan import shortened
 from penstock.partition.huggingface import adapters
+from penstock.partition.torch_private import registries
 
 __all__ = ["materialize"]
 
@@ -64,7 +65,7 @@ def materialize(
     made: Made = {}
     for stage in modules:
         for module in stage.modules():
-            for registry in _registries(module):
+            for registry in registries(module):
                 _make_real(registry, device, made)
         stage.to(device)
     if not made:
@@ -76,10 +77,6 @@ def materialize(
         for root in roots:
             _initialize(root, init_fn, set(blank), done, is_given=init_fn is not None)
     _tell_left(modules, blank)
-
-
-def _registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
 
 
 def _make_real(registry: dict[str, Any], device: torch.device, made: Made) -> None:
@@ -101,7 +98,7 @@ def _lent(roots: Sequence[nn.Module], made: Mapping[int, Tensor]) -> Iterator[No
         (registry, name, tensor)
         for root in roots
         for module in root.modules()
-        for registry in _registries(module)
+        for registry in registries(module)
         for name, tensor in registry.items()
         if tensor is not None and tensor.is_meta and id(tensor) in made
     ]
@@ -140,7 +137,7 @@ def _initialize(
     for name, child in module.named_children():
         if name not in left:
             _initialize(child, init_fn, fresh, done, is_given=is_given)
-    own = [t for registry in _registries(module) for t in registry.values() if t is not None]
+    own = [t for registry in registries(module) for t in registry.values() if t is not None]
     # One that holds what had its values before would overwrite that, unless it is its own duty.
     held = list(module.parameters())
     is_new = all(p.is_meta or id(p) in fresh for p in held) and any(

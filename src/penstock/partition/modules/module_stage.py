@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -24,13 +23,13 @@ from penstock.partition.modules.dry_run import input_names
 from penstock.partition.modules.host_draws import draw_seeds
 from penstock.partition.modules.own_units import OwnUnits, registry_of
 from penstock.partition.modules.route import absent
-from penstock.partition.modules.shared_parts import known_names
 from penstock.partition.modules.shell import build_shell, own_tree, swap_kept
 from penstock.partition.modules.stage_player import Left, StagePlayer
 from penstock.partition.modules.units import Units
+from penstock.partition.tensor_names import names_by_tensor
 from penstock.partition.torch_private import autocast_state, watched_hooks
 from penstock.stage.tensor_meta import TensorMeta
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, unflatten
 
 __all__ = ["ModuleStage", "FindCrossings"]
 
@@ -41,8 +40,7 @@ class ModuleStage(nn.Module):
     """One stage of a model, under the plain model's names.
 
     Args:
-        model: the plain model; its modules and parameters become the stage's.
-        parts: its units.
+        parts: the units of the plain model, whose modules and parameters become the stage's.
         own: the names of the units, and of parameters by themselves, that this stage holds.
         index: which stage it is.
         num_stages: of how many.
@@ -57,7 +55,6 @@ class ModuleStage(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
         parts: Units,
         own: frozenset[str],
         index: int,
@@ -66,18 +63,18 @@ class ModuleStage(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        tree = own_tree(model, parts, own)
+        tree = own_tree(parts, own)
         for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, registry, vars(tree)[registry])
-        self.training = model.training
+        self.training = parts.model.training
         # Not registered: the shell has modules that this stage does not hold.
         player = StagePlayer(index, device)
-        shell = build_shell(model, parts, own, player, device)
+        shell = build_shell(parts, own, player, device)
         object.__setattr__(self, "_player", player)
         object.__setattr__(self, "_shell", shell)
         self._own_units = OwnUnits(self, shell, parts, own, player)
-        self._own_state = own_places(model, parts, own)
-        self._ties = {names[0]: names for names in known_names(model)}
+        self._own_state = own_places(parts, own)
+        self._ties = {names[0]: names for names in names_by_tensor(parts.model).values()}
         self._index = index
         self._is_last = index == num_stages - 1
         self._find = find
@@ -180,8 +177,7 @@ class ModuleStage(nn.Module):
             else:
                 source = Source(Kind.INPUT, 0, i, f"number {i}")
                 leaves[i] = absent(leaf, self._player.device, source)
-        given: Any = optree.tree_unflatten(plan.inputs.tree, leaves)
-        ((args, kwargs),) = given
+        ((args, kwargs),) = unflatten(plan.inputs.tree, leaves)
         return args, kwargs
 
     # --- running -----------------------------------------------------------------------------
@@ -240,7 +236,7 @@ class ModuleStage(nn.Module):
         return values[source]
 
 
-def own_places(model: nn.Module, parts: Units, own: frozenset[str]) -> tuple[tuple[str, str], ...]:
+def own_places(parts: Units, own: frozenset[str]) -> tuple[tuple[str, str], ...]:
     """What a stage puts into its shell itself: (the place, the name under which it holds it).
 
     Parameters and buffers of opened modules; and those of its own units in the places that they
@@ -251,11 +247,10 @@ def own_places(model: nn.Module, parts: Units, own: frozenset[str]) -> tuple[tup
     def held(name: str) -> bool:
         return any(name.startswith(f"{unit}.") for unit in own)
 
-    tied = [(names, [n for n in names if held(n)]) for names in known_names(model)]
     return direct + tuple(
         (name, mine[0])
-        for names, mine in tied
-        if mine
+        for names in names_by_tensor(parts.model).values()
+        if (mine := [name for name in names if held(name)])
         for name in names
         if not held(name) and name not in parts.direct
     )

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
-
 from penstock.errors import PartitionError
-from penstock.partition.modules.find_crossings import find_crossings
-from penstock.partition.modules.homes import Wish, find_homes
+from penstock.partition.modules.homes import Wish, try_cut
 from penstock.partition.modules.nearest import Cut, nearest_place
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.shared_parts import find_shared
 from penstock.partition.modules.units import Units, find_units
 
 __all__ = ["around_more", "between_the_same"]
@@ -26,37 +22,35 @@ __all__ = ["around_more", "between_the_same"]
 NOWHERE = "no other place between these modules works"
 
 
-def between_the_same(model: nn.Module, parts: Units, wish: Wish, seen: DryRun) -> str:
+def between_the_same(parts: Units, wish: Wish, seen: DryRun) -> str:
     """The nearest place for one of the cuts, between the parts that the dry run has seen.
 
     Args:
-        model: the model.
-        parts: its units.
+        parts: the model's units.
         wish: the cuts that it does not allow.
         seen: its dry run.
     """
     order = seen.first_calls()
     cuts = [_cut(name, parts, order) for name in starts_of(parts, wish, order)]
-    if wish.stages and _works(model, parts, seen, cuts):
+    if wish.stages and _works(parts, seen, cuts):
         starts = [cut.label.removeprefix("before ") for cut in cuts]
         return f"stages that begin there work if all lies where it runs: split={starts}"
-    move = nearest_place(cuts, _places(parts, order), lambda c: _works(model, parts, seen, c))
+    move = nearest_place(cuts, _places(parts, order), lambda c: _works(parts, seen, c))
     return NOWHERE if move is None else str(move)
 
 
-def around_more(model: nn.Module, parts: Units, wish: Wish, run: Callable[[Units], DryRun]) -> str:
+def around_more(parts: Units, wish: Wish, run: Callable[[Units], DryRun]) -> str:
     """The nearest place outside of the modules in which code stands in the way of cuts.
 
     Args:
-        model: the model.
-        parts: its units, as they can't be run dry.
+        parts: the model's units, as they can't be run dry.
         wish: the cuts.
         run: runs other units dry, or raises a PartitionError.
     """
     opened = sorted((name for name in parts.opened if name), key=lambda n: -n.count("."))
     for whole in opened:
         try:
-            outer = find_units(model, [whole])
+            outer = find_units(parts.model, [whole])
             seen = run(outer)
         except PartitionError:
             continue
@@ -66,20 +60,17 @@ def around_more(model: nn.Module, parts: Units, wish: Wish, run: Callable[[Units
         place = nearest_place(
             [Cut(label="", position=order[whole])],
             _places(outer, order),
-            lambda cuts, outer=outer, seen=seen: _works(model, outer, seen, cuts),  # type: ignore[misc]
+            lambda cuts, outer=outer, seen=seen: _works(outer, seen, cuts),  # type: ignore[misc]
         )
         if place is not None:
             return f"{whole} can be left whole: {place}"
     return NOWHERE
 
 
-def starts_of(parts: Units, wish: Wish, order: Mapping[str, int]) -> list[str]:
+def starts_of(parts: Units, wish: Wish, order: Mapping[str, int]) -> Sequence[str]:
     """The modules with which stages after the first begin, whatever words said so."""
-    if wish.starts:
-        return list(wish.starts)
-    if wish.counts:
-        blocks = sorted(wish.blocks, key=lambda name: order.get(name, len(order)))
-        return [blocks[sum(wish.counts[:i])] for i in range(1, len(wish.counts))]
+    if not wish.stages:
+        return wish.begins(order)
     return [
         min(
             (unit for name in names for unit in parts.under(name)),
@@ -101,11 +92,6 @@ def _places(parts: Units, order: Mapping[str, int]) -> list[Cut]:
     ]
 
 
-def _works(model: nn.Module, parts: Units, seen: DryRun, cuts: Sequence[Cut]) -> bool:
+def _works(parts: Units, seen: DryRun, cuts: Sequence[Cut]) -> bool:
     wish = Wish(starts=tuple(cut.label.removeprefix("before ") for cut in cuts))
-    try:
-        homes = find_homes(model, parts, wish, seen)
-        find_crossings(seen, homes, wish.num_stages, find_shared(model, parts))
-    except PartitionError:
-        return False
-    return True
+    return try_cut(parts, wish, seen) is not None

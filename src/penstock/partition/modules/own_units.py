@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.shell import registries, watched
+from penstock.partition.modules.shell import watched
 from penstock.partition.modules.stage_player import StagePlayer
 from penstock.partition.modules.units import Units
+from penstock.partition.torch_private import registries
 from penstock.stage.wrappers import unwrapped
 
 __all__ = ["OwnUnits", "registry_of"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -20,8 +19,9 @@ from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Absent, Kind, Origin, Source
 from penstock.partition.modules.crossings import Crossings
 from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.trees import unflatten
 
-__all__ = ["Route", "absent", "rebuilt"]
+__all__ = ["Route", "absent"]
 
 
 class Route:
@@ -58,7 +58,7 @@ class Route:
         """The attributes that a call's module keeps tensors in."""
         if index not in self._kept:
             output = self.plan.calls[index].output
-            ((_, _, kept),) = rebuilt(output.tree, list(output.leaves))
+            ((_, _, kept),) = unflatten(output.tree, output.leaves)
             self._kept[index] = tuple(kept)
         return self._kept[index]
 
@@ -82,11 +82,6 @@ class Route:
             self._hollow[key] = (leaves, sources)
         leaves, sources = self._hollow[key]
         return list(leaves), sources
-
-
-def rebuilt(tree: optree.PyTreeSpec, leaves: list[Any]) -> Any:
-    """A tree of these leaves."""
-    return optree.tree_unflatten(tree, leaves)
 
 
 def absent(meta: TensorMeta, device: torch.device, source: Source) -> Absent:

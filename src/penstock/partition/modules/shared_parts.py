@@ -10,14 +10,14 @@ This module knows no stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from penstock.partition.modules.units import Units
+from penstock.partition.tensor_names import names_by_tensor
 
-__all__ = ["SharedParts", "find_shared", "home_of", "known_names"]
+__all__ = ["SharedParts", "find_shared", "home_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,30 +50,22 @@ class SharedParts:
         return {home for home in found if home is not None}
 
 
-def find_shared(model: nn.Module, parts: Units) -> SharedParts:
+def find_shared(model: nn.Module, units: Mapping[str, nn.Module]) -> SharedParts:
     """What the parts of a model have in common.
 
     Args:
         model: the model.
-        parts: its units.
+        units: its units, by name.
     """
     held: dict[int, list[str]] = {}
-    for unit, module in parts.units.items():
+    for unit, module in units.items():
         for name, inner in module.named_modules(remove_duplicate=False):
             held.setdefault(id(inner), []).append(f"{unit}.{name}" if name else unit)
         for name, buffer in module.named_buffers(remove_duplicate=False):
             held.setdefault(id(buffer), []).append(f"{unit}.{name}")
     state = {name: each[0] for each in held.values() if len(each) > 1 for name in each}
-    return SharedParts(state=state, ties={n[0]: n for n in known_names(model) if len(n) > 1})
-
-
-def known_names(model: nn.Module) -> Iterable[tuple[str, ...]]:
-    """For each parameter and buffer all its names, in the order of the model's tree."""
-    names: dict[int, list[str]] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(name)
-    return map(tuple, names.values())
+    ties = {names[0]: names for names in names_by_tensor(model).values() if len(names) > 1}
+    return SharedParts(state=state, ties=ties)
 
 
 def home_of(name: str, homes: Mapping[str, int | None]) -> int | None:

@@ -24,14 +24,20 @@ from torch import nn
 from penstock.partition.huggingface import without_cache
 from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_meta
 from penstock.partition.modules.units import Units
-from penstock.partition.torch_private import REGISTRIES, copied_shell, run_uncompiled
+from penstock.partition.tensor_names import names_by_tensor
+from penstock.partition.torch_private import (
+    REGISTRIES,
+    children,
+    copied_shell,
+    registries,
+    run_uncompiled,
+)
 
 __all__ = [
     "Play",
     "build_shell",
     "own_tree",
     "put_tensors",
-    "registries",
     "skeleton",
     "swap_kept",
     "watched",
@@ -53,18 +59,11 @@ class Play(Protocol):
         ...
 
 
-def build_shell(
-    model: nn.Module,
-    parts: Units,
-    own: Collection[str],
-    play: Play,
-    device: torch.device,
-) -> nn.Module:
+def build_shell(parts: Units, own: Collection[str], play: Play, device: torch.device) -> nn.Module:
     """Copy the model's tree around the units of one stage.
 
     Args:
-        model: the plain model; it is left as it is.
-        parts: its units.
+        parts: the units of the plain model; it is left as it is.
         own: the names of the units, and of the parameters by themselves, that the stage runs.
         play: whom the units report to.
         device: where absent parameters claim to be.
@@ -73,7 +72,7 @@ def build_shell(
         A module of the model's class.
     """
     made: dict[int | str, nn.Module] = {}
-    absent = AbsentState(model, device)
+    absent = AbsentState(parts.model, device)
 
     def visit(module: nn.Module, prefix: str) -> nn.Module:
         name = parts.unit_at(prefix[:-1])
@@ -94,15 +93,14 @@ def build_shell(
 
     def opened(module: nn.Module, prefix: str) -> None:
         shell = made[id(module)] = copied_shell(module)
-        for name, child in module._modules.items():
-            if child is not None:
-                shell._modules[name] = visit(child, f"{prefix}{name}.")
+        for name, child in children(module):
+            shell._modules[name] = visit(child, f"{prefix}{name}.")
         rebind(shell, module)
         absent.put(shell, prefix, kept=own)
         swap_kept(shell, lambda tensor: absent.instead_of(tensor, kept))
         without_cache(shell)
 
-    return visit(model, "")
+    return visit(parts.model, "")
 
 
 def watched(module: nn.Module, name: str, play: Play) -> nn.Module:
@@ -132,10 +130,9 @@ def reports(made: nn.Module, name: str, module: nn.Module, play: Play) -> nn.Mod
 def hollow_out(module: nn.Module, prefix: str, absent: AbsentState) -> None:
     """Replace all parameters, buffers and children of a copied shell by absent ones."""
     absent.put(module, prefix)
-    for name, child in module._modules.items():
-        if child is not None:
-            copy = module._modules[name] = copied_shell(child)
-            hollow_out(copy, f"{prefix}{name}.", absent)
+    for name, child in children(module):
+        copy = module._modules[name] = copied_shell(child)
+        hollow_out(copy, f"{prefix}{name}.", absent)
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -143,9 +140,8 @@ def skeleton(module: nn.Module) -> nn.Module:
 
     def visit(module: nn.Module) -> nn.Module:
         made = copied_shell(module)
-        for name, child in made._modules.items():
-            if child is not None:
-                made._modules[name] = visit(child)
+        for name, child in children(made):
+            made._modules[name] = visit(child)
         rebind(made, module)
         run_uncompiled(made)
         return made
@@ -215,11 +211,6 @@ def swap_kept(
     return before
 
 
-def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters, and its buffers."""
-    return module._parameters, module._buffers
-
-
 class AbsentState:
     """Absent tensors in the places of a model's parameters and buffers, one for each of them.
 
@@ -230,10 +221,7 @@ class AbsentState:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._names: dict[int, list[str]] = {}
-        for named in (model.named_parameters, model.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                self._names.setdefault(id(tensor), []).append(name)
+        self._names = names_by_tensor(model)
         self._made: dict[str, Any] = {}
 
     def put(self, module: nn.Module, prefix: str, *, kept: Collection[str] = ()) -> None:
@@ -282,12 +270,11 @@ def _reporting(cls: type[nn.Module]) -> type[nn.Module]:
     return _classes[cls]
 
 
-def own_tree(model: nn.Module, parts: Units, own: Collection[str]) -> nn.Module:
+def own_tree(parts: Units, own: Collection[str]) -> nn.Module:
     """The part of the model's tree that a stage registers, under the names of the plain model.
 
     Args:
-        model: the plain model.
-        parts: its units.
+        parts: the model's units.
         own: the names of the units, and of the parameters by themselves, that the stage holds.
 
     Returns:
@@ -317,4 +304,4 @@ def own_tree(model: nn.Module, parts: Units, own: Collection[str]) -> nn.Module:
             made[id(module)] = None
         return made[id(module)]
 
-    return visit(model, "") or nn.Module()
+    return visit(parts.model, "") or nn.Module()

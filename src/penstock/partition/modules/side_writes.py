@@ -9,7 +9,8 @@ What modules keep in attributes of their own, attributes.py sees. This module kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import optree
@@ -21,6 +22,7 @@ from penstock.stage.trees import flatten
 
 __all__ = [
     "State",
+    "are_same",
     "hides_tensors",
     "is_opaque",
     "refuse_filled",
@@ -127,18 +129,23 @@ def refuse_filled(
     """A unit may not write into the objects and containers that it was given."""
     for state, held in states:
         now = tensors_in(state)
-        if len(now) != len(held) or any(a is not b for a, b in zip(now, held, strict=True)):
+        if not are_same(now, held):
             raise PartitionError(
                 f"{unit} writes tensors into the {type(state).__name__} that it is called "
                 "with, which its other users, on other stages, would not see; leave it out "
                 "(use_cache=False, for instance)"
             )
     leaves, shape = flatten(given)
-    if shape != tree or any(a is not b for a, b in zip(leaves, lowered, strict=True)):
+    if shape != tree or not are_same(leaves, lowered):
         raise PartitionError(
             f"{unit} writes into a list or dict that it is called with, which its other users, on "
             "other stages, would not see; have it return what it writes"
         )
+
+
+def are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(left) == len(right) and all(map(is_, left, right))
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[Tensor]:

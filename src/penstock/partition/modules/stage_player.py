@@ -23,11 +23,11 @@ from penstock.partition.modules.absent import Source, named, sources_of
 from penstock.partition.modules.attributes import Glance, kept_in, put
 from penstock.partition.modules.crossings import Call, Crossings
 from penstock.partition.modules.host_draws import HostStream
-from penstock.partition.modules.route import Route, rebuilt
+from penstock.partition.modules.route import Route
 from penstock.partition.torch_private import in_function_forward
 from penstock.stage.generators import random_state, set_random_state
 from penstock.stage.tensor_meta import TensorMeta
-from penstock.stage.trees import flatten
+from penstock.stage.trees import flatten, unflatten
 
 __all__ = ["Left", "StagePlayer"]
 
@@ -247,7 +247,7 @@ class StagePlayer:
             if value is not None:
                 self._refuse_cut_off(value.requires_grad, call.unit)
                 leaves[i] = value.clone() if i in call.written else value
-        ((result, captured, kept),) = rebuilt(call.output.tree, leaves)
+        ((result, captured, kept),) = unflatten(call.output.tree, leaves)
         replay(captured)
         put(run, kept)
         return result
@@ -288,7 +288,7 @@ class StagePlayer:
                     changed = True
         if not changed:
             return result
-        ((result, _, kept),) = rebuilt(tree, leaves)
+        ((result, _, kept),) = unflatten(tree, leaves)
         put(run, kept)
         return result
 
@@ -301,7 +301,7 @@ class StagePlayer:
 
 def _shown(tree: PyTreeSpec, leaves: Sequence[Any]) -> str:
     """A unit's result, as a message shows it; with what it appends or keeps, where it does."""
-    ((result, captured, kept),) = rebuilt(tree, [_Shown(leaf) for leaf in leaves])
+    ((result, captured, kept),) = unflatten(tree, [_Shown(leaf) for leaf in leaves])
     beside = [f"appending {captured}"] if captured else []
     beside += [f"keeping {kept}"] if kept else []
     return ", ".join([repr(result), *beside])

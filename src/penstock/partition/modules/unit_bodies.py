@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.modules.absent import Absent, on_meta
 from penstock.partition.modules.shell import put_tensors, skeleton
-from penstock.partition.torch_private import as_fake, autocast_state, fake_mode
+from penstock.partition.torch_private import as_fake, autocast_state, fake_mode, registries
 
 __all__ = ["NeedsValues", "UnitBodies", "with_values"]
 
@@ -179,9 +179,8 @@ def imagined(bare: nn.Module, unit: nn.Module, device: torch.device) -> nn.Modul
     stand: dict[int, Tensor] = {}  # by what stands for it in the copy
     places = made.named_modules(remove_duplicate=False), unit.named_modules(remove_duplicate=False)
     for (_, copy), (_, module) in zip(*places, strict=True):
-        for kind in ("_parameters", "_buffers"):
-            registry = getattr(copy, kind)
-            for name, tensor in getattr(module, kind).items():
+        for registry, held in zip(registries(copy), registries(module), strict=True):
+            for name, tensor in held.items():
                 if tensor is not None:
                     if id(tensor) not in real:
                         real[id(tensor)] = with_values(tensor, device) if tensor.is_meta else tensor

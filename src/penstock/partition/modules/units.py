@@ -24,7 +24,9 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import units_of
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.plan import prefixes, shortened
-from penstock.partition.torch_private import fused_by, has_no_forward, is_sequential
+from penstock.partition.modules.shared_parts import SharedParts, find_shared
+from penstock.partition.tensor_names import named_tensors
+from penstock.partition.torch_private import children, fused_by, has_no_forward, is_sequential
 
 __all__ = ["NotByModule", "Units", "find_blocks", "find_units"]
 
@@ -45,12 +47,19 @@ class Units:
         aliases: further names of units that stand in several places, and under which one they
             are listed. One that stands in a list several times is a unit in each place there:
             its calls can be told apart, and go to several stages.
+        shared: what units have in common.
     """
 
     units: dict[str, nn.Module]
     opened: dict[str, nn.Module]
     direct: tuple[str, ...]
     aliases: dict[str, str]
+    shared: SharedParts
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        return self.opened[""]
 
     def stored(self, name: str) -> bool:
         """Whether a unit has parameters, or buffers that belong to the model's state."""
@@ -124,10 +133,8 @@ def find_units(model: nn.Module, places: Iterable[str]) -> Units:
             return
         opened[name] = module
         is_list = has_no_forward(module) or is_sequential(module)
-        for child_name, child in module._modules.items():
-            if child is not None:
-                place = f"{name}.{child_name}" if name else child_name
-                visit(child, place, is_list)
+        for child_name, child in children(module):
+            visit(child, f"{name}.{child_name}" if name else child_name, is_list)
 
     visit(model, "")
     for name, module in opened.items():
@@ -146,6 +153,7 @@ def find_units(model: nn.Module, places: Iterable[str]) -> Units:
         opened=opened,
         direct=tuple(_direct(opened)),
         aliases=aliases,
+        shared=find_shared(model, units),
     )
 
 
@@ -158,8 +166,7 @@ def _direct(opened: dict[str, nn.Module]) -> Iterator[str]:
 
 def _refuse_unknown(model: nn.Module, places: Sequence[str]) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    known |= named_tensors(model).keys()
     unknown = [place for place in places if place not in known or place == ""]
     if not unknown:
         return

@@ -8,11 +8,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.passes.common import refuse_kept_otherwise, stages_of
 from penstock.schedule.program import Program, refuse_no_program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 
 __all__ = ["offload"]
-
-_BACKWARDS = (Op.FULL_BACKWARD, Op.INPUT_GRAD)
 
 
 def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int = 1) -> Program:
@@ -67,7 +65,7 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> t
                 continue
             if act.op is Op.FORWARD:
                 forwards[key] = place
-            elif act.op in _BACKWARDS and place - ahead > forwards.get(key, place) + 1:
+            elif act.op in INPUT_GRADS and place - ahead > forwards.get(key, place) + 1:
                 made = computing[forwards[key]]
                 after.setdefault(made, []).append(action(act.stage, Op.OFFLOAD, act.microbatch))
                 asked = computing[place - ahead]

@@ -8,10 +8,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.passes.common import refuse_kept_otherwise, stages_of
 from penstock.schedule.program import Program, refuse_no_program
+from penstock.schedule.rules import INPUT_GRADS
 
 __all__ = ["recompute"]
-
-_BACKWARDS = (Op.FULL_BACKWARD, Op.INPUT_GRAD)
 
 
 def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Program:
@@ -43,7 +42,7 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
     refuse_no_program(program, "recompute()")
     chosen = stages_of(program, stages)
     refuse_kept_otherwise(program, chosen)
-    if not any(act.op in _BACKWARDS for act in program.actions()):
+    if not any(act.op in INPUT_GRADS for act in program.actions()):
         raise ScheduleError(
             f"program {program.name!r} has no backwards: there is nothing to recompute for"
         )
@@ -56,7 +55,7 @@ def _recomputed(steps: tuple[Step, ...], stages: frozenset[int]) -> tuple[Step, 
         recomputed += (
             action(act.stage, Op.RECOMPUTE, act.microbatch)
             for act in step.parts
-            if act.op in _BACKWARDS and act.stage in stages
+            if act.op in INPUT_GRADS and act.stage in stages
         )
         recomputed.append(step)
     return tuple(recomputed)

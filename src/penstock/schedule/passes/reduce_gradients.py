@@ -8,10 +8,10 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.program import Program, refuse_no_program
+from penstock.schedule.rules import WEIGHT_GRADS
+from penstock.schedule.upkeep import last_steps
 
 __all__ = ["reduce_gradients"]
-
-_WEIGHT_GRADS = (Op.FULL_BACKWARD, Op.WEIGHT_GRAD)
 
 
 def reduce_gradients(program: Program) -> Program:
@@ -50,13 +50,7 @@ def reduce_gradients(program: Program) -> Program:
 
 
 def _with_reductions(steps: tuple[Step, ...], num_stages: int) -> tuple[Step, ...]:
-    last: dict[int, int] = {}
-    for index in range(len(steps) - 1, -1, -1):
-        for act in steps[index].parts:
-            if act.op in _WEIGHT_GRADS:
-                last.setdefault(act.stage, index)
-        if len(last) == num_stages:
-            break
+    last = last_steps(steps, WEIGHT_GRADS, num_stages)
     reduced = list(steps)
     # From the end, so that the places further in front stay where they are. Of stages whose last
     # weight gradients share a block, the lower is reduced first.
