@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage, ScheduleError, auto, check
+from penstock.partition.balance.for_program import costs_of
 from penstock.partition.balance.profile import profile
 from penstock.runtime.link import Link, measure_link
 from penstock.schedule.action import Action, Op
@@ -55,7 +56,6 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-COSTS_OF = auto._costs
 EVEN_TIMES: dict[str, Any] = {"forward": 1e-3, "input_grad": 1e-3, "weight_grad": 1e-3}
 RELEASES = (Op.WEIGHT_GRAD, Op.FULL_BACKWARD)
 EXAMPLE = (torch.ones(3, DIM),)
@@ -151,7 +151,7 @@ def test_the_memory_limit_is_kept() -> None:
 def test_a_tight_limit_is_met_by_recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deep stages with narrow boundaries: two in flight fit where one keeps its input alone."""
     # As they would be measured where nothing else runs.
-    monkeypatch.setattr(auto, "_costs", lambda groups: replace(COSTS_OF(groups), **EVEN_TIMES))
+    monkeypatch.setattr(auto, "costs_of", lambda stages: replace(costs_of(stages), **EVEN_TIMES))
     stages = [mlp(8) for _ in range(2)]
     plain = copy.deepcopy(stages)
     blocks = profile(stages, EXAMPLE, loss_fn=None).blocks
