@@ -94,9 +94,9 @@ def search(
             and missing.
 
     Example:
-        >>> found = search(ranks=4, microbatches=8, memory_limit=3, exact=False)
+        >>> found = search(ranks=4, microbatches=8, memory_limit=4, exact=False)
         >>> found.value, found.peak
-        (31.0, 3.0)
+        (27.0, 4.0)
 
     Source: arXiv:2401.10241, sec. 3.1 (search under a memory limit); arXiv:2405.15362 (blocks).
     """
