@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from penstock import Pipeline
+from penstock import Pipeline, StageError
+from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.group import chosen_device
 from penstock.runtime.moving import is_placed, moved
 
@@ -106,3 +108,8 @@ def test_a_pipeline_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> N
     lengths = torch.ones(4, dtype=torch.int64)
     pipe.eval(torch.ones(4, 2, device=META), lengths)
     assert given[-1][0][1] is lengths
+
+
+def test_processes_are_joined_on_the_cpu_and_cuda_alone() -> None:
+    with pytest.raises(StageError, match="stages on mps can't be joined over processes"):
+        C10dTransport(dist.ProcessGroup(0, 1), torch.device("mps"), 0, 1.0)

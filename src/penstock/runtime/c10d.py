@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, StageError
 from penstock.runtime import torch_private
 from penstock.runtime.answer import poll
 from penstock.runtime.breaking import abort_all, break_pairs, is_closed
@@ -90,6 +90,12 @@ class C10dTransport(ControlPlane):
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, number: int, timeout_s: float
     ) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise StageError(
+                f"stages on {device.type} can't be joined over processes: messages go from CPU to "
+                "CPU (gloo) or from CUDA to CUDA (NCCL); play all ranks in one process, without "
+                "torchrun, or put the stages on one of these"
+            )
         self.rank = group.rank()
         self.num_ranks = group.size()
         self._group = group

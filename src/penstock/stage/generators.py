@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +15,14 @@ __all__ = [
     "host_random_states",
     "random_state",
     "random_state_there",
+    "seed_random_state",
     "set_host_random_states",
     "set_random_state",
+    "undrawn",
 ]
+
+# The kinds of devices that have no generator of their own.
+_DRAWN_ON_HOST = ("cpu", "meta")
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -30,7 +36,10 @@ def random_state(device: torch.device) -> Tensor:
         >>> torch.equal(one, torch.rand(()))
         True
     """
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    if device.type in _DRAWN_ON_HOST:
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def random_state_there(device: torch.device) -> Tensor:
@@ -41,10 +50,21 @@ def random_state_there(device: torch.device) -> Tensor:
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
     """Put a device's generator into a state that ``random_state`` gave, wherever that lies now."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), device)
-    else:
+    if device.type in _DRAWN_ON_HOST:
         torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state.cpu(), device)
+
+
+def seed_random_state(device: torch.device, seed: int) -> None:
+    """Let a device's generator begin anew, from ``seed``."""
+    if device.type in _DRAWN_ON_HOST:
+        torch.default_generator.manual_seed(seed)
+        return
+    module: Any = torch.get_device_module(device)
+    # Of several devices of a kind the current one is seeded; some kinds have one alone.
+    with module.device(device) if hasattr(module, "device") else nullcontext():
+        module.manual_seed(seed)
 
 
 def host_random_states() -> dict[str, Any]:
@@ -68,3 +88,23 @@ def set_host_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["random"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+@contextmanager
+def undrawn(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn within, the generators of the device and the host are as before after it.
+
+    Example:
+        >>> with undrawn(torch.device("cpu")):
+        ...     one = torch.rand(())
+        >>> torch.equal(one, torch.rand(()))
+        True
+    """
+    states = host_random_states()
+    before = {place: random_state(place) for place in {torch.device("cpu"), device}}
+    try:
+        yield
+    finally:
+        for place, state in before.items():
+            set_random_state(place, state)
+        set_host_random_states(states)

@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.generators import random_state, random_state_there, set_random_state
+from penstock.stage.generators import (
+    random_state,
+    random_state_there,
+    seed_random_state,
+    set_random_state,
+)
 from penstock.stage.trees import as_args
 
 __all__ = ["RandomStream", "draw_step_seed", "microbatch_rng"]
@@ -114,9 +119,4 @@ class RandomStream:
 def _seed(device: torch.device, step_seed: int, microbatch: int) -> None:
     # Hashed: sums of both would give one microbatch the stream of another one, steps later.
     digest = hashlib.blake2b(f"{step_seed}/{microbatch}".encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest) >> 1
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    seed_random_state(device, int.from_bytes(digest) >> 1)

@@ -28,10 +28,11 @@ from penstock.partition.balance.clock import Times, measure
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.rehearsal import Rehearsal, rehearse
-from penstock.partition.balance.subject import Chained, Subject, same_draws
+from penstock.partition.balance.subject import Chained, Subject
 from penstock.partition.calls import Example
 from penstock.partition.modules.between_blocks import cross_between
 from penstock.partition.sequential import is_row
+from penstock.stage.generators import undrawn
 from penstock.stage.manual import PipelineStage
 from penstock.stage.tensor_meta import TensorMeta
 
@@ -81,13 +82,13 @@ def profile(
     model, name, units = as_model(model_or_stages)
     subject = Subject.of(model, example, loss_fn)
     told(0, runs + 2, "which blocks run when")
-    with same_draws(subject.device):
+    with undrawn(subject.device), torch.enable_grad():
         seen = rehearse(subject, units)
         above = leave_room(subject)
     measured = []
     for run in range(runs + 1):
         told(run + 1, runs + 2, f"run {run} of {runs}" if run else "warm-up")
-        with same_draws(subject.device):
+        with undrawn(subject.device), torch.enable_grad():
             measured.append(measure(subject, units, seen))
     del above
     told(runs + 2, runs + 2, "done")

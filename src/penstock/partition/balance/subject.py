@@ -6,10 +6,8 @@ of the model's are touched, and on copies of its buffers. This module measures n
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from penstock.errors import PartitionError
 from penstock.partition.calls import Example, as_call, own_loss
 from penstock.stage.trees import as_args, flatten
 
-__all__ = ["Chained", "Subject", "same_draws"]
+__all__ = ["Chained", "Subject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,16 +128,3 @@ class Chained(nn.Module):
         for stage in self._stages[1:]:
             output = stage(*as_args(output))
         return output
-
-
-@contextmanager
-def same_draws(device: torch.device) -> Iterator[None]:
-    """Leave random generators as they are now: each run draws alike, and the user none the less."""
-    drawn = random.getstate()
-    kind = "cuda" if device.type == "cpu" else device.type
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
-            yield
-    finally:
-        random.setstate(drawn)

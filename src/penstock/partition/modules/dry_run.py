@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +52,7 @@ from penstock.partition.modules.unit_bodies import NeedsValues, UnitBodies, with
 from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import in_function_forward, registries, watched_hooks
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.generators import host_random_states, set_host_random_states
+from penstock.stage.generators import undrawn
 from penstock.stage.trees import NAMESPACE, flatten, map_tensors, unflatten
 
 __all__ = ["DryRunner", "input_names"]
@@ -201,7 +200,7 @@ class DryRunner:
         with (
             torch.no_grad(),
             watched_hooks(self._refuse_hook),
-            _same_random_state(self._where),
+            undrawn(self._where),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # what there is to warn of, comes again with values
@@ -382,12 +381,3 @@ def _described(unit: str, output: Any) -> BoundarySpec:
 def _has_loss(output: Any) -> bool:
     loss = own_loss(output)
     return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-
-
-@contextmanager
-def _same_random_state(device: torch.device) -> Iterator[None]:
-    """The model may draw, as it does when it skips layers at random; nobody shall notice."""
-    states = host_random_states()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    set_host_random_states(states)
