@@ -33,6 +33,7 @@ from penstock.partition.modules.other_cuts import around_more, between_the_same
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.shared_parts import find_shared
 from penstock.partition.modules.units import NotByModule, Units, find_units
+from penstock.partition.tied import tell_ties
 from penstock.stage.trees import as_args
 
 __all__ = [
@@ -140,6 +141,7 @@ def split_by_module(
         ModuleStage(model, parts, own[i], i, num_stages, None if i else find, device)
         for i in range(num_stages)
     )
+    tell_ties(stages)
     if example is not None and crossings is not None:
         stages[0].prepare(*as_call(example), crossings)
     return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)
