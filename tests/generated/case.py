@@ -193,7 +193,7 @@ def _may_step_in_backward(recipe: Recipe, plans: list[Plan], replicas: str) -> b
 
 def _hooks(draws: Draws, recipe: Recipe, *, parts: bool) -> tuple[tuple[str, int], ...]:
     """Kinds of hooks and units, of those that take and give a tensor."""
-    units = [i for i, unit in enumerate(recipe.units) if unit in UNITS]
+    units = [i for i, unit in enumerate(recipe.units) if unit in UNITS and unit != "compiled"]
     if not units:
         return ()
     kinds = [

@@ -222,6 +222,8 @@ def _barrier() -> None:
 
 
 def _replicate(stage: PipelineStage, kind: str, replicas: DeviceMesh) -> None:
+    if not any(param.requires_grad for param in stage.submod.parameters()):
+        return  # DDP refuses what has nothing to train
     match kind:
         case "ddp":
             stage.submod = DistributedDataParallel(stage.submod, process_group=replicas.get_group())

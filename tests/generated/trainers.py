@@ -204,13 +204,18 @@ class Plain(Common):
         """Train on a batch, the replicas in turn; they go on with the mean of their gradients."""
         self._seed = move.seed
         self._next = iter([self.batch(move, i) for i in range(len(self.models))])
-        return super().step(move)
+        found = super().step(move)
+        for model in self.models:
+            for name, param in model.named_parameters():
+                if model is not self.model:
+                    param.data = self.model.get_parameter(name).data.clone()
+        return found
 
     def train(self, batch: Batch) -> Found:
         """The plain loop."""
         if len(self.models) == 1:
             return self._loop(self.model, batch)
-        self._make_equal()
+        self._share_buffers()
         self._shares_next = True
         found = []
         for replica, (model, each) in enumerate(zip(self.models, self._next, strict=True)):
@@ -224,15 +229,8 @@ class Plain(Common):
                     param.grad = mean.clone()
         return found[self.replica]
 
-    def _make_equal(self) -> None:
-        """As DDP does before a forward, but for those after one without gradients.
-
-        The optimizer has stepped one of the replicas.
-        """
-        for model in self.models:
-            for name, param in model.named_parameters():
-                if model is not self.model:
-                    param.data = self.model.get_parameter(name).data.clone()
+    def _share_buffers(self) -> None:
+        """As DDP does before a forward, but for those after one without gradients."""
         if self.case.replicas == "ddp" and self._shares_next:
             for model in self.models[1:]:
                 for mine, first in zip(model.buffers(), self.models[0].buffers(), strict=True):
@@ -283,7 +281,7 @@ class Plain(Common):
 
     def evaluate(self, move: Evaluate) -> Found:
         """The models without gradients, microbatch by microbatch."""
-        self._make_equal()
+        self._share_buffers()
         self._shares_next = False
         found = [self._evaluate(model, i, move) for i, model in enumerate(self.models)]
         return found[self.replica]
@@ -309,8 +307,9 @@ class Plain(Common):
 
     def resume(self, plan: Plan) -> None:
         """A new model and optimizer, with the state of those before."""
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        self.plan = plan
+        # The buffers of the first replica.
+        model, optimizer = self.models[0].state_dict(), self.optimizer.state_dict()
+        self.plan, self._shares_next = plan, True
         self.models = [self._model() for _ in self.models]
         for each in self.models:
             each.load_state_dict(model)
