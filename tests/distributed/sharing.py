@@ -23,9 +23,11 @@ from penstock import (
     ScheduleInterleavedZeroBubble,
     SplitPoint,
     pipeline,
+    split_by_module,
 )
 from penstock.errors import PenstockError
 from penstock.runtime import shared
+from penstock.stage.wrappers import plain_name
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
@@ -38,6 +40,7 @@ __all__ = [
     "by_hand",
     "captured",
     "clip",
+    "cut",
     "fail_in_backward",
     "faulty",
     "load_plain",
@@ -153,6 +156,23 @@ def captured(rank: int, num_ranks: int) -> dict[str, Tensor | None]:
     schedule = Schedule1F1B(stage, 3, token_loss, timeout_s=TIMEOUT_S)
     schedule.step(*([batch] if rank == 0 else []), target=target)
     return {name: param.grad for name, param in stage.submod.named_parameters()}
+
+
+def cut(rank: int, num_ranks: int, way: str) -> dict[str, Tensor | None]:
+    """A step over a stage that each process makes of a module that Penstock has cut."""
+    model = tied_gpt(4)
+    batch, target = TIED.batch(6, 0)
+    cuts = {"2": SplitPoint.BEGINNING}
+    if way == "by module":
+        module: nn.Module = split_by_module(model, ["2"], (batch[:2],)).stages[rank]
+    else:
+        module = pipeline(model, (batch[:2],), split_spec=cuts).get_stage_module(rank)
+    if way == "wrapped":
+        module = torch.compile(module, backend="eager")
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 3, token_loss, timeout_s=TIMEOUT_S)
+    schedule.step(*([batch] if rank == 0 else []), target=target)
+    return {plain_name(module, name): param.grad for name, param in module.named_parameters()}
 
 
 class Part(nn.Sequential):

@@ -85,14 +85,22 @@ def test_a_layer_in_three_stages_is_summed_in_one_order() -> None:
         assert all(bitwise_equal(each[name], grads[0][name]) for each in grads[1:])
 
 
-@pytest.mark.parametrize("work", [sharing.by_hand, sharing.captured], ids=["by hand", "captured"])
-def test_ties_between_stages_that_are_given_to_a_schedule(work: Callable[..., Any]) -> None:
-    """Named for stages cut by hand, by their modules' names; known to those of a captured model."""
+GIVEN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "by hand": (sharing.by_hand, ()),
+    "captured": (sharing.captured, ()),
+    **{way: (sharing.cut, (way,)) for way in ("by module", "a captured module", "wrapped")},
+}
+
+
+@pytest.mark.parametrize("way", GIVEN)
+def test_ties_between_stages_that_are_given_to_a_schedule(way: str) -> None:
+    """Named for stages cut by hand, by their modules' names; known to modules that a cut made."""
+    work, more = GIVEN[way]
     whole = sharing.tied_gpt(4)
     batch, target = sharing.TIED.batch(6, 0)
     plain_step(whole, sharing.TIED.loss_fn, batch, target=target, n_microbatches=3)
     expected = {name: param.grad for name, param in whole.named_parameters()}
-    first, second = (o.result() for o in run_ranks(work, 2))
+    first, second = (o.result() for o in run_ranks(work, 2, *more))
     torch.testing.assert_close(first["0.tokens.weight"], expected["0.tokens.weight"])
     assert bitwise_equal(first["0.tokens.weight"], second["3.weight"])
     for name, grad in {**first, **second}.items():

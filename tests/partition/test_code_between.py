@@ -136,6 +136,24 @@ def test_reentrant_checkpoints_are_refused_before_the_first_step() -> None:
     split_by_module(Reentrant().eval(), [2, 2], (X[:2],))
 
 
+class InPairs(NetBase):
+    """Two blocks in each checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for first, second in (self.blocks[:2], self.blocks[2:]):
+            x = checkpoint(lambda x, a=first, b=second: b(a(x)), x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_cut_within_a_checkpoint_is_refused_by_name(schedule: str) -> None:
+    """Run again in the backward, it would call what lies on another stage."""
+    trains_alike(InPairs(), split=[2, 2], schedule=schedule)
+    with pytest.raises(PartitionError, match=r"stage 1: blocks\.0, which lies on another"):
+        trains_alike(InPairs(), split=[1, 3], schedule=schedule)
+
+
 # --- in place ----------------------------------------------------------------------------------
 
 

@@ -87,6 +87,22 @@ def load_part(rank: int, num_ranks: int, path: str) -> tuple[dict[str, Any], dic
     return dict(mine.state_dict()), optimizer_state(mine, optimizer)
 
 
+def save_replica(rank: int, num_ranks: int, path: str) -> None:
+    model = plain_model(0)
+    model.get_buffer("norm.running_mean").fill_(rank)
+    model.get_buffer("norm.running_var").fill_(rank)
+    save(path, model)
+
+
+def test_statistics_that_differ_from_replica_to_replica_are_the_first_ones(tmp_path: Path) -> None:
+    for outcome in run_ranks(save_replica, 3, str(tmp_path)):
+        outcome.result()
+    model = plain_model(7)
+    load(tmp_path, model)
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert not model.get_buffer(name).any(), name
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The same state, written by one, two and three ranks."""

@@ -19,7 +19,7 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.stage.wrappers import named_plainly
 
-__all__ = ["Tie", "all_names", "find_ties", "first_name", "refuse_shared_statistics"]
+__all__ = ["Tie", "all_names", "find_ties", "first_name", "refuse_shared_statistics", "tell_ties"]
 
 Tie: TypeAlias = Mapping[int, str]
 """For each stage that holds it, the name of a parameter there; or of a module, for all of its."""
@@ -46,6 +46,23 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
         for name, param in named_plainly(module, buffers=False):
             ties.setdefault(id(param), {})[stage] = name
     return tuple(tie for tie in ties.values() if len(tie) > 1)
+
+
+def tell_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
+    """Find the parameters that stand in several modules, and tell each module of them.
+
+    A ``PipelineStage`` reads it there: a process that is given one stage can't see the others.
+
+    Args:
+        modules: the modules of all stages, in order, as a cut has made them.
+
+    Returns:
+        As ``find_ties``.
+    """
+    ties = find_ties(modules)
+    for module in modules:
+        module.ties_of_stages = ties  # type: ignore[assignment]
+    return ties
 
 
 def refuse_shared_statistics(modules: Sequence[nn.Module]) -> None:

@@ -29,6 +29,7 @@ from penstock.stage.graph_driven import GraphDrivenStage
 from penstock.stage.replica_step import ReplicaStep
 from penstock.stage.slots import Phase, Slot
 from penstock.stage.trees import map_tensors
+from penstock.stage.wrappers import unwrapped
 from penstock.torch_names import OF_STAGE, no_attribute
 
 __all__ = ["PipelineStage"]
@@ -104,8 +105,9 @@ class PipelineStage(GraphDrivenStage):
             self.static_inputs = static_spec(input_args, input_grads, "input", stage_index)
             self.static_outputs = static_spec(output_args, output_grads, "output", stage_index)
         self.get_mesh = get_mesh
-        # The parameters that several stages share, by stage and name, where that is known.
-        self.ties: Sequence[Mapping[int, str]] = ()
+        # The parameters that several stages share, by stage and name, where that is known: whoever
+        # has cut a model tells the modules that it has made.
+        self.ties: Sequence[Mapping[int, str]] = getattr(unwrapped(submodule), "ties_of_stages", ())
         self.group = group
         self.group_rank: int = group.rank() if group is not None else 0
         self.group_size: int = group.size() if group is not None else 1

@@ -59,7 +59,8 @@ def save(
     keep: Callable[[str], bool] = lambda _: True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint. Every rank calls it; each writes what it holds.
+    """Write a checkpoint. Every rank calls it; each writes what it holds, and of what several hold
+    the first of them writes.
 
     Args:
         path: a folder that all ranks reach; it is made if there is none, and a checkpoint that

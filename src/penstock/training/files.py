@@ -22,6 +22,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -68,7 +69,13 @@ def write(
     try:
         with _quietly():
             alone = not is_distributed()
-            save_by_name(state, storage_writer=_Writer(path), process_group=group, no_dist=alone)
+            # What several ranks hold, the first of them writes: replicas' statistics differ, and
+            # a mean of one is of no use with a variance of another.
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+            writer = _Writer(path)
+            save_by_name(
+                state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone
+            )
     except CheckpointException as error:
         raise OSError(
             f"checkpoint {path} was not written ({_told(error)}); one that was there is there still"

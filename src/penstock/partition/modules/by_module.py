@@ -32,6 +32,7 @@ from penstock.partition.modules.module_stage import ModuleStage
 from penstock.partition.modules.other_cuts import around_more, between_the_same
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.units import NotByModule, Units, find_units
+from penstock.partition.tied import tell_ties
 from penstock.partition.torch_private import has_backward_hooks
 
 __all__ = [
@@ -139,6 +140,7 @@ def split_by_module(
         ModuleStage(parts, own[i], i, num_stages, None if i else find, device)
         for i in range(num_stages)
     )
+    tell_ties(stages)
     if example is not None and crossings is not None:
         stages[0].prepare(*as_call(example), crossings)
     return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)

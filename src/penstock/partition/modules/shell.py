@@ -36,6 +36,7 @@ from penstock.partition.torch_private import (
 __all__ = [
     "Play",
     "build_shell",
+    "is_hollow",
     "own_tree",
     "put_tensors",
     "skeleton",
@@ -52,7 +53,7 @@ class Play(Protocol):
 
         Args:
             unit: its name.
-            run: the unit itself; of other stages' units, it can't be run.
+            run: the unit itself; of other stages' units (``is_hollow``), it can't be run.
             args: what it is called with.
             kwargs: likewise.
         """
@@ -115,6 +116,11 @@ def hollow(module: nn.Module, name: str, play: Play, absent: AbsentState) -> nn.
     made = copied_shell(module, _reporting(type(module)))
     hollow_out(made, f"{name}.", absent)
     return reports(made, name, made, play)
+
+
+def is_hollow(run: nn.Module) -> bool:
+    """Whether a unit that a ``Play`` is called with is another stage's."""
+    return type(run) in _classes.values()
 
 
 def reports(made: nn.Module, name: str, module: nn.Module, play: Play) -> nn.Module:

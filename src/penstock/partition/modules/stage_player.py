@@ -24,6 +24,7 @@ from penstock.partition.modules.attributes import Glance, kept_in, put
 from penstock.partition.modules.crossings import Call, Crossings
 from penstock.partition.modules.host_draws import HostStream
 from penstock.partition.modules.route import Route
+from penstock.partition.modules.shell import is_hollow
 from penstock.partition.torch_private import in_function_forward
 from penstock.stage.generators import random_state, set_random_state
 from penstock.stage.tensor_meta import TensorMeta
@@ -111,6 +112,7 @@ class StagePlayer:
         """The result of a unit."""
         route = self._route
         if route is None:  # computed again in the backward, by checkpointing
+            self._refuse_hollow(unit, run)
             return run(*args, **kwargs)
         result = self._called(route, unit, run, args, kwargs)
         if self._random is not None:
@@ -178,6 +180,14 @@ class StagePlayer:
     def forget(self, unit: nn.Module) -> None:
         """A unit will not be called again."""
         self._glances.pop(id(unit), None)
+
+    def _refuse_hollow(self, unit: str, run: nn.Module) -> None:
+        if is_hollow(run):
+            raise PartitionError(
+                f"stage {self.index}: {unit}, which lies on another stage, is called again in the "
+                "backward, as by a checkpoint around parts of several stages; checkpoint each part "
+                "by itself, or cut where a checkpoint begins"
+            )
 
     def _glance(self, run: nn.Module) -> Glance:
         """What looks at a unit's attributes: what it sets now may depend on values."""

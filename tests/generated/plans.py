@@ -1,0 +1,139 @@
+"""How a model is laid on ranks: a schedule, the split, and what passes make of the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import penstock
+from penstock.schedule.action import Action, action
+from penstock.schedule.catalog import Family, family
+from penstock.schedule.passes import merge_backward, offload, recompute
+from penstock.schedule.program import Program
+from penstock.schedule.rules import COPIES, COVERS, prerequisites
+from tests.agreement import BIDIRECTIONAL, TRAINING, virtuals
+from tests.generated.draws import Draws
+
+__all__ = ["Plan", "draw_plan"]
+
+MOST_STAGES, MOST_MICROBATCHES = 8, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A program, and the layers of its stages.
+
+    Args:
+        schedule: its family.
+        ranks: the number of ranks.
+        virtual: stages per rank.
+        microbatches: whole ones, per step.
+        pieces: into how many pieces sequences are split.
+        kept: what is done with activations: "" for nothing, ``recompute`` or ``offload``.
+        stages: for which stages.
+        ahead: how many computations ahead what is offloaded is reloaded.
+        merged: whether split backwards are made whole.
+        order: the seed of an order of its own for all actions; None for the family's.
+        split: how many layers each stage has; empty until the model is drawn.
+    """
+
+    schedule: str
+    ranks: int
+    virtual: int
+    microbatches: int
+    pieces: int = 1
+    kept: str = ""
+    stages: tuple[int, ...] = ()
+    ahead: int = 1
+    merged: bool = False
+    order: int | None = None
+    split: tuple[int, ...] = ()
+
+    @property
+    def family(self) -> Family:
+        """The schedule's."""
+        return family(self.schedule)
+
+    @property
+    def num_model_stages(self) -> int:
+        """Into how many stages the model is cut."""
+        return self.ranks * self.virtual
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether each parameter's gradients are summed in the order of microbatches."""
+        return self.order is None and self.family.copies == 1 and self.pieces == 1
+
+    def program(self) -> Program:
+        """What is played."""
+        program = penstock.build(
+            self.schedule,
+            ranks=self.ranks,
+            virtual=self.virtual,
+            microbatches=self.microbatches,
+            **({"splits": self.pieces} if self.family.splits_sequences else {}),
+        )
+        if self.merged:
+            program = merge_backward(program)
+        if self.order is not None:
+            program = in_any_order(program, Draws(self.order))
+        match self.kept:
+            case "recompute":
+                program = recompute(program, stages=self.stages)
+            case "offload":
+                program = offload(program, stages=self.stages, ahead=self.ahead)
+        return program
+
+
+def in_any_order(program: Program, draws: Draws) -> Program:
+    """The same computations, on the same ranks, in an order that the rules allow."""
+    waiting = [act for act in program.actions() if act.op not in COPIES]
+    ranks: list[list[Action]] = [[] for _ in program.ranks]
+    done: set[Action] = set()
+    while waiting:
+        ready = [
+            act
+            for act in waiting
+            if done.issuperset(prerequisites(act, program.placement, num_splits=program.num_splits))
+        ]
+        act = draws.one_of(ready)
+        waiting.remove(act)
+        done |= {act, *(action(act.stage, op, act.microbatch) for op in COVERS.get(act.op, ()))}
+        ranks[program.placement.rank_of(act.stage)].append(act)
+    return replace(program, ranks=tuple(map(tuple, ranks)))
+
+
+def draw_plan(draws: Draws, *, way: str, ranks: int | None = None) -> Plan:
+    """A plan, still without a split.
+
+    Args:
+        draws: the choices.
+        way: how the model is cut.
+        ranks: the number of ranks, where it is given.
+    """
+    if way == "pieces":
+        return Plan(
+            schedule="seq1f1b",
+            ranks=ranks or draws.number(1, 4),
+            virtual=1,
+            microbatches=draws.number(1, 4),
+            pieces=draws.number(2, 3),
+            order=draws.number(0, 999) if draws.takes("any-order", 0.2) else None,
+        )
+    num = ranks or draws.number(1, 4)
+    two_ways = draws.takes("two-ways", 0.12) and num % 2 == 0
+    each = family(draws.one_of(BIDIRECTIONAL if two_ways else TRAINING))
+    fitting = [v for v in virtuals(each) if v * num <= MOST_STAGES] or [each.default_virtual]
+    num, microbatches = each.nearest(num, draws.number(1, MOST_MICROBATCHES))
+    virtual = draws.one_of(fitting)
+    plan = Plan(schedule=each.name, ranks=num, virtual=virtual, microbatches=microbatches)
+    stages = range(plan.num_model_stages * each.copies)
+    if draws.takes("any-order", 0.12):
+        plan = replace(plan, order=draws.number(0, 999))
+    if draws.chance(0.1):
+        plan = replace(plan, merged=True)
+    offloads = each.name.startswith("po-") and plan.order is None
+    for kept in ("recompute", "offload"):
+        if draws.takes(kept, 0.25) and not offloads:
+            some = draws.some_of(stages, 0.7)
+            plan = replace(plan, kept=kept, stages=some, ahead=draws.number(1, 3))
+    return plan
