@@ -19,6 +19,8 @@ from penstock.partition.balance.costs import BlockCosts, BlockKind, Profile
 from penstock.partition.balance.sample import repeat_layers
 
 FACTORY = """
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -48,6 +50,24 @@ class Tiny(nn.Module):
 
 def tiny():
     return Tiny(), (torch.zeros(2, 5, dtype=torch.int64),)
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, batch):
+        return self.layers[1](self.layers[0](batch.x))
+
+
+def of_a_dataclass():
+    return Reads(), (Batch(torch.ones(2, 8)),)
 
 
 def model_alone():
@@ -237,6 +257,13 @@ def test_a_model_of_ones_own_is_measured_and_trained_by_the_plan(
 
 SMALL = ["--set", "hidden_size=16", "--set", "intermediate_size=16", "--set", "vocab_size=64"]
 SMALL += ["--set", "num_attention_heads=2", "--set", "num_key_value_heads=2", "--length", "8"]
+
+
+def test_an_example_is_converted_whatever_holds_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("mine:of_a_dataclass", "-s", "2", "--runs", "1", "--dtype", "float64")
+    assert "float64[2,8]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["llama", "LlamaConfig", "LlamaForCausalLM"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.partition.balance import auto_split
+from penstock.partition.balance import auto_split, measuring
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.measuring import measure_model
@@ -208,3 +208,16 @@ def test_the_stages_of_a_rank_are_weighed_together(
     [with_head] = {pipe.program.placement.rank_of(i) for i, h in enumerate(held) if "head" in h}
     mine = pipe.program.placement.stages_of(with_head)
     assert sum(counts[i] for i in mine) < sum(counts) / ranks
+
+
+def test_a_layer_in_two_places_is_measured_in_both_on_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[list[nn.Module]] = []
+    monkeypatch.setattr(
+        measuring, "profile", lambda given, example, loss_fn: measured.append(given)
+    )
+    layer = nn.Linear(DIM, DIM)
+    measure_model([layer, nn.ReLU(), layer], X, device=torch.device("meta"))
+    [[first, _, last]] = measured
+    assert first is last is not layer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.asked import Asked, Loaded
@@ -52,7 +53,7 @@ def from_transformers(asked: Asked) -> Loaded:
     settings = settings_of(asked, config_class)
     try:
         config = config_class(**settings)
-        model_class = model_class or head_of(config, asked.name, transformers)
+        model_class = model_class or head_of(config, asked.name)
         whole = shape_of(model_class, config)
         trunks: dict[str, list[str]] = {}
         if asked.sample is not None:
@@ -93,15 +94,19 @@ def classes_of(name: str, transformers: Any) -> tuple[Any, Any | None]:
     if inspect.isclass(found) and config_class is not None:
         return config_class, found
     known = [*CONFIG_MAPPING, *(each for each in dir(transformers) if each.endswith("Config"))]
-    close = difflib.get_close_matches(name, known, n=3)
     raise PartitionError(
-        f"{name!r} is no configuration of transformers"
-        f"{', did you mean ' + ' or '.join(close) + '?' if close else ''}; for a model of your own "
-        "name a function that returns (model, example) as module:function"
+        f"{name!r} is no configuration of transformers{did_you_mean(name, known)}; for a model of "
+        "your own name a function that returns (model, example) as module:function"
     )
 
 
-def head_of(config: Any, name: str, transformers: Any) -> Any:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What a message says of names that are near; nothing where none is."""
+    close = difflib.get_close_matches(name, known, n=3)
+    return f", did you mean {' or '.join(close)}?" if close else ""
+
+
+def head_of(config: Any, name: str) -> Any:
     """The model class of a configuration: with a head that gives a loss, where there is one."""
     from transformers.models.auto import modeling_auto
 
@@ -129,9 +134,8 @@ def settings_of(asked: Asked, config_class: Any) -> dict[str, Any]:
         if not equals:
             raise PartitionError(f"--set {given}: expected key=value, as in num_hidden_layers=8")
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=3)
-            hint = f", did you mean {' or '.join(close)}?" if close else ""
-            raise PartitionError(f"--set {given}: {config_class.__name__} has no {key}{hint}")
+            near = did_you_mean(key, known)
+            raise PartitionError(f"--set {given}: {config_class.__name__} has no {key}{near}")
         try:
             settings[default.attribute_map.get(key, key)] = json.loads(value)
         except json.JSONDecodeError:

@@ -36,25 +36,18 @@ def load_model(asked: Asked) -> Loaded:
     """
     import torch
 
+    from penstock.stage.trees import map_tensors
+
     dtype = getattr(torch, asked.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise PartitionError(f"--dtype {asked.dtype} is no dtype of torch's, such as float32")
     loaded = from_factory(asked) if ":" in asked.name else from_transformers(asked)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(asked.device, dtype if tensor.is_floating_point() else None)
+
     model = loaded.model.to(device=asked.device, dtype=dtype)
-    return Loaded(model=model, example=moved(loaded.example, asked, dtype), trunks=loaded.trunks)
-
-
-def moved(example: Any, asked: Asked, dtype: Any) -> Any:
-    """The example on the model's device, in its dtype."""
-    import optree
-    import torch
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.to(asked.device, dtype if leaf.is_floating_point() else None)
-
-    return optree.tree_map(move, example, none_is_leaf=True)
+    return Loaded(model=model, example=map_tensors(moved, loaded.example), trunks=loaded.trunks)
 
 
 # --- a factory of the user's -------------------------------------------------------------------

@@ -31,6 +31,7 @@ from penstock.partition.balance.profile import profile
 from penstock.partition.balance.rehearsal import same
 from penstock.partition.balance.subject import Chained
 from penstock.partition.calls import Example
+from penstock.partition.torch_private import children
 from penstock.stage.manual import PipelineStage
 from penstock.stage.trees import map_tensors, tensors_of
 
@@ -67,7 +68,7 @@ def measure_model(
     if places <= {device.type} or "meta" in places:
         return profile(model, example, loss_fn=loss)
     there = copy.deepcopy(whole).to(device)
-    subject = there if whole is model else list(there.children())
+    subject = there if whole is model else [stage for _, stage in children(there)]
     moved = map_tensors(lambda tensor: tensor.to(device), example)
     return profile(subject, moved, loss_fn=loss)
 

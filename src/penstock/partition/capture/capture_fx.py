@@ -40,7 +40,7 @@ def capture_modules(
         PartitionError: its Python can't be traced.
     """
     called = Called(model, form)
-    tracer = _Tracer(spec or {}, len(form.names))
+    tracer = _Tracer(spec or {})
     try:
         with refusing(_refuse), listening(tracer.mark):
             graph = tracer.trace(called)
@@ -70,10 +70,9 @@ def _refuse(what: str) -> None:
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, spec: Mapping[str, SplitPoint], num_leaves: int) -> None:
+    def __init__(self, spec: Mapping[str, SplitPoint]) -> None:
         super().__init__()
         self._spec = {f"{MODEL}.{name}": point for name, point in spec.items()}
-        self._num_leaves = num_leaves
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Everything but what holds a split point in its inside."""

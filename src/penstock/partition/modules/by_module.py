@@ -110,7 +110,7 @@ def split_by_module(
     wish = Wish.of(model, cuts)
     parts = find_units(model, wish.places)
     _refuse_backward_hooks(parts)
-    dry, seen = _first_run(parts, wish, device, example)
+    dry, seen = _first_run(parts, device, example)
     num_stages = wish.num_stages
     try:
         homes = find_homes(parts, wish, seen)
@@ -175,7 +175,7 @@ def _with_advice(error: PartitionError, parts: Units, wish: Wish, seen: DryRun |
 
 
 def _first_run(
-    parts: Units, wish: Wish, device: torch.device, example: Example | None
+    parts: Units, device: torch.device, example: Example | None
 ) -> tuple[DryRunner, DryRun | None]:
     """A runner, and what it saw of the example; see ``around_more`` for what it can't see."""
     try:
@@ -189,7 +189,7 @@ def _first_run(
             assert seen is not None
             return seen
 
-        raise NotByModule(f"{error}; {around_more(parts, wish, run)}") from error
+        raise NotByModule(f"{error}; {around_more(parts, run)}") from error
 
 
 def run_first(

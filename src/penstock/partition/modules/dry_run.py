@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +52,7 @@ from penstock.partition.modules.units import Units
 from penstock.partition.torch_private import in_function_forward, registries, watched_hooks
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.generators import undrawn
-from penstock.stage.trees import NAMESPACE, flatten, map_tensors, unflatten
+from penstock.stage.trees import flatten, map_tensors, unflatten
 
 __all__ = ["DryRunner", "input_names"]
 
@@ -343,8 +342,7 @@ class DryRunner:
 
 def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """The leaves of a model's arguments as users know them: ``argument 0``, ``labels``."""
-    given: Any = (args, dict(kwargs))
-    paths = optree.tree_paths(given, namespace=NAMESPACE)
+    paths = flatten((args, dict(kwargs)))[1].paths()
     return [
         ".".join(map(str, path[1:])) if path[0] == 1 else f"argument {path[1]}" for path in paths
     ]

@@ -39,12 +39,11 @@ def between_the_same(parts: Units, wish: Wish, seen: DryRun) -> str:
     return NOWHERE if move is None else str(move)
 
 
-def around_more(parts: Units, wish: Wish, run: Callable[[Units], DryRun]) -> str:
+def around_more(parts: Units, run: Callable[[Units], DryRun]) -> str:
     """The nearest place outside of the modules in which code stands in the way of cuts.
 
     Args:
         parts: the model's units, as they can't be run dry.
-        wish: the cuts.
         run: runs other units dry, or raises a PartitionError.
     """
     opened = sorted((name for name in parts.opened if name), key=lambda n: -n.count("."))
