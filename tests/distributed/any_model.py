@@ -17,7 +17,7 @@ from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, own_loss
 
-__all__ = ["others", "train", "train_twice", "whole_size", "wrapped"]
+__all__ = ["others", "recurrent", "train", "train_twice", "whole_size", "wrapped"]
 
 TIMEOUT_S = 20.0
 
@@ -171,6 +171,42 @@ def wrapped(rank: int, num_ranks: int, kind: str) -> None:
         grad: Any = param.grad
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
         assert torch.equal(grad, wanted.pop(name.removeprefix("module.")).grad)
+    assert not wanted
+
+
+class Recurrent(nn.Module):
+    """Layers that keep a list of their parameters, and make it anew when these change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        out: Tensor = self.head(x)
+        return out
+
+
+def recurrent(rank: int, num_ranks: int) -> None:
+    """Sharded stages of a model that is cut by module, which has recurrent layers."""
+    plain, model = Recurrent(), Recurrent()
+    x, target = torch.randn(2, 4, 3, 4, generator=torch.Generator().manual_seed(0))
+    split = split_by_module(model, ["layers.1"], (x[:2],))
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    modules = [fully_shard(module, mesh=mesh) for module in split.stages]
+    stages = [PipelineStage(module, i, 2, torch.device("cpu")) for i, module in enumerate(modules)]
+    pipe = Pipeline(stages, loss_fn=nn.functional.mse_loss, schedule="zbv", n_microbatches=2)
+    for _ in range(2):
+        loss = pipe.step(x, target=target)
+        expected = plain_step(plain, nn.functional.mse_loss, x, target=target, n_microbatches=2)
+        torch.testing.assert_close(loss, expected.loss)
+    wanted = dict(plain.named_parameters())
+    for name, param in pipe.named_parameters():
+        grad: Any = param.grad
+        torch.testing.assert_close(grad.full_tensor(), wanted.pop(name).grad)
     assert not wanted
 
 

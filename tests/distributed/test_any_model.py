@@ -53,6 +53,10 @@ def test_wrapped_stages(kind: str) -> None:
         outcome.result()
 
 
+def test_sharded_stages_with_recurrent_layers() -> None:
+    run_ranks(any_model.recurrent, 1)[0].result()
+
+
 def test_states_balance_and_models_without_memory() -> None:
     outcomes = [o.result() for o in run_ranks(any_model.others, 2, timeout_s=120)]
     model = REAL_MODELS["llama"].model()

@@ -15,9 +15,7 @@ from tests.generated.units import DIM, UNITS
 from tests.models import token_loss
 from tests.sequences import Whole, causal, token_batch
 
-__all__ = ["Batch", "Net", "Recipe", "Way", "make_batch", "make_model"]
-
-Way = str  # "layers", "by module", "captured" or "pieces"
+__all__ = ["Batch", "Net", "Recipe", "loss_of", "make_batch", "make_model", "own_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class Recipe:
     """
 
     seed: int
-    way: Way
+    way: str
     units: tuple[str, ...]
     frozen: tuple[int, ...] = ()
     tied: bool = False

@@ -75,6 +75,7 @@ class Evaluate:
         training: whether modules stay in training mode.
         target: whether losses are computed.
         narrow: whether it is done under autocast.
+        length: of its sequences.
     """
 
     rows: int

@@ -70,9 +70,11 @@ class Common:
                 for name in self._of_unit(named, unit):
                     clamps = self.case.tolerance is None
                     hook_parameter(named[name], kind, name, self.calls, clamps=clamps)
-        self.optimizer = self.make_optimizer(list(named.values()))
+        # Where a shared parameter is sharded, each of its places has one of its name.
+        params = [param for _, param in self.named_parameters()]
+        self.optimizer = self.make_optimizer(params)
         if self.case.optimizer == "in backward":
-            for param in named.values():
+            for param in params:
                 self._step_in_backward(param)
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -98,9 +100,9 @@ class Common:
     def freeze(self, units: tuple[int, ...]) -> None:
         """Freeze these layers, and train all others."""
         self.frozen = units
-        named = dict(self.named_parameters())
-        frozen = {name for unit in units for name in self._of_unit(named, unit)}
-        for name, param in named.items():
+        named = list(self.named_parameters())
+        frozen = {name for unit in units for name in self._of_unit(dict(named), unit)}
+        for name, param in named:
             param.requires_grad_(name not in frozen)
 
     def _of_unit(self, named: Iterable[str], unit: int) -> list[str]:

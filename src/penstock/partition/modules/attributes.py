@@ -11,6 +11,7 @@ This module knows no stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -124,16 +125,23 @@ class Glance:
         return seen
 
     def fresh(self, before: list[Any]) -> list[str]:
-        """The attributes that have come to hold other tensors than at a look ``before``."""
+        """The attributes that have come to hold other tensors than at a look ``before``.
+
+        Those of its own parameters and buffers aside, of which nn.RNN keeps a list, made anew where
+        others have taken their places (FSDP2).
+        """
         now = self.look()
         if are_same(now, before):
             return []
         known = set(map(id, before))
+        own = set(map(id, chain(self._module.parameters(), self._module.buffers())))
         found = {
             f"{label}{key}".removeprefix(".") if label.endswith(".") else label
             for label, bag in self._bags
             for key, value in (bag.items() if isinstance(bag, dict) else enumerate(bag))
-            if id(value) not in known and is_own(key) and tensors_in(value)
+            if id(value) not in known
+            and is_own(key)
+            and any(id(tensor) not in own for tensor in tensors_in(value))
         }
         self._look_around()
         return sorted(found)
