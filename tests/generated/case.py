@@ -146,6 +146,9 @@ def _recipe(draws: Draws, way: str, plans: list[Plan], replicas: str) -> Recipe:
         if name == "in place on its input" and i > 0:
             # Of what was before, autograd must not need the output.
             units[i - 1] = "shift"
+    if "in place on its input" in units:
+        # A stage with a compiled part is not watched for what it writes into.
+        units = ["linear" if name == "compiled" else name for name in units]
     frozen = draws.some_of(range(num), 0.15) if draws.takes("freezing", 0.3) else ()
     if replicas:  # DDP wants something to train in every stage
         frozen = ()
