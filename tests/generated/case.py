@@ -143,6 +143,9 @@ def _recipe(draws: Draws, way: str, plans: list[Plan], replicas: str) -> Recipe:
         if name == "in place on its input" and i > 0:
             # Of what was before, autograd must not need the output.
             units[i - 1] = "shift"
+    if "in place on its input" in units:
+        # A stage with a compiled part is not watched for what it writes into.
+        units = ["linear" if name == "compiled" else name for name in units]
     frozen = draws.some_of(range(num), 0.15) if draws.takes("freezing", 0.3) else ()
     if replicas:  # DDP wants something to train in every stage
         frozen = ()
@@ -278,8 +281,12 @@ def _sums_in_order(case: Case, plans: list[Plan], moves: tuple[Move, ...]) -> bo
     """Whether all sums are taken in the plain loop's order."""
     recipe = case.recipe
     crossings = {unit.partition(" ")[2] for unit in recipe.units if unit not in UNITS}
+    # What writes into its microbatch finds it elsewhere in memory when it is recomputed, and
+    # kernels round by where it lies.
+    moved = recipe.units[0] == "in place on its input" and any(plan.kept for plan in plans)
     return (
-        all(plan.sums_in_order for plan in plans)
+        not moved
+        and all(plan.sums_in_order for plan in plans)
         and not recipe.tied
         and not case.replicas
         and recipe.way != "pieces"
