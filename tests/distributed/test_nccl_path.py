@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from penstock import Pipeline
 from penstock.runtime import pipeline_schedule, torch_private
 from penstock.runtime.c10d import C10dTransport
+from penstock.runtime.group_log import Calls
 from penstock.runtime.nccl import as_wire, channels_of, pairs_of
 from penstock.runtime.watcher import Watcher
 from penstock.schedule.channels import TWO_WAY
@@ -181,9 +182,9 @@ def test_ranks_meet_on_the_host() -> None:
     noted: list[Any] = []
     transport: Any = object.__new__(C10dTransport)
     transport._watcher, transport._control = Watcher(1.0, noted.append), Group(noted)
-    transport._limit = ()
+    transport._limit, transport._calls = (), Calls()
     transport.meet()
-    assert noted == [torch.device("cpu")]
+    assert noted == [torch.device("cpu")] and transport._calls.meetings == 1
 
 
 @pytest.mark.parametrize("value", ["1", "8", None])
