@@ -250,7 +250,7 @@ placements = st.sampled_from(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(chains, placements, st.sampled_from([1, 4]), st.data())
 def test_no_split_has_a_less_busy_rank(
     blocks: list[BlockCosts], placement: Placement, bandwidth: float, data: st.DataObject
@@ -279,7 +279,7 @@ def test_no_split_has_a_less_busy_rank(
     assert list(found.rank_time_s) == pytest.approx(loads, rel=1e-9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(chains, placements, st.integers(1, 200), st.data())
 def test_no_split_within_the_ranks_memory_has_a_less_busy_rank(
     blocks: list[BlockCosts], placement: Placement, limit: int, data: st.DataObject
