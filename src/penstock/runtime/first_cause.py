@@ -18,6 +18,7 @@ from penstock.runtime.answer import Answer, poll
 from penstock.runtime.failure import Board
 from penstock.runtime.group_log import Calls
 from penstock.runtime.watcher import Others, Wait, Watcher, Whom
+from penstock.schedule.words import runs_of
 
 __all__ = ["FirstCause"]
 
@@ -25,8 +26,6 @@ T = TypeVar("T")
 
 # How long the store may take, after a failure, to say who was first.
 MAX_ANSWER_S = 10.0
-# How many of the ranks that have not come are named.
-MAX_NAMED = 8
 
 
 class FirstCause:
@@ -119,9 +118,7 @@ class FirstCause:
         absent = self._ask(self.board.read_absent) or ()
         if not absent or 1 < len(absent) == len(self._processes) - 1:
             return None
-        more = f" and {len(absent) - MAX_NAMED} more" if len(absent) > MAX_NAMED else ""
-        listed = ", ".join(map(str, absent[:MAX_NAMED]))
-        return f"rank{'s' if len(absent) > 1 else ''} {listed}{more}"
+        return f"rank{'s' if len(absent) > 1 else ''} {runs_of(absent)}"
 
     def _broken_wait(self, error: BaseException, whom: Whom, watcher: Watcher) -> PeerError:
         name = whom.value if isinstance(whom, Others) else f"rank {whom}"
