@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -257,33 +258,37 @@ def uncallable_loss(rank: int, group: dist.ProcessGroup) -> object:
     return step(rank, make_schedule(rank, group, loss_fn="mse" if rank else nn.MSELoss()))
 
 
-def csv_of(rank: int, text: str) -> Path:
-    path = Path(tempfile.mkdtemp()) / f"rank{rank}.csv"
-    path.write_text(text)
-    return path
+@contextmanager
+def csv_of(rank: int, text: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"rank{rank}.csv"
+        path.write_text(text)
+        yield path
 
 
 PROGRAM = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 def csv_by_path(mistaken: str, rank: int, group: dist.ProcessGroup) -> object:
-    path = csv_of(rank, mistaken if rank else PROGRAM)
     stages = [make_stage(rank, group)]
-    return step(rank, ScheduleProgram(stages, path, nn.functional.mse_loss, timeout_s=20))
+    with csv_of(rank, mistaken if rank else PROGRAM) as path:
+        return step(rank, ScheduleProgram(stages, path, nn.functional.mse_loss, timeout_s=20))
 
 
 def csv_loaded(rank: int, group: dist.ProcessGroup) -> object:
     schedule = PipelineScheduleMulti(
         [make_stage(rank, group)], 2, nn.functional.mse_loss, timeout_s=20
     )
-    schedule._load_csv(csv_of(rank, PROGRAM.replace("0B1", "0B0") if rank == 0 else PROGRAM))
+    with csv_of(rank, PROGRAM.replace("0B1", "0B0") if rank == 0 else PROGRAM) as path:
+        schedule._load_csv(path)
     return step(rank, schedule)
 
 
 def csv_for_a_pipeline(rank: int, group: dist.ProcessGroup) -> object:
-    path = csv_of(rank, PROGRAM if rank else PROGRAM + "2F0,2B0")
     model = [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]
-    pipe = Pipeline(model, loss_fn=nn.functional.mse_loss, schedule=path, group=group, timeout_s=20)
+    loss_fn = nn.functional.mse_loss
+    with csv_of(rank, PROGRAM if rank else PROGRAM + "2F0,2B0") as path:
+        pipe = Pipeline(model, loss_fn=loss_fn, schedule=path, group=group, timeout_s=20)
     return pipe.step(BATCH, target=BATCH)
 
 
