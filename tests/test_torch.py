@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-SEEN = ("2.11", "2.13", "2.15")
+SEEN = ("2.11", "2.13", "2.14", "2.15")
 
 
 def test_this_torch_is_one_of_those() -> None:
