@@ -43,9 +43,9 @@ from penstock.stage.wrappers import plain_name
 if TYPE_CHECKING:
     from penstock.auto import Forecast
 
-__all__ = ["Assembly", "Model", "assemble"]
+__all__ = ["Assembly", "ModelOrStages", "assemble"]
 
-Model: TypeAlias = nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]
+ModelOrStages: TypeAlias = nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Assembly:
 
 
 def assemble(
-    model: Model,
+    model: ModelOrStages,
     *,
     loss_fn: Callable[..., Any] | None,
     schedule: str | Program | os.PathLike[str],
@@ -197,7 +197,7 @@ def _cut(
 
 
 def _stages(
-    model: Model,
+    model: ModelOrStages,
     modules: Sequence[nn.Module],
     program: Program,
     init_fn: Callable[[nn.Module], Any] | None,
@@ -238,7 +238,7 @@ def _state_names(modules: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(plain_name(m, n) for m in modules for n in m.state_dict())
 
 
-def _is_stages(model: Model) -> bool:
+def _is_stages(model: ModelOrStages) -> bool:
     return not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model)
 
 
@@ -256,7 +256,7 @@ def _refuse_nothing(model: object) -> None:
         raise PartitionError(f"the {what} is empty: there is nothing to run")
 
 
-def _num_stages(model: Model, split: SplitWish | None, copies: int) -> int | None:
+def _num_stages(model: ModelOrStages, split: SplitWish | None, copies: int) -> int | None:
     """Into how many stages the user cuts the model; None where that follows from the ranks."""
     if split is not None:
         return stages_asked_for(model, split)

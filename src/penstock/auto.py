@@ -41,7 +41,7 @@ from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 from penstock.stage.manual import PipelineStage
 
-__all__ = ["Forecast", "Found", "find_program"]
+__all__ = ["Forecast", "AutoChoice", "find_program"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class AutoChoice:
     """What takes the place of ``"auto"``.
 
     Args:
@@ -117,7 +117,7 @@ def find_program(
     memory_limit: float | None,
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Found:
+) -> AutoChoice:
     """The best program for a model's stages, as they are measured on this machine.
 
     The model is run on the example a few times, its state, gradients and random numbers left as
@@ -174,7 +174,7 @@ def find_program(
     )
     document = json.loads(told)
     plan = document["plan"]
-    return Found(
+    return AutoChoice(
         program=from_json(document["program"]),
         split=split if plan is None else Plan.from_json(plan),
         forecast=Forecast(step_s=document["step_s"], alone_s=document["alone_s"]),

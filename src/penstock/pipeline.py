@@ -29,7 +29,7 @@ from penstock.trace import Trace
 from penstock.training.model_state import ModelState
 
 if TYPE_CHECKING:
-    from penstock.assembly import Model
+    from penstock.assembly import ModelOrStages
     from penstock.partition.calls import Example
     from penstock.partition.cutting import SplitWish
 
@@ -95,7 +95,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelOrStages,
         *,
         loss_fn: Callable[..., Any] | None = None,
         schedule: str | Program | os.PathLike[str] = "1f1b",

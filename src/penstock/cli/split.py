@@ -10,10 +10,10 @@ import typer
 from penstock.cli.asked import Asked
 from penstock.cli.sizes import parse_bytes
 from penstock.cli.split_table import show
-from penstock.cli.splitting import Wish, measured_costs
+from penstock.cli.splitting import SplitRequest, measured_costs
 from penstock.cli.terminal import stdout
 from penstock.errors import PartitionError
-from penstock.partition.balance.balance import Objective
+from penstock.partition.balance.balance import SplitObjective
 from penstock.partition.balance.layout import Layout
 
 __all__ = ["split"]
@@ -64,8 +64,9 @@ def split(
         int | None, typer.Option("--ranks", "-r", help="On how many ranks --schedule runs.")
     ] = None,
     objective: Annotated[
-        Objective, typer.Option(help="The slowest stage or rank (max), or a step's length (step).")
-    ] = Objective.BOTTLENECK,
+        SplitObjective,
+        typer.Option(help="The slowest stage or rank (max), or a step's length (step)."),
+    ] = SplitObjective.BOTTLENECK,
     microbatches: Annotated[
         int | None, typer.Option("--microbatches", "-m", help="Microbatches per step.")
     ] = None,
@@ -82,9 +83,9 @@ def split(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Measure a model, cut it into balanced stages, and show what each holds and sends."""
-    wish = Wish.read(layout=layout, rule=rule, num_stages=stages)
+    wish = SplitRequest.read(layout=layout, rule=rule, num_stages=stages)
     if not wish.is_balanced and (
-        memory_limit or bandwidth or objective is not Objective.BOTTLENECK
+        memory_limit or bandwidth or objective is not SplitObjective.BOTTLENECK
     ):
         raise PartitionError(
             "--memory-limit, --bandwidth and --objective are for balancing; leave them out with "

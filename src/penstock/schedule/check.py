@@ -38,7 +38,7 @@ from penstock.schedule.diagnosis import (
     text_of,
 )
 from penstock.schedule.encoding import encode
-from penstock.schedule.play import Player
+from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.rules import COPIES, COVERS, RECEIVE_FOR, TRANSFERS
 from penstock.schedule.upkeep import keeping_problems, reduction_problems, sharding_problems
@@ -136,13 +136,13 @@ def _examine_order(
     found: list[Problem] = []
     drawn = ""
     if used.isdisjoint(TRANSFERS):
-        player = Player(coded, coding.needs(transfers=False))
+        player = ProgramPlayer(coded, coding.needs(transfers=False))
     else:
         orders = _channels(coded)
         if any(sent != posted for sent, posted in orders.values()):
             found += channel_problems(program, orders, coding)
             drawn += order_of(orders, coding)
-        player = Player(coded, *waits(coded, channels))
+        player = ProgramPlayer(coded, *waits(coded, channels))
     if not player.play():
         found += stuck_problems(program, player, coding)
         drawn += circle_of(program, player, coding)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from penstock.schedule.action import Action
 from penstock.schedule.coding import Coding
-from penstock.schedule.play import Player
+from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COVERS
 
@@ -28,7 +28,7 @@ _BETWEEN = 4
 _Waits = dict[int, dict[int, int]]
 
 
-def circle_of(program: Program, player: Player, coding: Coding) -> str:
+def circle_of(program: Program, player: ProgramPlayer, coding: Coding) -> str:
     """The shortest circle of ranks that wait for each other, a row for each.
 
     Args:
@@ -96,7 +96,9 @@ def _circle_from(start: int, waits: _Waits) -> list[int]:
     return [*waits, start]
 
 
-def _giver(program: Program, player: Player, rank: int, wanted: Action) -> tuple[Action, int]:
+def _giver(
+    program: Program, player: ProgramPlayer, rank: int, wanted: Action
+) -> tuple[Action, int]:
     """What gives an awaited action on its rank, such as B where I is awaited, and at which step."""
     at = player.positions[rank]
     for index, step in enumerate(program.ranks[rank][at:], at):
@@ -107,7 +109,7 @@ def _giver(program: Program, player: Player, rank: int, wanted: Action) -> tuple
     return wanted, at
 
 
-def _steps_to(program: Program, player: Player, rank: int, wanted: Action) -> str:
+def _steps_to(program: Program, player: ProgramPlayer, rank: int, wanted: Action) -> str:
     """The steps of a rank from a little before the one that it is at to an awaited one."""
     steps, at = program.ranks[rank], player.positions[rank]
     _, last = _giver(program, player, rank, wanted)

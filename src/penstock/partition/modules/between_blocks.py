@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.absent import Kind, Source
+from penstock.partition.modules.absent import Source, SourceKind
 from penstock.partition.modules.by_module import run_first
 from penstock.partition.modules.homes import Wish, try_cut
 from penstock.partition.modules.recorded import DryRun
@@ -81,9 +81,9 @@ def cross_between(
 
 def _meta(source: Source, seen: DryRun, model: nn.Module) -> TensorMeta:
     """What a value is that crosses."""
-    if source.kind is Kind.PARAMETER:
+    if source.kind is SourceKind.PARAMETER:
         return TensorMeta.of(named_tensors(model)[source.name])
-    spec = seen.inputs if source.kind is Kind.INPUT else seen.calls[source.call].output
+    spec = seen.inputs if source.kind is SourceKind.INPUT else seen.calls[source.call].output
     found = spec.leaves[source.leaf]
     assert isinstance(found, TensorMeta), f"{source} is a tensor"
     return found
