@@ -62,7 +62,8 @@ class Assembly:
         state_names: the names in the whole model's state; None where this process does not know
             those of other ranks.
         elsewhere: which of the parameters here other ranks train.
-        shared_buffers: those of layers that several stages call.
+        shared_buffers: those of layers that several stages call, on whichever rank; None where
+            the stages of other ranks are not known here.
     """
 
     program: Program
@@ -73,7 +74,7 @@ class Assembly:
     forecast: Forecast | None
     state_names: frozenset[str] | None
     elsewhere: TrainedElsewhere
-    shared_buffers: SharedBuffers
+    shared_buffers: SharedBuffers | None
 
 
 def assemble(
@@ -139,7 +140,7 @@ def assemble(
         ties: Sequence[Tie] = shared or found_ties
     else:
         cut = _cut(model, split, program, example, loss_fn, device, group)
-        refuse_shared_statistics(cut.modules)
+        refuse_shared_statistics(dict(enumerate(cut.modules)))
         ties = [*shared, *find_ties(cut.modules)]
         names = _state_names(cut.modules)
         try:
@@ -161,11 +162,7 @@ def assemble(
             [param for stage in stages for param in stage.submod.parameters()],
             [] if cut is None else [p for module in cut.modules for p in module.parameters()],
         ),
-        shared_buffers=SharedBuffers(
-            [s.submod for s in stages[: program.placement.num_model_stages]]
-            if cut is None
-            else cut.modules
-        ),
+        shared_buffers=None if cut is None else SharedBuffers(dict(enumerate(cut.modules))),
     )
 
 
@@ -222,7 +219,7 @@ def _given_stages(
     if [s.stage_index for s in stages] != list(range(program.num_stages)):
         return stages, stages[0].ties, None
     modules = [s.submod for s in stages[: program.placement.num_model_stages]]
-    refuse_shared_statistics(modules)
+    refuse_shared_statistics(dict(enumerate(modules)))
     own = tuple(stages[i] for i in _own(program, group))
     return own, stages[0].ties or find_ties(modules), _state_names(modules)
 

@@ -145,7 +145,7 @@ class Pipeline:
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._whole_call = made.whole_call
         self._forecast, self._num_steps = made.forecast, 0
-        self._elsewhere, self._shared_buffers = made.elsewhere, made.shared_buffers
+        self._elsewhere = made.elsewhere
         self._state = ModelState(
             self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
@@ -165,6 +165,8 @@ class Pipeline:
             shared=made.ties,
             timeout_s=timeout_s,
         )
+        if made.shared_buffers is not None:
+            self._schedule.engine.shared_buffers = made.shared_buffers
 
     # --- running -----------------------------------------------------------------------------
 
@@ -197,12 +199,10 @@ class Pipeline:
         watch = self._forecast.watch if self._forecast is not None else _nothing
         args, target, kwargs = self._moved(args, target, kwargs)
         self._elsewhere.remark()
-        self._shared_buffers.begin()
         with watch(self._num_steps, self.device, alone=self._group is None):
             self._schedule.step(*args, target=target, **kwargs)
         self._num_steps += 1
         self._elsewhere.stepped()
-        self._shared_buffers.stepped()
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
         return losses.mean()

@@ -91,7 +91,8 @@ class PipelineSchedule:
 
     Raises:
         ScheduleError: stages, ranks and microbatches do not fit the program.
-        PartitionError: ``shared`` names a stage, module or parameter that does not exist.
+        PartitionError: ``shared`` names a stage, module or parameter that does not exist, or
+            stages have a layer with running statistics in common.
     """
 
     schedule_name: ClassVar[str | None] = None
