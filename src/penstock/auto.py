@@ -41,7 +41,7 @@ from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 from penstock.stage.manual import PipelineStage
 
-__all__ = ["Forecast", "AutoChoice", "find_program"]
+__all__ = ["AutoChoice", "Forecast", "find_program"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from penstock.cli.split_table import show
 from penstock.cli.splitting import SplitRequest, measured_costs
 from penstock.cli.terminal import stdout
 from penstock.errors import PartitionError
-from penstock.partition.balance.balance import SplitObjective
 from penstock.partition.balance.layout import Layout
+from penstock.partition.balance.terms import SplitObjective
 
 __all__ = ["split"]
 

@@ -17,12 +17,12 @@ from penstock.cli.asked import Asked
 from penstock.cli.models import failed, load_model
 from penstock.cli.terminal import progress_bar
 from penstock.errors import PartitionError, PenstockError
-from penstock.partition.balance.balance import SplitObjective, balanced
+from penstock.partition.balance.balance import balanced
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.layout import Layout
 from penstock.partition.balance.rule import Rule
-from penstock.partition.balance.terms import Terms
+from penstock.partition.balance.terms import SplitObjective, Terms
 from penstock.schedule.action import Op
 from penstock.schedule.choice import choose_program
 from penstock.schedule.program import Program

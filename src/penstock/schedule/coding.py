@@ -31,9 +31,13 @@ from penstock.schedule.rules import (
     next_piece,
 )
 
-__all__ = ["WHOLE_STAGE", "Coded", "Coding", "Distances"]
+__all__ = ["WHOLE_STAGE", "Coded", "Coding", "Distances", "MessageOrders"]
 
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+
+MessageOrders: TypeAlias = dict[tuple[int, int], tuple[list[int], list[int]]]
+"""For each directed pair of ranks (from, to) the codes of its receives: in the order of their
+sends, and in the order in which they are posted."""
 
 # For each key, the distances from an action's code to the codes that the table is about.
 Distances: TypeAlias = list[tuple[int, ...]]
@@ -117,10 +121,6 @@ class Coding:
             if other is not None and not self.placement.same_rank(stage, other):
                 return other_op, other
         return None
-
-    def send_of(self, receive: Op) -> Op:
-        """The op of the send that ``receive`` meets."""
-        return SEND_OF[receive]
 
     def needs(self, *, transfers: bool) -> Distances:
         """By key: what must be done before the action can start.

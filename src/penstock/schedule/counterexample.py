@@ -11,15 +11,14 @@ seen why it does not come. This module decides nothing: it is given a play that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from penstock.schedule.action import Action
-from penstock.schedule.coding import Coding
+from penstock.schedule.coding import Coding, MessageOrders
 from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COVERS
 
-__all__ = ["circle_of", "order_of"]
+__all__ = ["circle_of", "disorder_of"]
 
 # Steps shown before the one that a rank is at, and the most from there to the awaited one.
 _BEFORE = 3
@@ -54,12 +53,11 @@ def circle_of(program: Program, player: ProgramPlayer, coding: Coding) -> str:
     return title + _aligned(rows)
 
 
-def order_of(orders: Mapping[tuple[int, int], tuple[list[int], list[int]]], coding: Coding) -> str:
+def disorder_of(orders: MessageOrders, coding: Coding) -> str:
     """The messages of the first directed pair of ranks whose two ends have another order.
 
     Args:
-        orders: for each pair (from, to) the codes of the receives: in the order of their sends,
-            and in the order in which they are posted.
+        orders: of a program's messages.
         coding: the numbering of the codes.
     """
     for (source, target), (sent, posted) in sorted(orders.items()):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.coding import Coding
+from penstock.schedule.coding import Coding, MessageOrders
 from penstock.schedule.encoding import fault_of
 from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import Program
@@ -21,9 +21,9 @@ from penstock.schedule.words import number_of
 
 __all__ = [
     "Problem",
-    "channel_problems",
     "count_problems",
     "malformed",
+    "order_problems",
     "size_problems",
     "stuck_problems",
     "text_of",
@@ -163,20 +163,17 @@ def _transfer_problems(program: Program, places: dict[Action, StepPlace]) -> Ite
             yield _at(program, rank, step, message)
 
 
-def channel_problems(
-    program: Program, channels: dict[tuple[int, int], tuple[list[int], list[int]]], coding: Coding
-) -> list[Problem]:
+def order_problems(program: Program, orders: MessageOrders, coding: Coding) -> list[Problem]:
     """The first difference of order between the two ends of each directed pair of ranks.
 
     Args:
         program: the program.
-        channels: for each pair (from, to) the codes of the receives: in the order of their
-            sends, and in the order in which they are posted.
+        orders: of its messages.
         coding: the numbering of the codes.
     """
     places = dict(_taken(program))
     found = []
-    for (source, target), (sent, posted) in sorted(channels.items()):
+    for (source, target), (sent, posted) in sorted(orders.items()):
         for k, (by_send, by_post) in enumerate(zip(sent, posted, strict=True)):
             if by_send != by_post:
                 receive, expected = coding.action(by_post), coding.action(by_send)

@@ -26,7 +26,7 @@ from penstock.view.lanes import (
 )
 from penstock.view.palette import ink, letter_of, name_of, shades
 
-__all__ = ["Columns", "Drawing", "Drawable", "amount", "arrange", "bound_figures", "trace_of"]
+__all__ = ["Columns", "Drawable", "Drawing", "amount", "arrange", "bound_figures", "trace_of"]
 
 Drawable: TypeAlias = Trace | Simulation
 """One step: what ran when, measured or simulated."""

@@ -24,7 +24,7 @@ from penstock.partition.balance.shared_ranks import SharedChain, Split, best_spl
 from penstock.partition.balance.terms import BlockTimes, SplitObjective, Terms, blocks_of, chain_of
 from penstock.schedule.placement import Placement
 
-__all__ = ["Balance", "SplitObjective", "balance", "balanced", "weigh"]
+__all__ = ["Balance", "balance", "balanced", "weigh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

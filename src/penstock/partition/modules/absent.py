@@ -37,10 +37,10 @@ from penstock.partition.torch_private import (
 
 __all__ = [
     "Absent",
-    "SourceKind",
     "LooksAtValue",
     "Origin",
     "Source",
+    "SourceKind",
     "draws",
     "named",
     "on_meta",

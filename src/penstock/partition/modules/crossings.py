@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from penstock.partition.modules.absent import Source, SourceKind
 from penstock.stage.boundary import BoundarySpec
 
-__all__ = ["PlacedCall", "Crossings"]
+__all__ = ["Crossings", "PlacedCall"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

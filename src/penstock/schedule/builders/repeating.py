@@ -26,7 +26,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 
-__all__ = ["PassBlock", "Pass", "place_block", "repeat"]
+__all__ = ["Pass", "PassBlock", "place_block", "repeat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
