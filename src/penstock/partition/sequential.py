@@ -148,7 +148,9 @@ def _groups(names: list[str], split: LayerSplit) -> list[list[str]]:
     if len(counts) < len(split):
         raise PartitionError(f"the split {list(split)} mixes counts with names; use either")
     if min(counts) < 0:
-        raise PartitionError(f"the split {counts} has a negative count")
+        raise PartitionError(
+            f"the split {counts} has a negative count; say for each stage how many layers it has"
+        )
     if sum(counts) != len(names):
         raise PartitionError(
             f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}"

@@ -226,7 +226,9 @@ class PipelineSchedule:
         if num_ranks is None:
             num_ranks = group.size() if group is not None else 1
         if not 0 <= rank < num_ranks:
-            raise ScheduleError(f"rank {rank} of {num_ranks} ranks does not exist")
+            raise ScheduleError(
+                f"rank {rank} of {num_ranks} ranks does not exist; there are 0 to {num_ranks - 1}"
+            )
         # Where stages lie does not depend on how many microbatches there are.
         _, microbatches = family(cls.schedule_name).nearest(num_ranks, num_ranks)
         program = build(
