@@ -24,7 +24,7 @@ from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, own_loss
 from penstock.partition.cutting import (
     ModelCut,
-    SplitWish,
+    SplitSpec,
     cut_model,
     read_split,
     stages_asked_for,
@@ -86,7 +86,7 @@ def assemble(
     n_microbatches: int | None,
     ranks: int | None,
     virtual: int | None,
-    split: SplitWish | os.PathLike[str] | None,
+    split: SplitSpec | os.PathLike[str] | None,
     example: Example | None,
     init_fn: Callable[[nn.Module], Any] | None,
     device: torch.device,
@@ -168,7 +168,7 @@ def assemble(
 
 def _cut(
     model: Any,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     program: Program,
     example: Example | None,
     loss_fn: Callable[..., Any] | None,
@@ -253,7 +253,7 @@ def _refuse_nothing(model: object) -> None:
         raise PartitionError(f"the {what} is empty: there is nothing to run")
 
 
-def _num_stages(model: ModelOrStages, split: SplitWish | None, copies: int) -> int | None:
+def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> int | None:
     """Into how many stages the user cuts the model; None where that follows from the ranks."""
     if split is not None:
         return stages_asked_for(model, split)

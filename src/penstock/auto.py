@@ -31,7 +31,7 @@ from penstock.partition.balance.for_program import costs_of
 from penstock.partition.balance.measuring import measure_model
 from penstock.partition.balance.plan import Plan, dealt
 from penstock.partition.calls import Example
-from penstock.partition.cutting import SplitWish, cut_model
+from penstock.partition.cutting import SplitSpec, cut_model
 from penstock.runtime.group import from_first_rank, objects_group
 from penstock.runtime.link import Link, measure_link
 from penstock.runtime.together import together
@@ -100,14 +100,14 @@ class AutoChoice:
     """
 
     program: Program
-    split: SplitWish | None
+    split: SplitSpec | None
     forecast: Forecast
 
 
 def find_program(
     model: Any,
     *,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     example: Example | None,
     loss_fn: Callable[..., Any] | None,
     num_stages: int | None,
@@ -184,7 +184,7 @@ def find_program(
 def _find(
     model: Any,
     *,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     example: Example,
     loss_fn: Callable[..., Any] | None,
     ranks: int,
@@ -264,7 +264,7 @@ def _made_by_hand(model: Sequence[Any]) -> bool:
 def _by_stage(
     model: Any,
     measured: Profile,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     num_stages: int,
     example: Example,
     device: torch.device,

@@ -31,7 +31,7 @@ from penstock.training.model_state import ModelState
 if TYPE_CHECKING:
     from penstock.assembly import ModelOrStages
     from penstock.partition.calls import Example
-    from penstock.partition.cutting import SplitWish
+    from penstock.partition.cutting import SplitSpec
 
 __all__ = ["Pipeline"]
 
@@ -103,7 +103,7 @@ class Pipeline:
         n_microbatches: int | None = None,
         ranks: int | None = None,
         virtual: int | None = None,
-        split: SplitWish | os.PathLike[str] | None = None,
+        split: SplitSpec | os.PathLike[str] | None = None,
         example: Example | None = None,
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,

@@ -83,8 +83,8 @@ def split(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Measure a model, cut it into balanced stages, and show what each holds and sends."""
-    wish = SplitRequest.read(layout=layout, rule=rule, num_stages=stages)
-    if not wish.is_balanced and (
+    request = SplitRequest.read(layout=layout, rule=rule, num_stages=stages)
+    if not request.is_balanced and (
         memory_limit or bandwidth or objective is not SplitObjective.BOTTLENECK
     ):
         raise PartitionError(
@@ -95,8 +95,8 @@ def split(
         raise PartitionError("--ranks says on how many ranks a --schedule runs; name one")
     if output is not None and output.suffix not in (".toml", ".json"):
         raise PartitionError(f"{output}: a plan is kept as .toml or .json; name it so")
-    program = None if schedule is None else wish.program(schedule, ranks, microbatches)
-    terms = wish.terms(
+    program = None if schedule is None else request.program(schedule, ranks, microbatches)
+    terms = request.terms(
         program,
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         state_factor=state_factor,
@@ -116,7 +116,7 @@ def split(
         sample=sample,
     )
     measured = measured_costs(asked, costs, runs)
-    counts, made = wish.counts(measured, terms, program)
+    counts, made = request.counts(measured, terms, program)
     made = f"{made}; measured on {measured.machine}, with {measured.example}"
     plan = measured.plan(counts, made=made)
     if output is not None:

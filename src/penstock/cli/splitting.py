@@ -72,7 +72,7 @@ class SplitRequest:
 
     @classmethod
     def read(cls, *, layout: str | None, rule: str | None, num_stages: int | None) -> SplitRequest:
-        """The wish in the words of the command line."""
+        """The request in the words of the command line."""
         if layout is not None and rule is not None:
             raise PartitionError("--layout and --rule say each where to cut; give one of them")
         return cls(

@@ -1,4 +1,4 @@
-"""From a model and a wish to the modules of its stages, by whichever way works.
+"""From a model and how it is to be cut to the modules of its stages, by whichever way works.
 
     nn.Sequential, a list    its layers in a row        sequential.py
     any other model          by module                  by_module.py
@@ -24,7 +24,7 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, as_call
 from penstock.partition.capture.not_captured import NotCaptured
-from penstock.partition.modules.homes import Cuts, Wish
+from penstock.partition.modules.homes import Cuts, CutSpec
 from penstock.partition.sequential import cut, even_split, is_row, layers_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelCut",
-    "SplitWish",
+    "SplitSpec",
     "cut_model",
     "read_split",
     "stages_asked_for",
@@ -41,7 +41,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-SplitWish: TypeAlias = Cuts | str
+SplitSpec: TypeAlias = Cuts | str
 
 AUTO = "auto"
 
@@ -66,7 +66,7 @@ class ModelCut:
     has_loss: bool = False
 
 
-def read_split(split: SplitWish | os.PathLike[str] | None) -> SplitWish | None:
+def read_split(split: SplitSpec | os.PathLike[str] | None) -> SplitSpec | None:
     """``split`` as the user gave it, with a plan in place of a plan's file.
 
     Raises:
@@ -94,7 +94,7 @@ def _is_listed(split: object) -> bool:
     )
 
 
-def stages_asked_for(model: Any, split: SplitWish | None) -> int | None:
+def stages_asked_for(model: Any, split: SplitSpec | None) -> int | None:
     """How many stages a split has; None where that follows from the ranks."""
     if split is None or isinstance(split, str):
         return None
@@ -106,7 +106,7 @@ def stages_asked_for(model: Any, split: SplitWish | None) -> int | None:
 
 def cut_model(
     model: nn.Module | Sequence[nn.Module],
-    split: SplitWish | None,
+    split: SplitSpec | None,
     num_stages: int,
     *,
     example: Example | None = None,
@@ -203,7 +203,7 @@ def why_by_module(own: OwnPlan, blocks: Sequence[str]) -> str:
 
 
 def _cut_row(
-    model: nn.Module | Sequence[nn.Module], split: SplitWish | None, num_stages: int
+    model: nn.Module | Sequence[nn.Module], split: SplitSpec | None, num_stages: int
 ) -> ModelCut:
     layers = layers_of(model)
     if split is None:
@@ -248,11 +248,11 @@ def _pipe(model: nn.Module, split: Cuts | None, example: Example) -> Pipe:
     args, kwargs = as_call(example)
     if split is None:
         return pipeline(model, args, kwargs)
-    wish = Wish.of(model, split)
-    if wish.stages:
-        Plan(stages=wish.stages).check(model)
-        return pipeline_of_names(model, args, kwargs, wish.stages)
-    if wish.counts:
-        return pipeline_of_counts(model, args, kwargs, wish.blocks, wish.counts)
-    spec = dict.fromkeys(wish.starts, SplitPoint.BEGINNING)
-    return pipeline(model, args, kwargs, split_spec=spec)
+    spec = CutSpec.of(model, split)
+    if spec.stages:
+        Plan(stages=spec.stages).check(model)
+        return pipeline_of_names(model, args, kwargs, spec.stages)
+    if spec.counts:
+        return pipeline_of_counts(model, args, kwargs, spec.blocks, spec.counts)
+    points = dict.fromkeys(spec.starts, SplitPoint.BEGINNING)
+    return pipeline(model, args, kwargs, split_spec=points)
