@@ -1,7 +1,9 @@
 """The public surface: what is there, where it comes from, and what importing it costs."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,7 +86,7 @@ def test_modules_are_found_behind_functions_of_the_same_name() -> None:
         "import penstock",
         "import penstock.search.engine; import penstock",
         "from penstock.search.result import Progress; import penstock",
-        "import penstock; from penstock.search.problem import Problem",
+        "import penstock; from penstock.search.problem import SearchProblem",
         "import penstock; penstock.search; from penstock.search import engine",
     ],
 )
@@ -112,3 +114,20 @@ def test_torchs_own_pipelines_are_never_imported() -> None:
         "assert 'torch.distributed' in sys.modules\n"
         "assert not [name for name in sys.modules if name.startswith(theirs)]\n"
     )
+
+
+def test_a_name_of_a_class_means_one_thing() -> None:
+    """In the whole library: of classes and of types that have a name; private ones are free."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(penstock.__file__).parent.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            match node:
+                case ast.ClassDef(name=name):
+                    found.setdefault(name, []).append(path.name)
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name))
+                    | ast.Assign(targets=[ast.Name(id=name)])
+                ) if name[0].isupper() and not name.isupper():
+                    found.setdefault(name, []).append(path.name)
+    assert len(found) > 200
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1 and name[0] != "_"}

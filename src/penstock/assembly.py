@@ -24,7 +24,7 @@ from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, own_loss
 from penstock.partition.cutting import (
     ModelCut,
-    SplitWish,
+    SplitSpec,
     cut_model,
     read_split,
     stages_asked_for,
@@ -43,9 +43,9 @@ from penstock.stage.wrappers import plain_name
 if TYPE_CHECKING:
     from penstock.auto import Forecast
 
-__all__ = ["Assembly", "Model", "assemble"]
+__all__ = ["Assembly", "ModelOrStages", "assemble"]
 
-Model: TypeAlias = nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]
+ModelOrStages: TypeAlias = nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,8 @@ class Assembly:
         state_names: the names in the whole model's state; None where this process does not know
             those of other ranks.
         elsewhere: which of the parameters here other ranks train.
-        shared_buffers: those of layers that several stages call.
+        shared_buffers: those of layers that several stages call, on whichever rank; None where
+            the stages of other ranks are not known here.
     """
 
     program: Program
@@ -73,11 +74,11 @@ class Assembly:
     forecast: Forecast | None
     state_names: frozenset[str] | None
     elsewhere: TrainedElsewhere
-    shared_buffers: SharedBuffers
+    shared_buffers: SharedBuffers | None
 
 
 def assemble(
-    model: Model,
+    model: ModelOrStages,
     *,
     loss_fn: Callable[..., Any] | None,
     schedule: str | Program | os.PathLike[str],
@@ -85,7 +86,7 @@ def assemble(
     n_microbatches: int | None,
     ranks: int | None,
     virtual: int | None,
-    split: SplitWish | os.PathLike[str] | None,
+    split: SplitSpec | os.PathLike[str] | None,
     example: Example | None,
     init_fn: Callable[[nn.Module], Any] | None,
     device: torch.device,
@@ -139,7 +140,7 @@ def assemble(
         ties: Sequence[Tie] = shared or found_ties
     else:
         cut = _cut(model, split, program, example, loss_fn, device, group)
-        refuse_shared_statistics(cut.modules)
+        refuse_shared_statistics(dict(enumerate(cut.modules)))
         ties = [*shared, *find_ties(cut.modules)]
         names = _state_names(cut.modules)
         try:
@@ -161,17 +162,13 @@ def assemble(
             [param for stage in stages for param in stage.submod.parameters()],
             [] if cut is None else [p for module in cut.modules for p in module.parameters()],
         ),
-        shared_buffers=SharedBuffers(
-            [s.submod for s in stages[: program.placement.num_model_stages]]
-            if cut is None
-            else cut.modules
-        ),
+        shared_buffers=None if cut is None else SharedBuffers(dict(enumerate(cut.modules))),
     )
 
 
 def _cut(
     model: Any,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     program: Program,
     example: Example | None,
     loss_fn: Callable[..., Any] | None,
@@ -197,7 +194,7 @@ def _cut(
 
 
 def _stages(
-    model: Model,
+    model: ModelOrStages,
     modules: Sequence[nn.Module],
     program: Program,
     init_fn: Callable[[nn.Module], Any] | None,
@@ -222,7 +219,7 @@ def _given_stages(
     if [s.stage_index for s in stages] != list(range(program.num_stages)):
         return stages, stages[0].ties, None
     modules = [s.submod for s in stages[: program.placement.num_model_stages]]
-    refuse_shared_statistics(modules)
+    refuse_shared_statistics(dict(enumerate(modules)))
     own = tuple(stages[i] for i in _own(program, group))
     return own, stages[0].ties or find_ties(modules), _state_names(modules)
 
@@ -238,7 +235,7 @@ def _state_names(modules: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(plain_name(m, n) for m in modules for n in m.state_dict())
 
 
-def _is_stages(model: Model) -> bool:
+def _is_stages(model: ModelOrStages) -> bool:
     return not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model)
 
 
@@ -256,7 +253,7 @@ def _refuse_nothing(model: object) -> None:
         raise PartitionError(f"the {what} is empty: there is nothing to run")
 
 
-def _num_stages(model: Model, split: SplitWish | None, copies: int) -> int | None:
+def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> int | None:
     """Into how many stages the user cuts the model; None where that follows from the ranks."""
     if split is not None:
         return stages_asked_for(model, split)

@@ -31,7 +31,7 @@ from penstock.partition.balance.for_program import costs_of
 from penstock.partition.balance.measuring import measure_model
 from penstock.partition.balance.plan import Plan, dealt
 from penstock.partition.calls import Example
-from penstock.partition.cutting import SplitWish, cut_model
+from penstock.partition.cutting import SplitSpec, cut_model
 from penstock.runtime.group import from_first_rank, objects_group
 from penstock.runtime.link import Link, measure_link
 from penstock.runtime.together import together
@@ -41,7 +41,7 @@ from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 from penstock.stage.manual import PipelineStage
 
-__all__ = ["Forecast", "Found", "find_program"]
+__all__ = ["AutoChoice", "Forecast", "find_program"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class AutoChoice:
     """What takes the place of ``"auto"``.
 
     Args:
@@ -100,14 +100,14 @@ class Found:
     """
 
     program: Program
-    split: SplitWish | None
+    split: SplitSpec | None
     forecast: Forecast
 
 
 def find_program(
     model: Any,
     *,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     example: Example | None,
     loss_fn: Callable[..., Any] | None,
     num_stages: int | None,
@@ -117,7 +117,7 @@ def find_program(
     memory_limit: float | None,
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Found:
+) -> AutoChoice:
     """The best program for a model's stages, as they are measured on this machine.
 
     The model is run on the example a few times, its state, gradients and random numbers left as
@@ -174,7 +174,7 @@ def find_program(
     )
     document = json.loads(told)
     plan = document["plan"]
-    return Found(
+    return AutoChoice(
         program=from_json(document["program"]),
         split=split if plan is None else Plan.from_json(plan),
         forecast=Forecast(step_s=document["step_s"], alone_s=document["alone_s"]),
@@ -184,7 +184,7 @@ def find_program(
 def _find(
     model: Any,
     *,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     example: Example,
     loss_fn: Callable[..., Any] | None,
     ranks: int,
@@ -264,7 +264,7 @@ def _made_by_hand(model: Sequence[Any]) -> bool:
 def _by_stage(
     model: Any,
     measured: Profile,
-    split: SplitWish | None,
+    split: SplitSpec | None,
     num_stages: int,
     example: Example,
     device: torch.device,

@@ -25,7 +25,7 @@ class Cause:
     """What failed first.
 
     Args:
-        kind: the exception's class name.
+        kind: the exception's class name; of Penstock's own, the one that users know it by.
         message: its message.
         rank: the pipeline rank that it was raised on.
         processes: the processes (global ranks) of that pipeline, by rank there.
@@ -78,7 +78,7 @@ def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause
         message = f"{type(error).__name__}: {message}"
     original = error if error.__cause__ is None else error.__cause__
     return Cause(
-        kind=type(error).__name__,
+        kind=_kind_of(type(error)),
         message=_shortened(message),
         rank=rank,
         processes=tuple(processes),
@@ -87,6 +87,11 @@ def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause
         action=where.action,
         traceback=_shortened(_traceback_of(original)),
     )
+
+
+def _kind_of(cls: type[BaseException]) -> str:
+    own = (each.__name__ for each in cls.__mro__ if each.__module__ == errors.__name__)
+    return next(own, cls.__name__)
 
 
 def _shortened(text: str) -> str:

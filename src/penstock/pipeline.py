@@ -29,9 +29,9 @@ from penstock.trace import Trace
 from penstock.training.model_state import ModelState
 
 if TYPE_CHECKING:
-    from penstock.assembly import Model
+    from penstock.assembly import ModelOrStages
     from penstock.partition.calls import Example
-    from penstock.partition.cutting import SplitWish
+    from penstock.partition.cutting import SplitSpec
 
 __all__ = ["Pipeline"]
 
@@ -95,7 +95,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelOrStages,
         *,
         loss_fn: Callable[..., Any] | None = None,
         schedule: str | Program | os.PathLike[str] = "1f1b",
@@ -103,7 +103,7 @@ class Pipeline:
         n_microbatches: int | None = None,
         ranks: int | None = None,
         virtual: int | None = None,
-        split: SplitWish | os.PathLike[str] | None = None,
+        split: SplitSpec | os.PathLike[str] | None = None,
         example: Example | None = None,
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
@@ -145,7 +145,7 @@ class Pipeline:
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._whole_call = made.whole_call
         self._forecast, self._num_steps = made.forecast, 0
-        self._elsewhere, self._shared_buffers = made.elsewhere, made.shared_buffers
+        self._elsewhere = made.elsewhere
         self._state = ModelState(
             self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
@@ -165,6 +165,8 @@ class Pipeline:
             shared=made.ties,
             timeout_s=timeout_s,
         )
+        if made.shared_buffers is not None:
+            self._schedule.engine.shared_buffers = made.shared_buffers
 
     # --- running -----------------------------------------------------------------------------
 
@@ -197,12 +199,10 @@ class Pipeline:
         watch = self._forecast.watch if self._forecast is not None else _nothing
         args, target, kwargs = self._moved(args, target, kwargs)
         self._elsewhere.remark()
-        self._shared_buffers.begin()
         with watch(self._num_steps, self.device, alone=self._group is None):
             self._schedule.step(*args, target=target, **kwargs)
         self._num_steps += 1
         self._elsewhere.stepped()
-        self._shared_buffers.stepped()
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
         return losses.mean()

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock import PartitionError
-from penstock.partition.modules.absent import Absent, Kind, Origin, Source, named, sources_of
+from penstock.partition.modules.absent import Absent, Origin, Source, SourceKind, named, sources_of
 
 CPU = torch.device("cpu")
 
 
 def source(name: str) -> Source:
-    return Source(Kind.OUTPUT, 0, 0, name)
+    return Source(SourceKind.OUTPUT, 0, 0, name)
 
 
 def absent(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Absent:

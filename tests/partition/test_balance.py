@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from penstock import PartitionError
 from penstock.partition.balance import shared_ranks
-from penstock.partition.balance.balance import Balance, Objective, balance
+from penstock.partition.balance.balance import Balance, balance
 from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.balance.terms import SplitObjective
 from penstock.schedule.placement import Placement, bidirectional, linear, looped, v_shape, wave
 from tests.pace import slowness
 
@@ -441,7 +442,7 @@ def test_limits_per_stage_grow_alike() -> None:
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
         ({"objective": "least"}, r"'least' is unknown; known are \['max', 'step'\]"),
         ({"objective": "step"}, "say how many"),
-        ({"objective": Objective.STEP, "microbatches": 0}, "microbatches=0"),
+        ({"objective": SplitObjective.STEP, "microbatches": 0}, "microbatches=0"),
         ({"bandwidth": 0}, "bandwidth is 0"),
         ({"latency_s": -1}, "latency_s is -1"),
         ({"state_factor": float("inf")}, "state_factor is inf"),

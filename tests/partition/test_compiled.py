@@ -54,7 +54,6 @@ def within(compiled: str) -> str:
 
 
 # Dynamo looks at what it is called with, which no leaf is that comes from another module.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     ("compiled", "schedule"), [("blocks in place", "1f1b"), ("blocks", "zb-h1")]
 )
@@ -113,7 +112,6 @@ class Keyworded(nn.Sequential):
         return {"out": super().forward(x * scale)}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_captured_stages_are_compiled() -> None:
     """Trees of arguments and outputs, which the compiler has its own of, are left to us."""
     model = Keyworded(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))

@@ -50,19 +50,19 @@ def test_ties_are_found_on_the_meta_device() -> None:
     assert find_ties([embed, head]) == ({0: "weight", 1: "weight"},)
 
 
-@pytest.mark.parametrize("form", ["a sequence", "a list", "stages"])
+@pytest.mark.parametrize("form", ["a sequence", "a list", "stages", "a schedule"])
 def test_running_statistics_are_not_shared(form: str) -> None:
     norm = nn.BatchNorm1d(4)
     layers = [nn.Linear(4, 4), norm, nn.Linear(4, 4), norm]
 
-    def pipeline() -> penstock.Pipeline:
+    def pipeline() -> Any:
         halves = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
-        model = {
-            "a sequence": nn.Sequential(*layers),
-            "a list": halves,
-            "stages": [penstock.PipelineStage(half, i, 2, "cpu") for i, half in enumerate(halves)],
-        }[form]
-        return penstock.Pipeline(model, loss_fn=nn.functional.mse_loss, n_microbatches=2, ranks=2)
+        stages: Any = [penstock.PipelineStage(half, i, 2, "cpu") for i, half in enumerate(halves)]  # type: ignore[arg-type]
+        loss_fn = nn.functional.mse_loss
+        if form == "a schedule":
+            return penstock.ScheduleInterleaved1F1B(stages, 2, loss_fn)
+        models = {"a sequence": nn.Sequential(*layers), "a list": halves, "stages": stages}
+        return penstock.Pipeline(models[form], loss_fn=loss_fn, n_microbatches=2, ranks=2)
 
     with pytest.raises(
         penstock.errors.PartitionError, match=r"BatchNorm1d (0\.)?1 of stage 0 is that of stage 1"
@@ -91,15 +91,20 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["in place", "another", "none"])
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("made", ["pipeline", "pipeline of stages", "schedule"])
 def test_buffers_that_several_stages_write_are_told_of(
-    way: str, given: bool, caplog: pytest.LogCaptureFixture
+    way: str, made: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer = Counts(way)
     halves: list[Any] = [nn.Sequential(nn.Linear(4, 4), layer), nn.Sequential(layer)]
-    if given:
+    if made != "pipeline":
         halves = [penstock.PipelineStage(half, i, 2, "cpu") for i, half in enumerate(halves)]  # type: ignore[arg-type]
-    pipe = penstock.Pipeline(halves, loss_fn=nn.functional.mse_loss, n_microbatches=2, ranks=2)
+    loss_fn = nn.functional.mse_loss
+    pipe: Any
+    if made == "schedule":
+        pipe = penstock.ScheduleInterleaved1F1B(halves, 2, loss_fn)
+    else:
+        pipe = penstock.Pipeline(halves, loss_fn=loss_fn, n_microbatches=2, ranks=2)
     for _ in range(2):
         pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
     told = "0.scale of stage 1 is that of stage 0 too, and is written"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.cause import cause_of
-from penstock.errors import StageError
+from penstock.cause import as_error, cause_of
+from penstock.errors import PartitionError, StageError
+from penstock.partition.modules.units import NotByModule
 from penstock.runtime import torch_private
 from penstock.runtime.c10d import C10dTransport
 from penstock.runtime.failure import Place
@@ -86,3 +87,11 @@ def test_whatever_was_raised_can_be_told() -> None:
     error = StageError("outer")
     error.__cause__ = Falsy("inner")
     assert "Falsy: inner" in cause_of(error, 1, (0, 1)).traceback
+
+
+@pytest.mark.parametrize("kind", [PartitionError, NotByModule])
+def test_a_kind_of_error_is_the_same_on_every_rank(kind: type[PartitionError]) -> None:
+    """Also one of a class of its own, which is for the library alone to tell apart."""
+    raised = as_error(cause_of(kind("it can't be cut"), 0, (0, 1)), (0, 1))
+    assert type(raised) is PartitionError
+    assert "rank 0: it can't be cut" in str(raised)

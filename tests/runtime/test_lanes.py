@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock import Pipeline, Program, StageError, build
-from penstock.runtime.lanes import Lanes, Order, assign, can_overlap
+from penstock.runtime.lanes import Lanes, WaitsFor, assign, can_overlap
 from penstock.schedule.action import Op
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.rules import COMPUTE
@@ -110,17 +110,17 @@ def test_models_overlap_in_order(
 # --- the stand-in can fail ------------------------------------------------------------------------
 
 
-def without(order: Order) -> Callable[..., None]:
+def without(order: WaitsFor) -> Callable[..., None]:
     enter = Lanes._enter
 
-    def enter_without(self: Lanes, lane: int, asked: Order) -> None:
-        enter(self, lane, Order.NOTHING if asked is order else asked)
+    def enter_without(self: Lanes, lane: int, asked: WaitsFor) -> None:
+        enter(self, lane, WaitsFor.NOTHING if asked is order else asked)
 
     return enter_without
 
 
-@pytest.mark.parametrize("order", [Order.ALL, Order.FORK])
-def test_an_order_left_out_is_found(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", [WaitsFor.ALL, WaitsFor.FORK])
+def test_an_order_left_out_is_found(order: WaitsFor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lanes, "_enter", without(order))
     with pytest.raises(Exception, match="waits for nothing"):
         train(build("dualpipev", ranks=1, microbatches=4), monkeypatch, overlap=True)

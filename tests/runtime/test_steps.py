@@ -490,23 +490,56 @@ def test_a_stage_that_changes_its_output_in_place(schedule: str) -> None:
         both.step(inputs, target=target)
 
 
+class AddsInPlace(nn.Module):
+    """Writes into its input, and no attribute says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x.add_(1), inplace=True)
+
+
 @SCHEDULES
 def test_a_stage_that_begins_with_an_operation_in_place(schedule: str) -> None:
     """Such as a model cut between a convolution and its ReLU, as a module or as a function."""
 
-    class Functional(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.relu(x.add_(1), inplace=True)
-
     def stage(first: nn.Module) -> nn.Module:
         return nn.Sequential(first, nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
 
-    firsts = (nn.ReLU(inplace=True), Functional(), nn.Tanh())
+    firsts = (nn.ReLU(inplace=True), AddsInPlace(), nn.Tanh())
     both = made(nn.Sequential(nn.Linear(DIM, DIM), *map(stage, firsts)), F.mse_loss, schedule)
     for step in range(2):
         inputs, target = features(6, step)
         both.step(inputs, target=target)
         both.eval(inputs)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("part", ["", "1", "2"])
+@pytest.mark.parametrize("first", [AddsInPlace, Wrapped])
+def test_an_operation_in_place_in_a_stage_that_is_compiled(
+    schedule: str, part: str, first: Any
+) -> None:
+    """As a whole, or a layer of it; a compiled layer that writes into nothing is compiled once,
+    though it is given what may be written into before that is known, and then is not."""
+    compiled = 0
+
+    def backend(graph: Any, _: object) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    torch.compiler.reset()
+    writer = AddsInPlace() if first is AddsInPlace else Wrapped(nn.Tanh())
+    layers = [*mlp(2), nn.Linear(DIM, DIM), nn.Sequential(writer, *map(Wrapped, mlp(2)))]
+    both = made(nn.Sequential(*layers), F.mse_loss, schedule)
+    stage = both.pipe.stages[3]
+    if part:
+        stage.submod.get_submodule(f"3.{part}").compile(backend=backend)
+    else:
+        stage.submod.compile(backend=backend)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+    assert compiled == 1
 
 
 @FEW

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.builders.repeating import Block, place_block, repeat
+from penstock.schedule.builders.repeating import PassBlock, place_block, repeat
 from penstock.schedule.builders.squeezing import squeeze
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
@@ -26,7 +26,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> tuple[Placement, Block, Op]:
+def blocks(draw: st.DrawFn) -> tuple[Placement, PassBlock, Op]:
     placement = draw(placements())
     backward = draw(st.sampled_from([Op.INPUT_GRAD, Op.FULL_BACKWARD]))
     passes = 2 * placement.num_stages - 1
@@ -47,7 +47,7 @@ def length(op: Op) -> int:
 
 @settings(deadline=None, max_examples=150)
 @given(blocks())
-def test_repetitions_of_a_block_never_meet(made: tuple[Placement, Block, Op]) -> None:
+def test_repetitions_of_a_block_never_meet(made: tuple[Placement, PassBlock, Op]) -> None:
     placement, block, _ = made
     for rank, passes in enumerate(block.ranks):
         slots = [(p.start + unit) % block.interval for p in passes for unit in range(length(p.op))]
@@ -58,7 +58,7 @@ def test_repetitions_of_a_block_never_meet(made: tuple[Placement, Block, Op]) ->
 @settings(deadline=None, max_examples=150)
 @given(blocks())
 def test_every_pass_of_a_block_starts_when_what_it_needs_is_done(
-    made: tuple[Placement, Block, Op],
+    made: tuple[Placement, PassBlock, Op],
 ) -> None:
     _, block, _ = made
     chain = sorted((p for passes in block.ranks for p in passes), key=lambda p: p.start)
@@ -97,7 +97,7 @@ COST = st.sampled_from([0.5, 1.0, 2.0, 3.0])
     costs=st.tuples(COST, COST, COST),
 )
 def test_squeezed_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_said(
-    made: tuple[Placement, Block, Op],
+    made: tuple[Placement, PassBlock, Op],
     microbatches: int,
     more: int,
     spare: int | None,

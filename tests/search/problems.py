@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs
 from penstock.schedule.placement import Placement, looped, wave
-from penstock.search.problem import Objective, Problem
+from penstock.search.problem import Objective, SearchProblem
 from tests.simulate.edges import per_edge
 
 __all__ = ["LATE_COSTS", "problem_of", "problems"]
@@ -28,11 +28,11 @@ def problem_of(
     limit: float = inf,
     costs: Costs | None = None,
     objective: Objective = "makespan",
-) -> Problem:
+) -> SearchProblem:
     """A problem that counts activations, or bytes where costs do."""
     costs = Costs() if costs is None else costs
     held, behind = costs.held(num_stages=placement.num_stages)
-    return Problem(
+    return SearchProblem(
         placement=placement,
         num_microbatches=microbatches,
         costs=costs,
@@ -44,7 +44,7 @@ def problem_of(
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> SearchProblem:
     """Any placement that is searched, uneven costs, bytes, and a limit that can be met."""
     ranks = draw(st.integers(1, 4))
     placement = draw(st.sampled_from([looped(ranks, 1), looped(ranks, 2), wave(ranks, 1)]))

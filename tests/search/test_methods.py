@@ -20,13 +20,13 @@ from penstock.search.critical import Timed
 from penstock.search.exact import improve
 from penstock.search.greedy import Placed, place, played, replay
 from penstock.search.overlaps import overlapped
-from penstock.search.problem import Problem, order_of, program_of
+from penstock.search.problem import SearchProblem, order_of, program_of
 from penstock.search.swaps import Swapper
 from penstock.search.tune import Tuner, few_microbatches, run_block
 from tests.search.problems import LATE_COSTS, problem_of, problems
 
 
-def assert_right(problem: Problem, placed: Placed) -> None:
+def assert_right(problem: SearchProblem, placed: Placed) -> None:
     """The order is a program, keeps the limit, and takes the time that is said."""
     program = check(program_of(problem, placed.order, name="searched"))
     result = simulate(program, problem.costs)
@@ -37,7 +37,7 @@ def assert_right(problem: Problem, placed: Placed) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(problems(), st.randoms(use_true_random=False))
-def test_list_scheduling_with_any_priorities(problem: Problem, random: object) -> None:
+def test_list_scheduling_with_any_priorities(problem: SearchProblem, random: object) -> None:
     drawn = random.random  # type: ignore[attr-defined]
     wishes = [[drawn() for _ in range(problem.num_microbatches)] for _ in range(problem.num_kinds)]
     for patience in (0.0, 1.0):
@@ -55,7 +55,7 @@ def test_list_scheduling_with_any_priorities(problem: Problem, random: object) -
 
 @settings(deadline=None, max_examples=60)
 @given(problems(), st.integers(0, 100))
-def test_tuning_and_exchanges(problem: Problem, seed: int) -> None:
+def test_tuning_and_exchanges(problem: SearchProblem, seed: int) -> None:
     tuner = Tuner(problem, seed=seed)
     for _ in range(8):
         tuner.step()
@@ -75,7 +75,7 @@ def test_tuning_and_exchanges(problem: Problem, seed: int) -> None:
 @settings(deadline=None, max_examples=100)
 @given(problems(), st.integers(0, 100), st.randoms(use_true_random=False))
 def test_what_an_exchange_comes_to_is_known_before(
-    problem: Problem, seed: int, random: Any
+    problem: SearchProblem, seed: int, random: Any
 ) -> None:
     tuner = Tuner(problem, seed=seed)
     tuner.step()
@@ -101,7 +101,7 @@ def test_what_an_exchange_comes_to_is_known_before(
             break
 
 
-def replayed(problem: Problem, placed: Placed) -> Placed:
+def replayed(problem: SearchProblem, placed: Placed) -> Placed:
     """The same order without waiting where a rank can go on."""
     found = replay(problem, placed.order)
     assert found is not None
@@ -168,14 +168,14 @@ def test_orders_for_other_costs_are_timed_by_the_true_ones() -> None:
 # --- exact -------------------------------------------------------------------------------------
 
 
-def worst(problem: Problem) -> Placed:
+def worst(problem: SearchProblem) -> Placed:
     """One microbatch after the other."""
     wishes = [[float(n) for n in range(problem.num_microbatches)]] * problem.num_kinds
     return place(problem, wishes, windows=(1,) * problem.placement.num_stages)
 
 
 # Where I and W take no time, what W holds between them.
-INSTANT = Problem(
+INSTANT = SearchProblem(
     placement=looped(2, 2),
     num_microbatches=2,
     costs=Costs(
@@ -194,7 +194,7 @@ INSTANT = Problem(
 @settings(deadline=None, max_examples=25)
 @given(problems())
 @example(INSTANT)
-def test_exact_search_of_a_whole_step(problem: Problem) -> None:
+def test_exact_search_of_a_whole_step(problem: SearchProblem) -> None:
     small = problem.resized(min(3, problem.num_microbatches))
     start = worst(small)
     answer = improve(small, start, effort_s=0.3, clock_s=5, seed=0)
@@ -241,14 +241,14 @@ def test_a_bound_on_the_span_holds_for_ranks_that_start_late() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(problems(), st.randoms(use_true_random=False))
-def test_no_program_beats_the_bound_on_the_span(problem: Problem, random: Any) -> None:
+def test_no_program_beats_the_bound_on_the_span(problem: SearchProblem, random: Any) -> None:
     few = replace(problem, num_microbatches=2, objective="span").limited(math.inf)
     answer = improve(few, worst(few), effort_s=0.3, clock_s=5, seed=0, late_starts=True)
     for _ in range(20):
         assert simulate(any_program(few, random), few.costs).span >= answer.bound - 1e-9
 
 
-def any_program(problem: Problem, random: Any) -> Program:
+def any_program(problem: SearchProblem, random: Any) -> Program:
     """Ranks take what is ready by chance, each its microbatches in an order of its own."""
     left = [
         action(stage, op, microbatch)
@@ -272,7 +272,7 @@ def any_program(problem: Problem, random: Any) -> Program:
     )
 
 
-def played_value(problem: Problem, order: tuple[tuple[int, ...], ...]) -> float:
+def played_value(problem: SearchProblem, order: tuple[tuple[int, ...], ...]) -> float:
     found = replay(problem, order)
     assert found is not None
     return found.value

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Op, ScheduleError, check, search, simulate
 from penstock.schedule.passes import recompute
-from penstock.search.problem import Problem
+from penstock.search.problem import SearchProblem
 from penstock.search.relief import peaks_of
 from penstock.search.result import SearchResult
 from tests.search.problems import problems
@@ -103,7 +103,7 @@ def test_a_front_where_nothing_fits_as_it_is(relief: dict[str, Any], least: int)
 
 @settings(deadline=None, max_examples=20)
 @given(problems(), st.booleans(), st.sampled_from([0.0, 1.0]))
-def test_any_costs_and_limits(problem: Problem, within: bool, kept: float) -> None:
+def test_any_costs_and_limits(problem: SearchProblem, within: bool, kept: float) -> None:
     """The limit is kept as the simulation counts it, and the bound is beaten by none."""
     costs = problem.costs
     before = costs.activation_bytes

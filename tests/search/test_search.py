@@ -14,7 +14,7 @@ from penstock.schedule.placement import bidirectional, linear, looped, v_shape
 from penstock.schedule.text import to_json
 from penstock.search import engine
 from penstock.search.budget import Budget
-from penstock.search.problem import Problem
+from penstock.search.problem import SearchProblem
 from penstock.search.result import SearchResult
 from penstock.simulate.bounds import lower_bounds
 from penstock.testing.processes import run_ranks
@@ -143,7 +143,7 @@ def test_no_schedule_of_the_catalog_within_the_limit_is_better(
 
 @settings(deadline=None, max_examples=25)
 @given(problems())
-def test_any_costs_and_limits(problem: Problem) -> None:
+def test_any_costs_and_limits(problem: SearchProblem) -> None:
     found = search(
         problem.costs,
         ranks=problem.placement.num_ranks,

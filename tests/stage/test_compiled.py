@@ -15,11 +15,6 @@ from tests.stage.deferral_cases import assert_same, gradients
 
 Graphs = list[fx.GraphModule]
 
-# The compiler itself looks at the .grad of whatever comes in.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
-
 
 class Block(nn.Module):
     def __init__(self) -> None:

@@ -306,8 +306,6 @@ def test_ordinary_modules_leak_nothing() -> None:
     assert find_leaks([out, None, 3], module.parameters()) == []
 
 
-# The compiler itself looks at the .grad of whatever comes in.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_submodule(backend: str) -> None:
     torch.manual_seed(0)

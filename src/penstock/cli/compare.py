@@ -147,7 +147,10 @@ def _refuse_options_of_none(given: list[str], setting: Setting) -> None:
         )
     for option in setting.options():
         if not any(each.takes_option(option) for each in chosen):
-            raise ScheduleError(f"none of {names} has an option {option!r}")
+            raise ScheduleError(
+                f"none of {names} has an option {option!r}; `penstock schedules` tells what each "
+                "has"
+            )
 
 
 def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row | _NoRow:

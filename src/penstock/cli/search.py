@@ -25,7 +25,7 @@ __all__ = ["search"]
 _KINDS = (".csv", ".json", ".html", ".png", ".svg", ".pdf")
 
 
-class Objective(Enum):
+class SearchObjective(Enum):
     """What is made small."""
 
     MAKESPAN = "makespan"
@@ -36,9 +36,9 @@ class Objective(Enum):
 def search(
     *,
     objective: Annotated[
-        Objective,
+        SearchObjective,
         typer.Option(help="What is made small: span where no barrier stands before the optimizer."),
-    ] = Objective.MAKESPAN,
+    ] = SearchObjective.MAKESPAN,
     time_limit: Annotated[float, typer.Option(help="How long to search, in seconds.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of random choices.")] = 0,
     pareto: Annotated[bool, typer.Option(help="Look for time against memory, too.")] = False,

@@ -10,11 +10,11 @@ import typer
 from penstock.cli.asked import Asked
 from penstock.cli.sizes import parse_bytes
 from penstock.cli.split_table import show
-from penstock.cli.splitting import Wish, measured_costs
+from penstock.cli.splitting import SplitRequest, measured_costs
 from penstock.cli.terminal import stdout
 from penstock.errors import PartitionError
-from penstock.partition.balance.balance import Objective
 from penstock.partition.balance.layout import Layout
+from penstock.partition.balance.terms import SplitObjective
 
 __all__ = ["split"]
 
@@ -64,8 +64,9 @@ def split(
         int | None, typer.Option("--ranks", "-r", help="On how many ranks --schedule runs.")
     ] = None,
     objective: Annotated[
-        Objective, typer.Option(help="The slowest stage or rank (max), or a step's length (step).")
-    ] = Objective.BOTTLENECK,
+        SplitObjective,
+        typer.Option(help="The slowest stage or rank (max), or a step's length (step)."),
+    ] = SplitObjective.BOTTLENECK,
     microbatches: Annotated[
         int | None, typer.Option("--microbatches", "-m", help="Microbatches per step.")
     ] = None,
@@ -82,9 +83,9 @@ def split(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Measure a model, cut it into balanced stages, and show what each holds and sends."""
-    wish = Wish.read(layout=layout, rule=rule, num_stages=stages)
-    if not wish.is_balanced and (
-        memory_limit or bandwidth or objective is not Objective.BOTTLENECK
+    request = SplitRequest.read(layout=layout, rule=rule, num_stages=stages)
+    if not request.is_balanced and (
+        memory_limit or bandwidth or objective is not SplitObjective.BOTTLENECK
     ):
         raise PartitionError(
             "--memory-limit, --bandwidth and --objective are for balancing; leave them out with "
@@ -94,8 +95,8 @@ def split(
         raise PartitionError("--ranks says on how many ranks a --schedule runs; name one")
     if output is not None and output.suffix not in (".toml", ".json"):
         raise PartitionError(f"{output}: a plan is kept as .toml or .json; name it so")
-    program = None if schedule is None else wish.program(schedule, ranks, microbatches)
-    terms = wish.terms(
+    program = None if schedule is None else request.program(schedule, ranks, microbatches)
+    terms = request.terms(
         program,
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         state_factor=state_factor,
@@ -115,7 +116,7 @@ def split(
         sample=sample,
     )
     measured = measured_costs(asked, costs, runs)
-    counts, made = wish.counts(measured, terms, program)
+    counts, made = request.counts(measured, terms, program)
     made = f"{made}; measured on {measured.machine}, with {measured.example}"
     plan = measured.plan(counts, made=made)
     if output is not None:

@@ -11,27 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from penstock.cli.asked import Asked
 from penstock.cli.models import failed, load_model
 from penstock.cli.terminal import progress_bar
 from penstock.errors import PartitionError, PenstockError
-from penstock.partition.balance.balance import Objective, balanced
+from penstock.partition.balance.balance import balanced
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.layout import Layout
 from penstock.partition.balance.rule import Rule
-from penstock.partition.balance.terms import Terms
+from penstock.partition.balance.terms import SplitObjective, Terms
 from penstock.schedule.action import Op
 from penstock.schedule.choice import choose_program
 from penstock.schedule.program import Program
 from penstock.schedule.rules import WEIGHT_GRADS
 
-__all__ = ["Wish", "measured_costs"]
-
-Found: TypeAlias = tuple[Sequence[int], str]
-"""The number of blocks per stage, and how they were found."""
+__all__ = ["SplitRequest", "measured_costs"]
 
 
 def stage_flights(program: Program) -> list[int]:
@@ -57,7 +54,7 @@ def stage_flights(program: Program) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class SplitRequest:
     """Where to cut, read before anything is measured.
 
     Args:
@@ -74,8 +71,8 @@ class Wish:
     rule: Rule | None = None
 
     @classmethod
-    def read(cls, *, layout: str | None, rule: str | None, num_stages: int | None) -> Wish:
-        """The wish in the words of the command line."""
+    def read(cls, *, layout: str | None, rule: str | None, num_stages: int | None) -> SplitRequest:
+        """The request in the words of the command line."""
         if layout is not None and rule is not None:
             raise PartitionError("--layout and --rule say each where to cut; give one of them")
         return cls(
@@ -122,20 +119,22 @@ class Wish:
             asked |= {"placement": program.placement, "in_flight": stage_flights(program)}
         return Terms(num_stages=num_stages, **asked)
 
-    def counts(self, measured: Profile, terms: Terms, program: Program | None) -> Found:
-        """The split of a model with these costs."""
+    def counts(
+        self, measured: Profile, terms: Terms, program: Program | None
+    ) -> tuple[Sequence[int], str]:
+        """The number of blocks per stage of a model with these costs, and how they were found."""
         if self.layout is not None:
             return self.layout.counts(measured.blocks), f"layout {self.layout}"
         if self.rule is not None:
             counts = self.rule.counts(measured.blocks, num_stages=terms.num_stages)
             return counts, f"rule {self.rule}"
         free = terms.memory_limit is None and terms.bandwidth is None and not terms.latency_s
-        if program is not None and free and terms.objective is Objective.BOTTLENECK:
+        if program is not None and free and terms.objective is SplitObjective.BOTTLENECK:
             found = balance_for(measured, program)  # there is nothing but the blocks' times
         else:
             found = balanced(measured, terms)
         aim = "the slowest stage" if program is None else program.name
-        if terms.objective is Objective.STEP:
+        if terms.objective is SplitObjective.STEP:
             aim = "a step's length"
         return found.counts, f"balanced for {aim}"
 

@@ -17,10 +17,10 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.sequential import Chain
+from penstock.partition.sequential import LayerRow
 from penstock.stage.carry import takes_state
 
-__all__ = ["CarryingChain", "carrying"]
+__all__ = ["CarryingRow", "carrying"]
 
 # Of torch's own layers, those that treat every position of a sequence by itself.
 _POSITIONWISE = (
@@ -44,7 +44,7 @@ _POSITIONWISE = (
 )
 
 
-class CarryingChain(Chain):
+class CarryingRow(LayerRow):
     """Consecutive layers of a sequence, some of which hand a state from piece to piece.
 
     Args:
@@ -54,7 +54,7 @@ class CarryingChain(Chain):
         PartitionError: a layer takes no state, and is not known to do without.
     """
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: LayerRow) -> None:
         layers = chain.layers
         super().__init__(layers, last=chain.last)
         for name, layer in layers.items():
@@ -90,12 +90,12 @@ def carrying(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """
     chains: list[nn.Module] = []
     for module in modules:
-        if not isinstance(module, Chain):
+        if not isinstance(module, LayerRow):
             raise PartitionError(
                 "where sequences are split, the model is a list of layers or an nn.Sequential of "
                 "them, each of which takes the state of the piece before; or pass PipelineStages"
             )
-        chains.append(CarryingChain(module))
+        chains.append(CarryingRow(module))
     return tuple(chains)
 
 

@@ -1,4 +1,4 @@
-"""From a model and a wish to the modules of its stages, by whichever way works.
+"""From a model and how it is to be cut to the modules of its stages, by whichever way works.
 
     nn.Sequential, a list    its layers in a row        sequential.py
     any other model          by module                  by_module.py
@@ -23,15 +23,17 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, as_call
-from penstock.partition.modules.homes import Cuts
+from penstock.partition.capture.not_captured import NotCaptured
+from penstock.partition.modules.homes import Cuts, CutSpec
 from penstock.partition.sequential import cut, even_split, is_row, layers_of
 
 if TYPE_CHECKING:
     from penstock.partition.balance.own_plan import OwnPlan
+    from penstock.partition.capture.pipe import Pipe
 
 __all__ = [
     "ModelCut",
-    "SplitWish",
+    "SplitSpec",
     "cut_model",
     "read_split",
     "stages_asked_for",
@@ -39,7 +41,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-SplitWish: TypeAlias = Cuts | str
+SplitSpec: TypeAlias = Cuts | str
 
 AUTO = "auto"
 
@@ -64,7 +66,7 @@ class ModelCut:
     has_loss: bool = False
 
 
-def read_split(split: SplitWish | os.PathLike[str] | None) -> SplitWish | None:
+def read_split(split: SplitSpec | os.PathLike[str] | None) -> SplitSpec | None:
     """``split`` as the user gave it, with a plan in place of a plan's file.
 
     Raises:
@@ -92,7 +94,7 @@ def _is_listed(split: object) -> bool:
     )
 
 
-def stages_asked_for(model: Any, split: SplitWish | None) -> int | None:
+def stages_asked_for(model: Any, split: SplitSpec | None) -> int | None:
     """How many stages a split has; None where that follows from the ranks."""
     if split is None or isinstance(split, str):
         return None
@@ -104,7 +106,7 @@ def stages_asked_for(model: Any, split: SplitWish | None) -> int | None:
 
 def cut_model(
     model: nn.Module | Sequence[nn.Module],
-    split: SplitWish | None,
+    split: SplitSpec | None,
     num_stages: int,
     *,
     example: Example | None = None,
@@ -173,10 +175,10 @@ def _by_module_or_captured(
         if example is None:
             raise
         try:
-            names = _beginnings(split, blocks)
-            return _captured(model, names, num_stages, example, f"not by module: {error}")
+            return _captured(model, split, num_stages, example, f"not by module: {error}")
         except PartitionError as other:
-            raise PartitionError(_neither(error, other)) from error
+            told = other.without_by_module if isinstance(other, NotCaptured) else str(other)
+            raise PartitionError(f"{error}; nor can it be captured: {told}") from error
     logger.info(
         "%s: cut by module into %d stages, since %s; every stage runs the model's own forward",
         name,
@@ -201,7 +203,7 @@ def why_by_module(own: OwnPlan, blocks: Sequence[str]) -> str:
 
 
 def _cut_row(
-    model: nn.Module | Sequence[nn.Module], split: SplitWish | None, num_stages: int
+    model: nn.Module | Sequence[nn.Module], split: SplitSpec | None, num_stages: int
 ) -> ModelCut:
     layers = layers_of(model)
     if split is None:
@@ -210,28 +212,10 @@ def _cut_row(
     return ModelCut(modules=tuple(cut(layers, parts)), way="layer by layer")
 
 
-def _beginnings(split: Cuts, blocks: Sequence[str]) -> list[Any]:
-    """The modules with which stages after the first begin; or for each stage all of its names."""
-    parts: list[Any] = list(split.stages if isinstance(split, Plan) else split)
-    if all(isinstance(part, int) for part in parts):
-        return [blocks[sum(parts[:i])] for i in range(1, len(parts))]
-    return parts
-
-
 def _captured(
-    model: nn.Module, names: Sequence[Any] | None, num_stages: int, example: Example, why: str
+    model: nn.Module, split: Cuts | None, num_stages: int, example: Example, why: str
 ) -> ModelCut:
-    from penstock.partition.capture.by_names import pipeline_of_names
-    from penstock.partition.capture.markers import SplitPoint
-    from penstock.partition.capture.split_model import pipeline
-
-    args, kwargs = as_call(example)
-    if names and not isinstance(names[0], str):
-        Plan(stages=tuple(names)).check(model)
-        pipe = pipeline_of_names(model, args, kwargs, names)
-    else:
-        spec = dict.fromkeys(names, SplitPoint.BEGINNING) if names else None
-        pipe = pipeline(model, args, kwargs, split_spec=spec)
+    pipe = _pipe(model, split, example)
     if pipe.num_stages == 1:
         raise PartitionError(
             f"this {type(model).__name__} has no list of repeated blocks to share out, and its "
@@ -255,10 +239,20 @@ def _captured(
     return ModelCut(modules=modules, way="captured", why=why, whole_call=True, has_loss=has_loss)
 
 
-def _neither(by_module: PartitionError, captured: PartitionError) -> str:
-    from penstock.partition.capture.capture import BY_MODULE
+def _pipe(model: nn.Module, split: Cuts | None, example: Example) -> Pipe:
+    """The captured model, cut as asked for; where its forward marks it, if nothing is."""
+    from penstock.partition.capture.by_names import pipeline_of_counts, pipeline_of_names
+    from penstock.partition.capture.markers import SplitPoint
+    from penstock.partition.capture.split_model import pipeline
 
-    told = str(captured)
-    for joined in ("; ", ", or "):
-        told = told.replace(f"{joined}{BY_MODULE}", "")  # it has been tried
-    return f"{by_module}; nor can it be captured: {told}"
+    args, kwargs = as_call(example)
+    if split is None:
+        return pipeline(model, args, kwargs)
+    spec = CutSpec.of(model, split)
+    if spec.stages:
+        Plan(stages=spec.stages).check(model)
+        return pipeline_of_names(model, args, kwargs, spec.stages)
+    if spec.counts:
+        return pipeline_of_counts(model, args, kwargs, spec.blocks, spec.counts)
+    points = dict.fromkeys(spec.starts, SplitPoint.BEGINNING)
+    return pipeline(model, args, kwargs, split_spec=points)

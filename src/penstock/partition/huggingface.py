@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 __all__ = [
-    "Captured",
+    "CapturedOutputs",
     "PlanEntry",
     "adapters",
     "capture_since",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MODULE = "transformers.utils.output_capturing"
-Captured: TypeAlias = dict[str, list[Any]]
+CapturedOutputs: TypeAlias = dict[str, list[Any]]
 PlanEntry: TypeAlias = tuple[Sequence[str], Sequence[str]]
 """What a module takes, and what it gives."""
 
@@ -57,7 +57,7 @@ def mark() -> Mapping[str, int] | None:
     return {key: len(values) for key, values in lists.items() if isinstance(values, list)}
 
 
-def capture_since(marked: Mapping[str, int] | None) -> Captured:
+def capture_since(marked: Mapping[str, int] | None) -> CapturedOutputs:
     """What was appended since ``mark``, by key; empty lists are left out."""
     lists = collector()
     if not marked or not lists:
@@ -66,7 +66,7 @@ def capture_since(marked: Mapping[str, int] | None) -> Captured:
     return {key: values for key, values in fresh.items() if values}
 
 
-def replay(captured: Captured, marked: Mapping[str, int] | None = None) -> None:
+def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -> None:
     """Append what a part appended elsewhere; if ``marked``, in place of all since ``mark``."""
     lists = collector()
     for key, values in captured.items():

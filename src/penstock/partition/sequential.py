@@ -17,12 +17,12 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.plan import dealt
 from penstock.partition.torch_private import children, has_forward_hooks, is_sequential
 
-__all__ = ["Chain", "Split", "cut", "even_split", "is_row", "layers_of"]
+__all__ = ["LayerRow", "LayerSplit", "cut", "even_split", "is_row", "layers_of"]
 
-Split: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
+LayerSplit: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
 
 
-class Chain(nn.Module):
+class LayerRow(nn.Module):
     """Consecutive layers of a sequence, under the names that they have there.
 
     Args:
@@ -107,7 +107,7 @@ def even_split(num_layers: int, num_stages: int) -> list[int]:
     return [whole + (stage < rest) for stage in range(num_stages)]
 
 
-def cut(layers: Mapping[str, nn.Module], split: Split) -> list[Chain]:
+def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[LayerRow]:
     """Cut layers into stages.
 
     Args:
@@ -136,19 +136,21 @@ def cut(layers: Mapping[str, nn.Module], split: Split) -> list[Chain]:
         )
     last = len(groups) - 1
     return [
-        Chain({name: layers[name] for name in group}, last=i == last)
+        LayerRow({name: layers[name] for name in group}, last=i == last)
         for i, group in enumerate(groups)
     ]
 
 
-def _groups(names: list[str], split: Split) -> list[list[str]]:
+def _groups(names: list[str], split: LayerSplit) -> list[list[str]]:
     counts = [part for part in split if isinstance(part, int)]
     if not counts:
         return [[part] if isinstance(part, str) else list(part) for part in split]  # type: ignore
     if len(counts) < len(split):
         raise PartitionError(f"the split {list(split)} mixes counts with names; use either")
     if min(counts) < 0:
-        raise PartitionError(f"the split {counts} has a negative count")
+        raise PartitionError(
+            f"the split {counts} has a negative count; say for each stage how many layers it has"
+        )
     if sum(counts) != len(names):
         raise PartitionError(
             f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}"

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -25,27 +26,27 @@ class SharedBuffers:
     """The buffers of layers that stand in several stages, watched from step to step.
 
     Args:
-        modules: the modules of all stages, in order.
+        modules: the modules of the model's stages, rising; of all of them, or of those that are
+            known here.
 
     Example:
         >>> norm, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
-        >>> SharedBuffers([norm, nn.Sequential(other, norm)]).names
+        >>> SharedBuffers({0: norm, 1: nn.Sequential(other, norm)}).names
         ('1.running_mean', '1.running_var', '1.num_batches_tracked')
-        >>> SharedBuffers([norm, other]).names
+        >>> SharedBuffers({0: norm, 1: other}).names
         ()
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         met: dict[int, int] = {}
         self._shared: list[tuple[weakref.ref[nn.Module], str, str, int, int]] = []
-        for stage, module in enumerate(modules):
+        for stage, module in modules.items():
             for path, layer in module.named_modules():
                 first = met.setdefault(id(layer), stage)
                 if first != stage:
                     for name in layer._buffers:
                         full = f"{path}.{name}" if path else name
                         self._shared.append((weakref.ref(layer), name, full, first, stage))
-        self._before: list[tuple[Tensor | None, int]] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,14 +58,13 @@ class SharedBuffers:
         buffers = (None if layer is None else layer._buffers.get(name) for layer, name in held)
         return [(b, 0 if b is None or b.is_inference() else b._version) for b in buffers]
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._before = self._now()
-
-    def stepped(self) -> None:
-        """A step is over: say once that it has written into one of them."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A step: say once that one has written into one of them."""
+        before = self._now()
+        yield
         for shared, (buffer, version), (now, version_now) in zip(
-            self._shared, self._before, self._now(), strict=True
+            self._shared, before, self._now(), strict=True
         ):
             if now is not buffer or version_now != version:
                 _, _, name, first, stage = shared
@@ -76,6 +76,5 @@ class SharedBuffers:
                     stage,
                     first,
                 )
-                self._shared, self._before = [], []
+                self._shared = []
                 return
-        self._before = []

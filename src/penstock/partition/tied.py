@@ -65,28 +65,29 @@ def tell_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
     return ties
 
 
-def refuse_shared_statistics(modules: Sequence[nn.Module]) -> None:
+def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
     """Refuse a layer with running statistics that several stages call.
 
     In one process a microbatch meets it at each depth before the next one comes; in a pipeline
     many meet it at one depth first, and over processes each depth has statistics of its own.
 
     Args:
-        modules: the modules of all stages, in order.
+        modules: the modules of the model's stages, rising; of all of them, or of those that are
+            known here.
 
     Raises:
         PartitionError: a layer that keeps running statistics stands in several stages.
 
     Example:
         >>> norm = nn.BatchNorm1d(4)
-        >>> refuse_shared_statistics([norm, norm])  # doctest: +ELLIPSIS
+        >>> refuse_shared_statistics({0: norm, 1: norm})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
         penstock.errors.PartitionError: the BatchNorm1d of stage 0 is that of stage 1 too...
-        >>> refuse_shared_statistics([norm.eval(), norm])
+        >>> refuse_shared_statistics({0: norm.eval(), 1: norm})
     """
     seen: dict[int, tuple[int, str]] = {}
-    for stage, module in enumerate(modules):
+    for stage, module in modules.items():
         for name, layer in module.named_modules():
             if not (layer.training and getattr(layer, "track_running_stats", False)):
                 continue

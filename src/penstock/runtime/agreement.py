@@ -51,4 +51,6 @@ def hold_together(
             values = [theirs[what] for theirs, _ in everyones]
             if any(value != values[0] for value in values):
                 told = ", ".join(f"rank {r}: {each[what]}" for r, (_, each) in enumerate(everyones))
-                raise ScheduleError(f"the ranks do not agree on {what} ({told})")
+                raise ScheduleError(
+                    f"the ranks do not agree on {what} ({told}); pass the same on every rank"
+                )

@@ -53,7 +53,10 @@ class _Part:
 
     def __call__(self) -> None:
         if self._has_begun:
-            raise StageError(f"the function that plays blocks has called {self.action} twice")
+            raise StageError(
+                f"the function that plays blocks has called {self.action} twice; it calls each "
+                "part once"
+            )
         self._has_begun = True
         try:
             self._run()

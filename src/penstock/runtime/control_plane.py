@@ -23,7 +23,7 @@ NOTE_TAG = 0x5E8
 RELAY_TAG = 0x5E9
 NOTE_BYTES = 4096
 # Of what every rank begins to gather with: a number, and the call that it is in.
-NUMBER_BYTES, HEAD_BYTES = 8, 128
+NUMBER_BYTES, HEAD_BYTES = 16, 128
 
 
 class ControlPlane(ABC):

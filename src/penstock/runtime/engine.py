@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from penstock.cause import message_of
 from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
-from penstock.partition.tied import Tie
+from penstock.partition.shared_buffers import SharedBuffers
+from penstock.partition.tied import Tie, refuse_shared_statistics
 from penstock.runtime.act import Act
 from penstock.runtime.agreement import digest, hold_together
 from penstock.runtime.batch import Batch
@@ -77,10 +78,13 @@ class Engine:
     Attributes:
         asked: the program as it was given.
         program: the program that runs, sends and receives included.
+        shared_buffers: the buffers of layers that several stages call: of those of this process,
+            unless somebody who knows the others' says more.
 
     Raises:
         ScheduleError: the program has problems, or the stages are not those of these ranks.
-        PartitionError: a tie names something that does not exist.
+        PartitionError: a tie names something that does not exist, or stages have a layer with
+            running statistics in common.
     """
 
     def __init__(
@@ -105,6 +109,11 @@ class Engine:
         self._check_stages(program)
         make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
         self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
+        # By the model's stages: copies of one are equal.
+        number = program.placement.model_stage
+        modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
+        refuse_shared_statistics(modules)
+        self.shared_buffers = SharedBuffers(modules)
         self._wrappers = Wrappers(self.stages)
         self.asked = program
         self._sharding = self._wrappers.sharding
@@ -192,7 +201,10 @@ class Engine:
         act.open(batch, self._num_steps)
         if train and self.options.microbatch_rng:
             share_step_seed(self.stages.values(), self.transports, self.program.placement)
-        with self._sharing.summed() if train else nullcontext():
+        with ExitStack() as around:
+            if train:
+                around.enter_context(self.shared_buffers.watched())
+                around.enter_context(self._sharing.summed())
             self._play(act)
         losses = act.close(batch)
         for player in act.players.values():

@@ -28,7 +28,7 @@ def check_stages(stages: Sequence[PipelineStage]) -> None:
             "a PipelineStage was given alone, expected a list of this rank's stages"
         )
     if not stages:
-        raise ScheduleError("a rank was given no stage")
+        raise ScheduleError("a rank was given no stage; each rank of the group holds one at least")
     for stage in stages:
         if not isinstance(stage, PipelineStage):
             raise ScheduleError(
@@ -38,10 +38,16 @@ def check_stages(stages: Sequence[PipelineStage]) -> None:
     indices = [s.stage_index for s in stages]
     counts = {s.num_stages for s in stages}
     if len(counts) > 1:
-        raise ScheduleError(f"the stages disagree on num_stages: {sorted(counts)}")
+        raise ScheduleError(
+            f"the stages disagree on num_stages: {sorted(counts)}; make each PipelineStage of a "
+            "model with the number of all its stages"
+        )
     doubled = sorted(i for i, count in Counter(indices).items() if count > 1)
     if doubled:
-        raise ScheduleError(f"stage indices given twice on one rank: {doubled}")
+        raise ScheduleError(
+            f"stage indices given twice on one rank: {doubled}; give each stage once, with an "
+            "index of its own"
+        )
     if indices != sorted(indices):
         raise ScheduleError(f"the stages are in the order {indices}; pass them in rising order")
 

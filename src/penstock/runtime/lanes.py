@@ -97,7 +97,7 @@ def assign(steps: Iterable[Step], placement: Placement) -> dict[tuple[int, int |
     return lanes
 
 
-class Order(Enum):
+class WaitsFor(Enum):
     """What a call waits for, beside what its own lane did before."""
 
     NOTHING = "a message, on the lane of what it carries"
@@ -117,20 +117,20 @@ class _Planner:
         """The lane of an action; what is on no microbatch runs on the caller's stream."""
         return self.lane_of.get((act.stage, act.microbatch), 0)
 
-    def order(self, act: Action, *, in_block: bool, first: bool) -> Order:
+    def order(self, act: Action, *, in_block: bool, first: bool) -> WaitsFor:
         """What an action waits for; ``first``: of the calls of its step."""
         lane = self.place(act)
         if act.op in TRANSFERS:
             # What is sent may have to be made contiguous first.
             self._ahead[lane] |= act.op in SENDS
-            return Order.NOTHING
-        found = Order.NOTHING
+            return WaitsFor.NOTHING
+        found = WaitsFor.NOTHING
         if in_block:
             if first and any(self._ahead):
-                found = Order.FORK
+                found = WaitsFor.FORK
                 self._ahead = [False, False]
         elif self._ahead[1 - lane]:
-            found = Order.ALL
+            found = WaitsFor.ALL
             self._ahead[1 - lane] = False
         self._ahead[lane] = True
         return found
@@ -162,16 +162,16 @@ class Lanes:
             for number, act in enumerate(step.parts):
                 order = planner.order(act, in_block=in_block, first=number == 0)
                 enter = partial(self._enter, planner.place(act))
-                plan.append((partial(enter, order), partial(enter, Order.NOTHING)))
+                plan.append((partial(enter, order), partial(enter, WaitsFor.NOTHING)))
             plans.append(plan)
         return plans
 
-    def _enter(self, lane: int, order: Order) -> None:
+    def _enter(self, lane: int, order: WaitsFor) -> None:
         lanes = self._lanes
         stream = lanes[lane]
-        if order is not Order.NOTHING:
+        if order is not WaitsFor.NOTHING:
             self._streams.follow(stream, lanes[1 - lane])
-            if order is Order.FORK:
+            if order is WaitsFor.FORK:
                 self._streams.follow(lanes[1 - lane], stream)
         if self._now is not stream:
             self._streams.switch(stream)

@@ -138,7 +138,10 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     except ValueError as error:
         # Without what the leaves are: the error itself shows the tensors' numbers.
         shape = optree.tree_structure(tree, none_is_leaf=True, namespace=ROWS)
-        raise ValueError(f"the chunk spec {spec!r} does not fit values in {shape}") from error
+        raise ValueError(
+            f"the chunk spec {spec!r} does not fit values in {shape}; give one TensorChunkSpec for "
+            "all of them, or a tree of specs that begins as the values do"
+        ) from error
     specs = [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
     # None says in a spec what becomes of a leaf; in the tree itself it is none.
     leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=ROWS)

@@ -6,7 +6,7 @@ The named schedules (``schedules.py``) and ``Pipeline`` are this class with one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +29,7 @@ from penstock.runtime.given import (
 from penstock.runtime.in_turn import InTurn
 from penstock.runtime.loopback import loopback
 from penstock.runtime.pieces import Pieces
+from penstock.runtime.role import LossFn
 from penstock.runtime.transport import Transport
 from penstock.schedule.action import Step
 from penstock.schedule.catalog import build, family
@@ -38,9 +39,8 @@ from penstock.stage.manual import PipelineStage
 from penstock.torch_names import OF_SCHEDULE, no_attribute
 from penstock.trace import Trace
 
-__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSchedule"]
+__all__ = ["DEFAULT_TIMEOUT_S", "PipelineSchedule"]
 
-LossFn = Callable[..., Any]
 DEFAULT_TIMEOUT_S = 600.0
 
 # Schedules made so far per group, not counting those that could not be: every rank makes them in
@@ -91,7 +91,8 @@ class PipelineSchedule:
 
     Raises:
         ScheduleError: stages, ranks and microbatches do not fit the program.
-        PartitionError: ``shared`` names a stage, module or parameter that does not exist.
+        PartitionError: ``shared`` names a stage, module or parameter that does not exist, or
+            stages have a layer with running statistics in common.
     """
 
     schedule_name: ClassVar[str | None] = None
@@ -225,7 +226,9 @@ class PipelineSchedule:
         if num_ranks is None:
             num_ranks = group.size() if group is not None else 1
         if not 0 <= rank < num_ranks:
-            raise ScheduleError(f"rank {rank} of {num_ranks} ranks does not exist")
+            raise ScheduleError(
+                f"rank {rank} of {num_ranks} ranks does not exist; there are 0 to {num_ranks - 1}"
+            )
         # Where stages lie does not depend on how many microbatches there are.
         _, microbatches = family(cls.schedule_name).nearest(num_ranks, num_ranks)
         program = build(

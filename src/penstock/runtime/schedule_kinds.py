@@ -19,7 +19,8 @@ from typing import Any, Literal
 from penstock.errors import ScheduleError
 from penstock.partition.tied import Tie
 from penstock.runtime.blocks import BlockFunction
-from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, LossFn, PipelineSchedule
+from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, PipelineSchedule
+from penstock.runtime.role import LossFn
 from penstock.schedule.action import Overlap, Step
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, save_csv

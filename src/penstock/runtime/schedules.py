@@ -13,7 +13,8 @@ from typing import Any
 from penstock.errors import ScheduleError
 from penstock.partition.tied import Tie
 from penstock.runtime.given import group_of
-from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, LossFn, PipelineSchedule
+from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, PipelineSchedule
+from penstock.runtime.role import LossFn
 from penstock.runtime.schedule_kinds import (
     PipelineScheduleMulti,
     PipelineScheduleRuntime,

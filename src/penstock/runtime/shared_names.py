@@ -84,7 +84,10 @@ def _spread(tie: Tie, placement: Placement) -> dict[int, str]:
         for copy in range(placement.copies):
             place = placement.model_stage(stage) + copy * placement.num_model_stages
             if group.setdefault(place, name) != name:
-                raise PartitionError(f"the tie {dict(tie)} has two names for one of the stages")
+                raise PartitionError(
+                    f"the tie {dict(tie)} has two names for one of the model's stages, which is "
+                    "the same in each copy; give it one"
+                )
     if len(tie) < 2:
         raise PartitionError(f"the tie {dict(tie)} has one place; name all stages that share")
     return group

@@ -63,7 +63,7 @@ def gather_numbers(group: dist.ProcessGroup, what: str, number: int) -> list[int
     Args:
         group: the ranks.
         what: the call, as a message would name it; the same on every rank.
-        number: this rank's, of 64 bits.
+        number: this rank's, of 128 bits.
 
     Raises:
         PenstockError: another rank failed, or is in another call.

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.schedule.coding import Coded, Tables
+from penstock.schedule.coding import Coded, Distances
 from penstock.schedule.rules import RECEIVE_FOR
 
 __all__ = ["TWO_WAY", "Channels", "waits"]
@@ -62,7 +62,7 @@ TWO_WAY = Channels()
 """What the runtime needs: it counts neither on room for messages nor on one order for both ways."""
 
 
-def waits(coded: Coded, channels: Channels) -> tuple[Tables, dict[int, list[int]]]:
+def waits(coded: Coded, channels: Channels) -> tuple[Distances, dict[int, list[int]]]:
     """What steps of a program with transfers wait for.
 
     Args:
@@ -86,7 +86,7 @@ def waits(coded: Coded, channels: Channels) -> tuple[Tables, dict[int, list[int]
     return needs, more
 
 
-def _free_sends(coded: Coded, needs: Tables) -> None:
+def _free_sends(coded: Coded, needs: Distances) -> None:
     """Let no send wait for its receive."""
     coding, size = coded.coding, coded.coding.num_microbatches
     receives = RECEIVE_FOR.values()

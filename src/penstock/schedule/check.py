@@ -26,21 +26,21 @@ from __future__ import annotations
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Op
 from penstock.schedule.channels import TWO_WAY, Channels, waits
-from penstock.schedule.coding import Coded
-from penstock.schedule.counterexample import circle_of, order_of
+from penstock.schedule.coding import Coded, MessageOrders
+from penstock.schedule.counterexample import circle_of, disorder_of
 from penstock.schedule.diagnosis import (
     Problem,
-    channel_problems,
     count_problems,
     malformed,
+    order_problems,
     size_problems,
     stuck_problems,
     text_of,
 )
 from penstock.schedule.encoding import encode
-from penstock.schedule.play import Player
+from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
-from penstock.schedule.rules import COPIES, COVERS, RECEIVE_FOR, TRANSFERS
+from penstock.schedule.rules import COPIES, COVERS, RECEIVE_FOR, SEND_OF, TRANSFERS
 from penstock.schedule.upkeep import keeping_problems, reduction_problems, sharding_problems
 
 __all__ = ["Problem", "check", "problems"]
@@ -136,13 +136,13 @@ def _examine_order(
     found: list[Problem] = []
     drawn = ""
     if used.isdisjoint(TRANSFERS):
-        player = Player(coded, coding.needs(transfers=False))
+        player = ProgramPlayer(coded, coding.needs(transfers=False))
     else:
-        orders = _channels(coded)
+        orders = _message_orders(coded)
         if any(sent != posted for sent, posted in orders.values()):
-            found += channel_problems(program, orders, coding)
-            drawn += order_of(orders, coding)
-        player = Player(coded, *waits(coded, channels))
+            found += order_problems(program, orders, coding)
+            drawn += disorder_of(orders, coding)
+        player = ProgramPlayer(coded, *waits(coded, channels))
     if not player.play():
         found += stuck_problems(program, player, coding)
         drawn += circle_of(program, player, coding)
@@ -195,7 +195,7 @@ def _transfers_all(coded: Coded, seen: bytearray) -> bool:
     for (value, _), receive in RECEIVE_FOR.items():
         makers = (value, *(op for op, covered in COVERS.items() if value in covered))
         made = any(1 in seen[coding.section(op)] for op in makers)
-        for op in (receive, coding.send_of(receive)):
+        for op in (receive, SEND_OF[receive]):
             for stage in range(coding.placement.num_stages):
                 start = coding.code(op, stage)
                 needed = made and coding.partner(op, stage) is not None
@@ -206,11 +206,10 @@ def _transfers_all(coded: Coded, seen: bytearray) -> bool:
     return True
 
 
-def _channels(coded: Coded) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
-    """For each directed pair of ranks its receives, by order of send and by order of post."""
+def _message_orders(coded: Coded) -> MessageOrders:
     coding = coded.coding
     num_microbatches = coding.num_microbatches
-    channels: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    orders: MessageOrders = {}
     # By key: where to note a transfer, and how far the receive is from it.
     notes: list[tuple[list[int], int] | None] = []
     for transfer in coding.transfers_by_key():
@@ -220,13 +219,13 @@ def _channels(coded: Coded) -> dict[tuple[int, int], tuple[list[int], list[int]]
             continue
         here, there = (coding.placement.rank_of(stage) for _, stage in (transfer, partner))
         if transfer[0] in RECEIVE_FOR.values():
-            notes.append((channels.setdefault((there, here), ([], []))[1], 0))
+            notes.append((orders.setdefault((there, here), ([], []))[1], 0))
         else:
             distance = coding.code(*partner) - coding.code(*transfer)
-            notes.append((channels.setdefault((here, there), ([], []))[0], distance))
+            notes.append((orders.setdefault((here, there), ([], []))[0], distance))
     for queue in coded.queues:
         for code in queue:
             note = notes[code // num_microbatches] if code >= 0 else None
             if note is not None:
                 note[0].append(code + note[1])
-    return channels
+    return orders

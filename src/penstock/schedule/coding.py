@@ -31,12 +31,16 @@ from penstock.schedule.rules import (
     next_piece,
 )
 
-__all__ = ["WHOLE_STAGE", "Coded", "Coding", "Tables"]
+__all__ = ["WHOLE_STAGE", "Coded", "Coding", "Distances", "MessageOrders"]
 
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
+MessageOrders: TypeAlias = dict[tuple[int, int], tuple[list[int], list[int]]]
+"""For each directed pair of ranks (from, to) the codes of its receives: in the order of their
+sends, and in the order in which they are posted."""
+
 # For each key, the distances from an action's code to the codes that the table is about.
-Tables: TypeAlias = list[tuple[int, ...]]
+Distances: TypeAlias = list[tuple[int, ...]]
 
 _OPS = tuple(Op)
 _INDEX = {op: index for index, op in enumerate(_OPS)}
@@ -118,18 +122,14 @@ class Coding:
                 return other_op, other
         return None
 
-    def send_of(self, receive: Op) -> Op:
-        """The op of the send that ``receive`` meets."""
-        return SEND_OF[receive]
-
-    def needs(self, *, transfers: bool) -> Tables:
+    def needs(self, *, transfers: bool) -> Distances:
         """By key: what must be done before the action can start.
 
         With transfers, a send also needs its receive to be posted, posting a receive needs
         nothing, and what uses a received value needs the send to be done. Reductions and
         sharding need nothing here: their place is a matter of their own rank alone.
         """
-        tables: Tables = []
+        tables: Distances = []
         for op, stage in self.entries():
             needed: list[tuple[Op, int]] = []
             if op not in SEND_OF:
@@ -161,25 +161,25 @@ class Coding:
                 found.update((first + m, needed + other) for m, other in pairs)
         return found
 
-    def gives(self) -> Tables:
+    def gives(self) -> Distances:
         """By key: what is done when the action is: itself, and what it covers."""
         return [
             tuple(self._distance(op, stage, given, stage) for given in (op, *COVERS.get(op, ())))
             for op, stage in self.entries()
         ]
 
-    def receives(self) -> Tables:
+    def receives(self) -> Distances:
         """By key: the receives, on the action's own rank, of the values that it needs."""
-        tables: Tables = []
+        tables: Distances = []
         for op, stage in self.entries():
             wanted = [RECEIVE_FOR[r] for r in REQUIRES[op] if r in RECEIVE_FOR]
             remote = [r for r in wanted if self.partner(r, stage) is not None]
             tables.append(tuple(self._distance(op, stage, r, stage) for r in remote))
         return tables
 
-    def sends(self) -> Tables:
+    def sends(self) -> Distances:
         """By key: the sends, on the action's own rank, of the values that it makes."""
-        tables: Tables = []
+        tables: Distances = []
         for op, stage in self.entries():
             made = {op, *COVERS.get(op, ())}
             sends = [SEND_OF[r] for (value, _), r in RECEIVE_FOR.items() if value in made]

@@ -11,15 +11,14 @@ seen why it does not come. This module decides nothing: it is given a play that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from penstock.schedule.action import Action
-from penstock.schedule.coding import Coding
-from penstock.schedule.play import Player
+from penstock.schedule.coding import Coding, MessageOrders
+from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COVERS
 
-__all__ = ["circle_of", "order_of"]
+__all__ = ["circle_of", "disorder_of"]
 
 # Steps shown before the one that a rank is at, and the most from there to the awaited one.
 _BEFORE = 3
@@ -28,7 +27,7 @@ _BETWEEN = 4
 _Waits = dict[int, dict[int, int]]
 
 
-def circle_of(program: Program, player: Player, coding: Coding) -> str:
+def circle_of(program: Program, player: ProgramPlayer, coding: Coding) -> str:
     """The shortest circle of ranks that wait for each other, a row for each.
 
     Args:
@@ -54,12 +53,11 @@ def circle_of(program: Program, player: Player, coding: Coding) -> str:
     return title + _aligned(rows)
 
 
-def order_of(orders: Mapping[tuple[int, int], tuple[list[int], list[int]]], coding: Coding) -> str:
+def disorder_of(orders: MessageOrders, coding: Coding) -> str:
     """The messages of the first directed pair of ranks whose two ends have another order.
 
     Args:
-        orders: for each pair (from, to) the codes of the receives: in the order of their sends,
-            and in the order in which they are posted.
+        orders: of a program's messages.
         coding: the numbering of the codes.
     """
     for (source, target), (sent, posted) in sorted(orders.items()):
@@ -96,7 +94,9 @@ def _circle_from(start: int, waits: _Waits) -> list[int]:
     return [*waits, start]
 
 
-def _giver(program: Program, player: Player, rank: int, wanted: Action) -> tuple[Action, int]:
+def _giver(
+    program: Program, player: ProgramPlayer, rank: int, wanted: Action
+) -> tuple[Action, int]:
     """What gives an awaited action on its rank, such as B where I is awaited, and at which step."""
     at = player.positions[rank]
     for index, step in enumerate(program.ranks[rank][at:], at):
@@ -107,7 +107,7 @@ def _giver(program: Program, player: Player, rank: int, wanted: Action) -> tuple
     return wanted, at
 
 
-def _steps_to(program: Program, player: Player, rank: int, wanted: Action) -> str:
+def _steps_to(program: Program, player: ProgramPlayer, rank: int, wanted: Action) -> str:
     """The steps of a rank from a little before the one that it is at to an awaited one."""
     steps, at = program.ranks[rank], player.positions[rank]
     _, last = _giver(program, player, rank, wanted)

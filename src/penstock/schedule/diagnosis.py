@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.coding import Coding
+from penstock.schedule.coding import Coding, MessageOrders
 from penstock.schedule.encoding import fault_of
-from penstock.schedule.play import Player
+from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE, COVERS, SEND_OF, TRANSFERS, prerequisites
 from penstock.schedule.words import number_of
 
 __all__ = [
     "Problem",
-    "channel_problems",
     "count_problems",
     "malformed",
+    "order_problems",
     "size_problems",
     "stuck_problems",
     "text_of",
 ]
 
 # For an action: the rank that takes it and the index of its step there.
-Place = tuple[int, int]
+StepPlace = tuple[int, int]
 # What gives an action (itself, or B for I and W), and where it is.
-_Providers: TypeAlias = dict[Action, tuple[Action, Place]]
+_Providers: TypeAlias = dict[Action, tuple[Action, StepPlace]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def malformed(program: Program) -> list[Problem]:
 
 def count_problems(program: Program) -> list[Problem]:
     """What is done twice, not at all, or without need."""
-    places: dict[Action, Place] = {}
+    places: dict[Action, StepPlace] = {}
     repeated: list[Problem] = []
     for act, (rank, step) in _taken(program):
         if act not in places:
@@ -115,7 +115,7 @@ def count_problems(program: Program) -> list[Problem]:
     return found
 
 
-def _compute_problems(program: Program, places: dict[Action, Place]) -> Iterator[Problem]:
+def _compute_problems(program: Program, places: dict[Action, StepPlace]) -> Iterator[Problem]:
     backwards = (Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
     has_backward = program.has_backward
     for stage in range(program.num_stages):
@@ -142,7 +142,7 @@ def _compute_problems(program: Program, places: dict[Action, Place]) -> Iterator
                 yield _missing(program, other, message)
 
 
-def _transfer_problems(program: Program, places: dict[Action, Place]) -> Iterator[Problem]:
+def _transfer_problems(program: Program, places: dict[Action, StepPlace]) -> Iterator[Problem]:
     wanted: dict[Action, Action] = {}
     for act in places:
         if act.op not in COMPUTE:
@@ -163,20 +163,17 @@ def _transfer_problems(program: Program, places: dict[Action, Place]) -> Iterato
             yield _at(program, rank, step, message)
 
 
-def channel_problems(
-    program: Program, channels: dict[tuple[int, int], tuple[list[int], list[int]]], coding: Coding
-) -> list[Problem]:
+def order_problems(program: Program, orders: MessageOrders, coding: Coding) -> list[Problem]:
     """The first difference of order between the two ends of each directed pair of ranks.
 
     Args:
         program: the program.
-        channels: for each pair (from, to) the codes of the receives: in the order of their
-            sends, and in the order in which they are posted.
+        orders: of its messages.
         coding: the numbering of the codes.
     """
     places = dict(_taken(program))
     found = []
-    for (source, target), (sent, posted) in sorted(channels.items()):
+    for (source, target), (sent, posted) in sorted(orders.items()):
         for k, (by_send, by_post) in enumerate(zip(sent, posted, strict=True)):
             if by_send != by_post:
                 receive, expected = coding.action(by_post), coding.action(by_send)
@@ -191,7 +188,7 @@ def channel_problems(
     return found
 
 
-def stuck_problems(program: Program, player: Player, coding: Coding) -> list[Problem]:
+def stuck_problems(program: Program, player: ProgramPlayer, coding: Coding) -> list[Problem]:
     """Who waits for whom in a play that can't go on, and what stands before what it needs.
 
     Args:
@@ -237,7 +234,7 @@ def _backwards(program: Program, providers: _Providers) -> Iterator[Problem]:
                 yield _at(program, rank, step, f"{act} needs {giver}, which {late}")
 
 
-def _taken(program: Program) -> Iterator[tuple[Action, Place]]:
+def _taken(program: Program) -> Iterator[tuple[Action, StepPlace]]:
     for rank, steps in enumerate(program.ranks):
         for index, step in enumerate(steps):
             for act in step.parts:

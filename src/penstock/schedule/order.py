@@ -11,7 +11,7 @@ from __future__ import annotations
 from penstock.schedule.action import Step
 from penstock.schedule.check import check
 from penstock.schedule.encoding import encode
-from penstock.schedule.play import Player
+from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import CheckedProgram, Program
 
 __all__ = ["global_order"]
@@ -41,7 +41,7 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
     """
     checked = program if isinstance(program, CheckedProgram) else check(program)
     coded = encode(checked)
-    player = Player(coded, coded.coding.needs(transfers=checked.has_transfers))
+    player = ProgramPlayer(coded, coded.coding.needs(transfers=checked.has_transfers))
     ended = player.play()
     assert ended, "a checked program plays to its end"
     return tuple(

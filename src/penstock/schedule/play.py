@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from penstock.schedule.coding import Coded, Tables
+from penstock.schedule.coding import Coded, Distances
 
-__all__ = ["Player"]
+__all__ = ["ProgramPlayer"]
 
 
-class Player:
+class ProgramPlayer:
     """A play of all ranks, which can be helped along where it is stuck.
 
     Args:
@@ -47,7 +47,7 @@ class Player:
     )
 
     def __init__(
-        self, coded: Coded, needs: Tables, more: Mapping[int, Sequence[int]] | None = None
+        self, coded: Coded, needs: Distances, more: Mapping[int, Sequence[int]] | None = None
     ) -> None:
         num_ranks = len(coded.queues)
         self._coded = coded

@@ -11,7 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.schedule.sizes import refuse_sizes
 from penstock.schedule.words import number_of
-from penstock.search.problem import Objective, Problem, slack
+from penstock.search.problem import Objective, SearchProblem, slack
 from penstock.search.relief import Relief, least_relieved, reliefs
 from penstock.simulate.costs import Costs, as_number
 
@@ -31,7 +31,7 @@ def problems_of(
     objective: Objective,
     placements: Sequence[Placement] | None,
     allowed: Sequence[Relief],
-) -> tuple[Problem, ...]:
+) -> tuple[SearchProblem, ...]:
     """A problem for each placement on which the limit can be met; arguments as for ``search``.
 
     Where programs may be relieved of activations these are all placements: what the least is that
@@ -59,7 +59,7 @@ def problems_of(
 
 
 def _too_little(
-    problems: Sequence[Problem], limit: float, least: float, relieved: Mapping[str, float]
+    problems: Sequence[SearchProblem], limit: float, least: float, relieved: Mapping[str, float]
 ) -> str:
     """What to say of a limit that no program meets."""
     text = (
@@ -138,9 +138,9 @@ def _refuse_misfits(placements: Sequence[Placement], ranks: int, virtual: int | 
 
 def _problem(
     costs: Costs, placement: Placement, microbatches: int, limit: float, objective: Objective
-) -> Problem:
+) -> SearchProblem:
     before, behind = costs.held(num_stages=placement.num_stages)
-    problem = Problem(
+    problem = SearchProblem(
         placement=placement,
         num_microbatches=microbatches,
         costs=costs,

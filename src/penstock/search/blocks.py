@@ -23,9 +23,9 @@ from functools import cached_property
 from math import ceil
 
 from penstock.schedule.action import Op
-from penstock.search.problem import Problem
+from penstock.search.problem import SearchProblem
 
-__all__ = ["Block", "Guise", "Knobs", "lay_block", "legs"]
+__all__ = ["BuildingBlock", "Guise", "Knobs", "lay_block", "legs"]
 
 _NEAR = 1e-9
 
@@ -73,7 +73,7 @@ class Knobs:
 
 # Not slotted: windows are kept in the dictionary.
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BuildingBlock:
     """The offsets of one microbatch's actions.
 
     Args:
@@ -82,7 +82,7 @@ class Block:
         offsets: for each kind, its start in the first microbatch.
     """
 
-    problem: Problem
+    problem: SearchProblem
     period: float
     offsets: tuple[float, ...]
 
@@ -106,7 +106,7 @@ class Block:
         return tuple(max(1, int(number * width + 0.5)) + extra for number in self.held)
 
 
-def legs(problem: Problem) -> tuple[int, ...]:
+def legs(problem: SearchProblem) -> tuple[int, ...]:
     """For each stage which of its rank's stages it is, counted from the first."""
     count = [0] * problem.placement.num_ranks
     found = []
@@ -116,7 +116,7 @@ def legs(problem: Problem) -> tuple[int, ...]:
     return tuple(found)
 
 
-def lay_block(problem: Problem, knobs: Knobs) -> Block:
+def lay_block(problem: SearchProblem, knobs: Knobs) -> BuildingBlock:
     """The block that these knobs give.
 
     Args:
@@ -155,7 +155,7 @@ def lay_block(problem: Problem, knobs: Knobs) -> Block:
                 start = fitted
                 _occupy(busy[problem.ranks[kind]], start % period, durations[kind], period)
         offsets[kind] = start
-    return Block(problem=problem, period=period, offsets=tuple(offsets))
+    return BuildingBlock(problem=problem, period=period, offsets=tuple(offsets))
 
 
 def _fit(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import TypeAlias, TypeVar
 
-from penstock.search.problem import Order, Problem, slack
+from penstock.search.problem import Order, SearchProblem, slack
 
 __all__ = ["Timed"]
 
@@ -38,7 +38,7 @@ class Timed:
         value: the objective.
     """
 
-    def __init__(self, problem: Problem, order: Order) -> None:
+    def __init__(self, problem: SearchProblem, order: Order) -> None:
         width, kinds = problem.num_microbatches, range(problem.num_kinds)
         self._problem, self._width = problem, width
         self._most = problem.limit + slack(problem.limit)

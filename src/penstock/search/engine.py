@@ -28,7 +28,7 @@ from penstock.search.budget import Budget
 from penstock.search.known import Known
 from penstock.search.methods import Effort, closed_forms, exchange, first, polish, retime, tune
 from penstock.search.overlaps import overlap
-from penstock.search.problem import Objective, Problem
+from penstock.search.problem import Objective, SearchProblem
 from penstock.search.relief import Relief, least_relieved, reliefs, relieve
 from penstock.search.result import Progress, SearchResult
 from penstock.simulate.costs import Costs
@@ -207,7 +207,7 @@ def _trade(known: Known, effort: Effort) -> None:
     known.problems = given
 
 
-def _lower_limits(given: Sequence[Problem], least: float, most: float) -> list[float]:
+def _lower_limits(given: Sequence[SearchProblem], least: float, most: float) -> list[float]:
     """Limits from the least that can be met on, up to what is held where none is lower."""
     if least <= 0:
         return []
@@ -216,7 +216,7 @@ def _lower_limits(given: Sequence[Problem], least: float, most: float) -> list[f
     return [limit for limit in sorted(limits) if least <= limit < most]
 
 
-def _rounded(limit: float, problems: Sequence[Problem]) -> float:
+def _rounded(limit: float, problems: Sequence[SearchProblem]) -> float:
     """A limit in whole activations, where these are counted."""
     counted = all(size.is_integer() for problem in problems for size in problem.held)
     return float(math.floor(limit)) if counted else limit

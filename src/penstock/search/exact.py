@@ -33,7 +33,7 @@ from typing import Any
 
 from penstock.schedule.action import Op
 from penstock.search.greedy import Placed
-from penstock.search.problem import Order, Problem, program_of, slack
+from penstock.search.problem import Order, SearchProblem, program_of, slack
 
 __all__ = ["Exact", "improve"]
 
@@ -62,7 +62,7 @@ class Exact:
 
 
 def improve(
-    problem: Problem,
+    problem: SearchProblem,
     start: Placed,
     *,
     window: tuple[float, float] | None = None,
@@ -95,7 +95,7 @@ def improve(
     return replace(found, order=None)
 
 
-def _keeps_limit(problem: Problem, order: Order) -> bool:
+def _keeps_limit(problem: SearchProblem, order: Order) -> bool:
     """Whether an order keeps the limit: sizes were rounded, and what takes no time was not seen to
     hold anything meanwhile."""
     peaks = problem.peaks(program_of(problem, order, name="exact"))
@@ -107,7 +107,7 @@ class _Model:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: SearchProblem,
         start: Placed,
         window: tuple[float, float] | None,
         at_least: float,

@@ -21,7 +21,7 @@ from math import inf
 
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.search.problem import Order, Problem, order_of, program_of, slack
+from penstock.search.problem import Order, SearchProblem, order_of, program_of, slack
 from penstock.simulate.engine import simulate
 
 __all__ = ["Placed", "place", "played", "replay"]
@@ -43,7 +43,7 @@ class Placed:
 
 
 def place(
-    problem: Problem,
+    problem: SearchProblem,
     priorities: Sequence[Sequence[float]],
     *,
     windows: Sequence[int] | None = None,
@@ -75,7 +75,7 @@ def place(
     return state.placed()
 
 
-def played(problem: Problem, program: Program) -> Placed:
+def played(problem: SearchProblem, program: Program) -> Placed:
     """The order of a program, full backwards taken apart, and its times.
 
     Args:
@@ -98,7 +98,7 @@ def played(problem: Problem, program: Program) -> Placed:
     )
 
 
-def replay(problem: Problem, order: Sequence[Sequence[int]]) -> Placed | None:
+def replay(problem: SearchProblem, order: Sequence[Sequence[int]]) -> Placed | None:
     """An order and its times: every action starts as soon as its rank and its needs allow.
 
     What ``penstock.simulate`` says of the program, for problems whose messages travel beside the
@@ -175,7 +175,7 @@ class _State:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: SearchProblem,
         priorities: Sequence[Sequence[float]],
         windows: Sequence[int] | None,
         patience: float,
@@ -289,7 +289,7 @@ class _Room:
 
     __slots__ = ("alone", "growing", "held", "limit", "rest", "safe", "sizes", "stages")
 
-    def __init__(self, problem: Problem, rank: int) -> None:
+    def __init__(self, problem: SearchProblem, rank: int) -> None:
         self.limit = problem.limit + slack(problem.limit)
         self.stages = problem.placement.stages_of(rank)
         self.sizes = [problem.held[stage] for stage in self.stages]

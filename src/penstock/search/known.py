@@ -14,7 +14,7 @@ from penstock.schedule.check import check
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.search.budget import Budget
-from penstock.search.problem import Order, Problem, program_of, slack
+from penstock.search.problem import Order, SearchProblem, program_of, slack
 from penstock.search.result import Point, Progress, SearchResult
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.engine import simulate
@@ -68,7 +68,7 @@ class Known:
 
     def __init__(
         self,
-        problems: Sequence[Problem],
+        problems: Sequence[SearchProblem],
         *,
         budget: Budget,
         progress: Callable[[Progress], None] | None,
@@ -105,7 +105,7 @@ class Known:
         """Whether a program is within the limit."""
         return found.peak <= self.limit + slack(self.limit)
 
-    def bound(self, problem: Problem) -> float:
+    def bound(self, problem: SearchProblem) -> float:
         """What no program of this placement can beat within the limit."""
         key = problem.placement, problem.limit
         if key not in self.bounds:
@@ -120,7 +120,7 @@ class Known:
             self.bounds[key] = bounds.makespan if problem.objective == "makespan" else bounds.span
         return self.bounds[key]
 
-    def raise_bound(self, problem: Problem, proven: float) -> None:
+    def raise_bound(self, problem: SearchProblem, proven: float) -> None:
         """Take in a bound for the programs of a placement that keep what forwards leave."""
         if not self._relieved:
             key = problem.placement, problem.limit
@@ -145,7 +145,7 @@ class Known:
             return False
         return self.budget.out_of_time(keep_s=times * self.closing_s)
 
-    def note(self, problem: Problem, program: Program, method: str) -> Found | None:
+    def note(self, problem: SearchProblem, program: Program, method: str) -> Found | None:
         """Simulate a program and keep it, with what it comes to.
 
         A large one that is over the limit is not worth the time: None.
@@ -161,7 +161,7 @@ class Known:
 
     def note_simulated(
         self,
-        problem: Problem,
+        problem: SearchProblem,
         result: Simulation,
         peak: float,
         method: str,
@@ -180,7 +180,7 @@ class Known:
         self.found.append(found)
         return found
 
-    def note_order(self, problem: Problem, order: Order, method: str) -> Found | None:
+    def note_order(self, problem: SearchProblem, order: Order, method: str) -> Found | None:
         """The same with an order."""
         return self.note(problem, program_of(problem, order, name="searched"), method)
 

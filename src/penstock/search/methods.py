@@ -25,7 +25,7 @@ from penstock.search.budget import Budget
 from penstock.search.exact import Exact, improve
 from penstock.search.greedy import Placed, place, played
 from penstock.search.known import Found, Known, meets
-from penstock.search.problem import Problem, order_of
+from penstock.search.problem import SearchProblem, order_of
 from penstock.search.rounds import exchange_in_rounds
 from penstock.search.tune import Tuner, run_block
 
@@ -185,7 +185,7 @@ def _tune(known: Known, effort: Effort, tuner: Tuner, work: float, keep_s: float
             return
 
 
-def _rivals(known: Known) -> list[tuple[Problem, Placed]]:
+def _rivals(known: Known) -> list[tuple[SearchProblem, Placed]]:
     """Where something better may be found yet, and the best order there to begin with."""
     best = known.best()
     assert best is not None
@@ -199,7 +199,7 @@ def _rivals(known: Known) -> list[tuple[Problem, Placed]]:
     return found
 
 
-def _start(known: Known, problem: Problem) -> Found | None:
+def _start(known: Known, problem: SearchProblem) -> Found | None:
     """The best program on a placement whose order is within the limit, too."""
     for each in known.plain(problem.placement):
         if problem.keeps_limit(order_of(problem, each.program)):
@@ -234,7 +234,7 @@ def polish(known: Known, effort: Effort) -> None:
 
 
 def _polish_whole(
-    known: Known, problem: Problem, start: Placed, effort_s: float, seed: int
+    known: Known, problem: SearchProblem, start: Placed, effort_s: float, seed: int
 ) -> None:
     """All of a small step at once: it may be proven best.
 
@@ -251,7 +251,7 @@ def _polish_whole(
 
 def _find_whole(
     known: Known,
-    problem: Problem,
+    problem: SearchProblem,
     start: Placed,
     effort_s: float,
     seed: int,
@@ -267,7 +267,7 @@ def _find_whole(
 
 
 def _polish_windows(
-    known: Known, problem: Problem, start: Placed, effort_s: float, seed: int
+    known: Known, problem: SearchProblem, start: Placed, effort_s: float, seed: int
 ) -> None:
     """Windows of a larger one, from the end to the beginning, as long as that helps."""
     bound, used = known.bound(problem), 0.0
@@ -294,7 +294,7 @@ def _polish_windows(
 
 def _improved(
     known: Known,
-    problem: Problem,
+    problem: SearchProblem,
     start: Placed,
     window: tuple[float, float] | None,
     effort_s: float,
@@ -317,7 +317,7 @@ def _improved(
     return answer
 
 
-def _solves(program: Program, problem: Problem) -> bool:
+def _solves(program: Program, problem: SearchProblem) -> bool:
     """Whether a program of the catalog is one of those that are searched among."""
     if program.placement != problem.placement:
         return False

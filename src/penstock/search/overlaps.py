@@ -16,7 +16,7 @@ from penstock.schedule.passes.merge_backward import merge_backward
 from penstock.schedule.program import Program
 from penstock.schedule.rules import INPUT_GRADS
 from penstock.search.known import Known
-from penstock.search.problem import Problem
+from penstock.search.problem import SearchProblem
 
 __all__ = ["overlap", "overlapped"]
 
@@ -43,7 +43,7 @@ def overlap(known: Known) -> None:
                 known.note(problem, blocks, f"overlap, after {each.method}")
 
 
-def overlapped(problem: Problem, program: Program) -> Program | None:
+def overlapped(problem: SearchProblem, program: Program) -> Program | None:
     """The program with such pairs as blocks; None where there are none to gain from.
 
     Args:

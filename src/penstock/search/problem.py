@@ -31,7 +31,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.rules import prerequisites
 from penstock.simulate.costs import Costs
 
-__all__ = ["Objective", "Order", "Problem", "order_of", "program_of", "slack"]
+__all__ = ["Objective", "Order", "SearchProblem", "order_of", "program_of", "slack"]
 
 Objective: TypeAlias = Literal["makespan", "span"]
 
@@ -45,7 +45,7 @@ _NUMBER = {op: number for number, op in enumerate(_OPS)}
 
 # Not slotted: the tables are made once, when first asked for, and kept in the dictionary.
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class SearchProblem:
     """A placement, a number of microbatches, costs and a limit.
 
     Args:
@@ -214,15 +214,15 @@ class Problem:
         """The objective, where these are the ranks' last ends."""
         return max(end - origin for end, origin in zip(ends, self.origins, strict=True))
 
-    def resized(self, microbatches: int) -> Problem:
+    def resized(self, microbatches: int) -> SearchProblem:
         """The same with another number of microbatches."""
         return replace(self, num_microbatches=microbatches)
 
-    def costing(self, costs: Costs) -> Problem:
+    def costing(self, costs: Costs) -> SearchProblem:
         """The same with other costs; what activations take stays."""
         return replace(self, costs=costs)
 
-    def limited(self, limit: float) -> Problem:
+    def limited(self, limit: float) -> SearchProblem:
         """The same with another limit."""
         return replace(self, limit=limit)
 
@@ -265,7 +265,7 @@ def slack(limit: float) -> float:
     return 1e-9 * max(1.0, limit) if math.isfinite(limit) else 0.0
 
 
-def program_of(problem: Problem, order: Sequence[Sequence[int]], *, name: str) -> Program:
+def program_of(problem: SearchProblem, order: Sequence[Sequence[int]], *, name: str) -> Program:
     """The program that runs kinds in this order.
 
     Args:
@@ -295,7 +295,7 @@ def program_of(problem: Problem, order: Sequence[Sequence[int]], *, name: str) -
     )
 
 
-def order_of(problem: Problem, program: Program) -> Order:
+def order_of(problem: SearchProblem, program: Program) -> Order:
     """The order of kinds of a program, full backwards taken apart; inverse of ``program_of``.
 
     Args:

@@ -19,7 +19,7 @@ from penstock.schedule.passes.recompute import recompute
 from penstock.schedule.program import Program
 from penstock.search.greedy import place
 from penstock.search.known import Found, Known
-from penstock.search.problem import Problem, order_of, program_of, slack
+from penstock.search.problem import SearchProblem, order_of, program_of, slack
 from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
 
@@ -88,25 +88,25 @@ def relieve(known: Known, starts: Sequence[Found], allowed: Sequence[Relief]) ->
                 _relieve(known, problem, base, relief, method)
 
 
-def least_relieved(problems: Iterable[Problem], relief: Relief) -> float:
+def least_relieved(problems: Iterable[SearchProblem], relief: Relief) -> float:
     """What the fullest rank holds where microbatches go one by one and all stages are relieved."""
     return min(_all_relieved(problem.resized(1), relief) for problem in problems)
 
 
-def _all_relieved(problem: Problem, relief: Relief) -> float:
+def _all_relieved(problem: SearchProblem, relief: Relief) -> float:
     program = program_of(problem, _one_by_one(problem), name="one by one")
     relieved = relief.apply(program, frozenset(range(program.num_stages)))
     return max(peaks_of(simulate(relieved, problem.costs)))
 
 
-def _one_by_one(problem: Problem) -> Sequence[Sequence[int]]:
+def _one_by_one(problem: SearchProblem) -> Sequence[Sequence[int]]:
     """The order in which no stage holds more than one microbatch."""
     wishes = [[float(n) for n in range(problem.num_microbatches)]] * problem.num_kinds
     free = problem.limited(max(problem.least_memory))
     return place(free, wishes, windows=(1,) * problem.placement.num_stages).order
 
 
-def _bases(problem: Problem, found: Sequence[Found]) -> Iterator[tuple[Program, str]]:
+def _bases(problem: SearchProblem, found: Sequence[Found]) -> Iterator[tuple[Program, str]]:
     """Programs, and the same with each weight gradient right after its input gradient.
 
     What is recomputed is held from then on, so that there is nothing to gain from weight
@@ -122,7 +122,7 @@ def _bases(problem: Problem, found: Sequence[Found]) -> Iterator[tuple[Program, 
                 yield program_of(problem, variant, name=each.program.name), each.method
 
 
-def _weights_at_once(problem: Problem, kinds: Sequence[int]) -> tuple[int, ...]:
+def _weights_at_once(problem: SearchProblem, kinds: Sequence[int]) -> tuple[int, ...]:
     stages = problem.placement.num_stages
     found: list[int] = []
     for kind in kinds:
@@ -133,7 +133,9 @@ def _weights_at_once(problem: Problem, kinds: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _relieve(known: Known, problem: Problem, base: Program, relief: Relief, method: str) -> None:
+def _relieve(
+    known: Known, problem: SearchProblem, base: Program, relief: Relief, method: str
+) -> None:
     """Relieve stages of the ranks that hold too much, one more of each at a time."""
     most = known.limit + slack(known.limit)
     sizes = problem.held

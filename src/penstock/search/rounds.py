@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from penstock.search.known import Known, meets
-from penstock.search.problem import Order, Problem, order_of
+from penstock.search.problem import Order, SearchProblem, order_of
 from penstock.search.swaps import Swapper
 
 __all__ = ["exchange_in_rounds"]
@@ -26,7 +26,7 @@ _LOOK, _TELLING = 64, 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entrant:
-    problem: Problem
+    problem: SearchProblem
     order: Order
     value: float
 

@@ -16,7 +16,7 @@ import math
 import random
 
 from penstock.search.critical import Timed
-from penstock.search.problem import Order, Problem
+from penstock.search.problem import Order, SearchProblem
 
 __all__ = ["Swapper"]
 
@@ -44,7 +44,7 @@ class Swapper:
         worked: how much is done.
     """
 
-    def __init__(self, problem: Problem, start: Order, *, seed: int, work: float) -> None:
+    def __init__(self, problem: SearchProblem, start: Order, *, seed: int, work: float) -> None:
         self._random = random.Random(seed)
         self._heat = _HEAT * sum(problem.durations) / problem.num_kinds
         self.work = work

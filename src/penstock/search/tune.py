@@ -15,7 +15,7 @@ from typing import assert_never
 
 from penstock.search.blocks import Guise, Knobs, lay_block, legs
 from penstock.search.greedy import Placed, place, replay
-from penstock.search.problem import Problem
+from penstock.search.problem import SearchProblem
 from penstock.simulate.costs import Costs
 
 __all__ = ["Tuned", "Tuner", "few_microbatches", "run_block"]
@@ -43,13 +43,13 @@ class Tuned:
     estimate: float
 
 
-def few_microbatches(problem: Problem) -> int:
+def few_microbatches(problem: SearchProblem) -> int:
     """How many microbatches show the steady state; all where that is not much less."""
     few = max(24, 5 * problem.placement.num_ranks // 2)
     return few if 2 * problem.num_microbatches > 3 * few else problem.num_microbatches
 
 
-def run_block(problem: Problem, knobs: Knobs) -> Placed:
+def run_block(problem: SearchProblem, knobs: Knobs) -> Placed:
     """The order that the block of these knobs gives."""
     match knobs.guise:
         case Guise.OWN:
@@ -65,7 +65,7 @@ def run_block(problem: Problem, knobs: Knobs) -> Placed:
     return replayed
 
 
-def _run(problem: Problem, knobs: Knobs) -> Placed:
+def _run(problem: SearchProblem, knobs: Knobs) -> Placed:
     block = lay_block(problem, knobs)
     return place(
         problem,
@@ -75,7 +75,7 @@ def _run(problem: Problem, knobs: Knobs) -> Placed:
     )
 
 
-def _mean(problem: Problem) -> Costs:
+def _mean(problem: SearchProblem) -> Costs:
     """Each cost's mean over the stages; of delays, over the messages between ranks."""
     stages = problem.placement.num_stages
     means = [sum(problem.durations[n : n + stages]) / stages for n in (0, stages, 2 * stages)]
@@ -100,7 +100,7 @@ class Tuner:
         stale: how many of the last ones were no better than the best before.
     """
 
-    def __init__(self, problem: Problem, *, seed: int) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int) -> None:
         self.whole = problem
         self._problem = problem.resized(few_microbatches(problem))
         self._random = random.Random(seed)

@@ -94,12 +94,12 @@ def paired(output: Any, grad: Any) -> Iterator[tuple[Tensor, Tensor]]:
 def mismatch(output: Any, grad: Any) -> StageError:
     """The error of gradients that are not arranged like the outputs."""
     return StageError(
-        f"the gradients of the outputs must have the outputs' structure: for {shape_of(output)} "
-        f"expected as much or None, got {shape_of(grad)}; pass one gradient or None per output"
+        f"the gradients of the outputs must have the outputs' structure: for {described(output)} "
+        f"expected as much or None, got {described(grad)}; pass one gradient or None per output"
     )
 
 
-def shape_of(value: Any) -> str:
+def described(value: Any) -> str:
     """What ``value`` is, for a message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
@@ -112,8 +112,8 @@ def shape_of(value: Any) -> str:
 
 def failed(what: str, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Any]) -> StageError:
     """The error of a backward that raised."""
-    outputs = ", ".join(f"{shape_of(out)} with {shape_of(grad)}" for out, grad in pairs)
+    outputs = ", ".join(f"{described(out)} with {described(grad)}" for out, grad in pairs)
     return StageError(
         f"the stage's {what} failed; outputs with their gradients: {outputs or 'none'}; inputs: "
-        f"{', '.join(map(shape_of, inputs)) or 'none'}; the cause stands above"
+        f"{', '.join(map(described, inputs)) or 'none'}; the cause stands above"
     )

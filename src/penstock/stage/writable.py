@@ -5,8 +5,7 @@ that takes gradients. Within a model cut in two after a convolution this would b
 stage gets aliases that are none, until its first forward has shown that it writes into none of
 them: others are spared the few microseconds. Layers that say of themselves that they write
 (``inplace=True``) may do so later, where what is before them copies only some shapes: they get
-aliases always. Compiled modules would be compiled twice, for an alias and for a leaf: of them,
-what their layers say is all that is asked.
+aliases always.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class InputWriter:
     def may_write(self, module: nn.Module) -> bool:
         """Whether ``module`` has to be lent aliases; asked before each of its forwards."""
         if module is not self._module:
-            self._module = module
-            self._writes = _says_in_place(module) if _is_compiled(module) else None
+            self._module, self._writes = module, None
         elif self._writes is None and self._lent:
             written = any(tensor._version != version for tensor, version in self._lent)
             self._writes = written or _says_in_place(module)
@@ -93,14 +91,6 @@ class InputWriter:
 
 def _says_in_place(module: nn.Module) -> bool:
     return any(getattr(layer, "inplace", False) is True for layer in module.modules())
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether some part of ``module`` went through ``torch.compile`` or ``Module.compile``."""
-    return any(
-        hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None
-        for layer in module.modules()
-    )
 
 
 def writable(leaf: Tensor) -> Tensor:

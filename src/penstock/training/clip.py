@@ -8,21 +8,29 @@ It knows parameters and a process group; no stages, no schedules.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import StageError
+from penstock.runtime.group import objects_group
 from penstock.runtime.together import gather_numbers, together
-from penstock.runtime.torch_private import takes_cpu_tensors
 from penstock.stage.announcing import own_group
 from penstock.stage.counted import counts_here, pipeline_size
 from penstock.stage.device_streams import indexed
 from penstock.stage.spread import in_full
 
 __all__ = ["clip_grad_norm_"]
+
+# What norms are of, in an order that is the same on every rank.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NO_GRADIENT = -1
+# A rank's norm, whether it is on the device instead, and the number of its dtype.
+_TOLD = struct.Struct("<d?b")
 
 
 def clip_grad_norm_(
@@ -50,7 +58,8 @@ def clip_grad_norm_(
             process group the parameters are all there are.
 
     Returns:
-        The total norm before clipping, a scalar; the same on every rank.
+        The total norm before clipping, a scalar; the same on every rank, in the dtype to which
+        all gradients, wherever they are, promote.
 
     Raises:
         ValueError: ``norm_type`` is not above 0; or no group was given, and the parameters are
@@ -67,11 +76,15 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
     mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     kinds = _by_mesh(mine)
-    total = _norm_here(kinds, norm_type, foreach)
+    norms = _norms_here(kinds, norm_type, foreach)
+    total = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
     if dist.is_available() and dist.is_initialized():
         if group is None:
             _refuse_other_ranks(mine, dist.get_world_size())
-        total = _over_ranks(total, norm_type, group, _device(mine, group))
+        code = _DTYPES.index(total.dtype) if norms else _NO_GRADIENT
+        # A rank without parameters takes part, over whatever the others' norms travel.
+        device = mine[0].device if mine else torch.device("cpu")
+        total = _over_ranks(total, code, norm_type, group, device)
     if error_if_nonfinite and not torch.isfinite(total):
         raise StageError(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
@@ -104,8 +117,10 @@ def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return [*kinds.values()]
 
 
-def _norm_here(kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of all gradients of this process's stages."""
+def _norms_here(
+    kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None
+) -> list[Tensor]:
+    """The norms of the gradients of this process's stages, by mesh; none where none count here."""
     norms = []
     for alike in kinds:
         grads = [p.grad for p in alike if p.grad is not None and counts_here(p)]
@@ -113,35 +128,43 @@ def _norm_here(kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: boo
             continue
         norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
         norms.append(in_full(norm))  # of sharded gradients the norm is sharded too
-    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
-
-
-def _device(parameters: list[Tensor], group: dist.ProcessGroup | None) -> torch.device:
-    if parameters:
-        return parameters[0].device
-    group = group or dist.group.WORLD
-    assert group is not None, "there is a default group"
-    # A rank without parameters takes part, over whatever the others' norms travel.
-    return indexed(torch.device("cpu" if takes_cpu_tensors(group) else "cuda"))
+    return norms
 
 
 def _over_ranks(
-    norm: Tensor, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
+    norm: Tensor, code: int, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tensor:
-    """The norm of the ranks' norms, the same on every rank."""
+    """The norm of the ranks' norms, the same on every rank.
+
+    Args:
+        norm: this rank's.
+        code: of its dtype; that of no gradient, where it is of none.
+        norm_type: the p of the p-norm.
+        group: the ranks.
+        device: where this rank's parameters live.
+    """
     # Doubles: powers of a float32 norm may not fit float32. Gathered: a maximum that is taken on
-    # the way loses what is not a number.
-    mine = norm.to(device, torch.float64)
+    # the way loses what is not a number. What the device has to compute yet is not waited for.
     made = own_group(group)
     assert made is not None, "there is a default group"
-    if mine.device.type == "cpu" and takes_cpu_tensors(made):
-        bits = int(mine.view(torch.int64))
-        everyones = gather_numbers(made, "clip_grad_norm_()", bits)
-        norms = [*torch.tensor(everyones, dtype=torch.int64, device="cpu").view(torch.float64)]
-    else:
-        norms = [torch.empty_like(mine) for _ in range(made.size())]
-        with together(made, "clip_grad_norm_()"):
-            dist.all_gather(norms, mine, made)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    # Ranks may have gradients of other dtypes, or none: no rank rounds it to its own.
-    return total.to(torch.promote_types(norm.dtype, torch.float32))
+    on_device = device.type != "cpu"
+    told = _TOLD.pack(0.0 if on_device else norm.item(), on_device, code)
+    number = int.from_bytes(told, "little")
+    everyones = gather_numbers(objects_group(made), "clip_grad_norm_()", number)
+    norms, any_on_device, codes = zip(
+        *(_TOLD.unpack(each.to_bytes(_TOLD.size, "little")) for each in everyones), strict=True
+    )
+    table = torch.tensor(norms, dtype=torch.float64, device="cpu")
+    if any(any_on_device):
+        table = _gathered_on_device(norm, made, device if on_device else torch.device("cuda"))
+    total: Tensor = torch.linalg.vector_norm(table, norm_type)
+    dtypes = [_DTYPES[each] for each in codes if each != _NO_GRADIENT]
+    return total.to(reduce(torch.promote_types, dtypes) if dtypes else norm.dtype)
+
+
+def _gathered_on_device(norm: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    mine = norm.to(indexed(device), torch.float64)
+    norms = [torch.empty_like(mine) for _ in range(group.size())]
+    with together(group, "clip_grad_norm_()"):
+        dist.all_gather(norms, mine, group)
+    return torch.stack(norms)

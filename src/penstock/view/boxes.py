@@ -15,12 +15,20 @@ from penstock.schedule.rules import COMPUTE
 from penstock.simulate.result import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.causes import critical_path, makers, waited_for
-from penstock.view.lanes import Clock, Layout, MemoryLine, drawn, layout_of, memory_lines, outline
+from penstock.view.lanes import (
+    Clock,
+    LaneLayout,
+    MemoryLine,
+    drawn,
+    layout_of,
+    memory_lines,
+    outline,
+)
 from penstock.view.palette import ink, letter_of, name_of, shades
 
-__all__ = ["Columns", "Drawing", "Step", "amount", "arrange", "bound_figures", "trace_of"]
+__all__ = ["Columns", "Drawable", "Drawing", "amount", "arrange", "bound_figures", "trace_of"]
 
-Step: TypeAlias = Trace | Simulation
+Drawable: TypeAlias = Trace | Simulation
 """One step: what ran when, measured or simulated."""
 
 Columns: TypeAlias = dict[str, list[Any]]
@@ -50,7 +58,7 @@ class Drawing:
 
 
 def arrange(
-    step: Step, *, unit: str | None = None, differences: dict[str, str] | None = None
+    step: Drawable, *, unit: str | None = None, differences: dict[str, str] | None = None
 ) -> Drawing:
     """Lay a step out.
 
@@ -93,7 +101,7 @@ def arrange(
     )
 
 
-def trace_of(step: Step) -> Trace:
+def trace_of(step: Drawable) -> Trace:
     """The trace of a step."""
     return step if isinstance(step, Trace) else step.trace
 
@@ -175,7 +183,7 @@ class _Rows:
     block_of: dict[Span, tuple[Span, ...]]
     differences: dict[str, str]
     clock: Clock
-    layout: Layout
+    layout: LaneLayout
 
     def of(self, spans: Sequence[Span]) -> Iterable[tuple[Any, ...]]:
         """A row per span, with its columns as ``_BOXES`` names them."""
@@ -221,13 +229,13 @@ def _beside(act: Action, block: Sequence[Span]) -> str:
     return f"one block with {others}" if others else ""
 
 
-def _frame(block: Sequence[Span], clock: Clock, layout: Layout) -> tuple[float, ...]:
+def _frame(block: Sequence[Span], clock: Clock, layout: LaneLayout) -> tuple[float, ...]:
     left, right = min(s.start for s in block), max(s.end for s in block)
     places = _placed(block[0].rank, layout.of(block[0].action.op))
     return clock.at(left), clock.at(right), *places
 
 
-def _path(path: Sequence[Span], clock: Clock, layout: Layout) -> Columns:
+def _path(path: Sequence[Span], clock: Clock, layout: LaneLayout) -> Columns:
     frames = _columns(_FRAMES, (_frame((span,), clock, layout) for span in path))
     middle = layout.middle
     # From each box to the next one; the last leads nowhere.

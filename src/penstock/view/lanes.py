@@ -22,7 +22,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.rules import BACKWARDS, COMPUTE, TRANSFERS
 from penstock.trace import Span, Trace
 
-__all__ = ["Clock", "Layout", "MemoryLine", "drawn", "layout_of", "memory_lines", "outline"]
+__all__ = ["Clock", "LaneLayout", "MemoryLine", "drawn", "layout_of", "memory_lines", "outline"]
 
 _TOP, _TOP_BELOW_STRIPS = 0.08, 0.21
 _FOOT, _FOOT_ALONE = 0.62, 0.92
@@ -36,7 +36,7 @@ MemoryLine: TypeAlias = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class LaneLayout:
     """Where things lie in a lane.
 
     Args:
@@ -82,10 +82,10 @@ def drawn(trace: Trace) -> list[Span]:
     ]
 
 
-def layout_of(spans: Sequence[Span]) -> Layout:
+def layout_of(spans: Sequence[Span]) -> LaneLayout:
     """The layout of lanes that show these spans."""
     strips = any(span.action.op not in COMPUTE for span in spans)
-    return Layout(top=_TOP_BELOW_STRIPS if strips else _TOP)
+    return LaneLayout(top=_TOP_BELOW_STRIPS if strips else _TOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

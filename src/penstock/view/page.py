@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import PenstockError
 from penstock.schedule.words import numbers_of
 from penstock.trace import Trace
-from penstock.view.boxes import Step, trace_of
+from penstock.view.boxes import Drawable, trace_of
 from penstock.view.style import (
     PAGE_CSS,
     figures_html,
@@ -31,10 +31,10 @@ __all__ = ["save_page"]
 
 
 def save_page(
-    shown: Step,
+    shown: Drawable,
     path: str | PathLike[str],
     *,
-    beside: Step | None = None,
+    beside: Drawable | None = None,
     names: tuple[str, str] = ("measured", "simulated"),
     title: str | None = None,
 ) -> None:
@@ -78,7 +78,7 @@ def save_page(
     target.write_text(file_html(document, resources=INLINE, title=named), encoding="utf-8")
 
 
-def _content(steps: Sequence[Step], names: tuple[str, str], title: str) -> UIElement:
+def _content(steps: Sequence[Drawable], names: tuple[str, str], title: str) -> UIElement:
     from bokeh.layouts import column, row
     from bokeh.models import GlobalInlineStyleSheet
     from bokeh.models.widgets.markups import Div

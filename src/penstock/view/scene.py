@@ -21,7 +21,7 @@ from penstock.simulate.shares import share_of, share_out
 
 __all__ = ["Scene", "read_options", "shown_message"]
 
-Options = tuple[tuple[str, object], ...]
+ScheduleOptions = tuple[tuple[str, object], ...]
 
 _SLIDERS = {"ranks": "ranks", "microbatches": "microbatches", "virtual": "stages per rank"}
 
@@ -50,7 +50,7 @@ class Scene:
     memory: float | None
     per_rank: bool
 
-    def play(self, name: str, *, virtual: int | None, options: Options = ()) -> Simulation:
+    def play(self, name: str, *, virtual: int | None, options: ScheduleOptions = ()) -> Simulation:
         """Simulate a schedule in this setting.
 
         Args:
@@ -76,7 +76,7 @@ def _play(
     ranks: int,
     microbatches: int,
     virtual: int | None,
-    options: Options,
+    options: ScheduleOptions,
     costs: Costs,
     per_rank: bool,
 ) -> Simulation:
@@ -89,14 +89,14 @@ def _play(
 
 @lru_cache(maxsize=64)
 def _built(
-    name: str, ranks: int, microbatches: int, virtual: int | None, options: Options
+    name: str, ranks: int, microbatches: int, virtual: int | None, options: ScheduleOptions
 ) -> Program:
     """Kept, too: most costs change no program, and building one takes as long as a simulation."""
     refuse_options(family(name), dict(options))
     return build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
 
 
-def read_options(text: str) -> Options:
+def read_options(text: str) -> ScheduleOptions:
     """A schedule's options from one line of text.
 
     Raises:

@@ -12,7 +12,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.result import Simulation
 from penstock.trace import Trace
-from penstock.view.boxes import Step, amount, bound_figures, trace_of
+from penstock.view.boxes import Drawable, amount, bound_figures, trace_of
 from penstock.view.lanes import drawn
 from penstock.view.palette import FRAME, colour_of, ink, letter_of, name_of, shade
 
@@ -69,7 +69,7 @@ def figures_html(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def figures_of(
-    steps: Sequence[Step], names: tuple[str, str] = ("", ""), *, limit: float | None = None
+    steps: Sequence[Drawable], names: tuple[str, str] = ("", ""), *, limit: float | None = None
 ) -> list[tuple[str, str]]:
     """What a step came to, as ``figures_html`` takes it.
 

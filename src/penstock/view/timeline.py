@@ -23,7 +23,7 @@ from bokeh.models.annotations import Title
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.models.widgets.buttons import Toggle
 
-from penstock.view.boxes import Drawing, Step, arrange, trace_of
+from penstock.view.boxes import Drawable, Drawing, arrange, trace_of
 from penstock.view.palette import FRAME
 from penstock.view.plot import empty_plot, peaks_axis, set_lanes, set_peaks, set_range
 from penstock.view.scripts import LABELS, SHOW_MEMORY, SHOW_PATH, TOOLTIP
@@ -131,7 +131,7 @@ class Timeline:
 
     def show(
         self,
-        step: Step,
+        step: Drawable,
         *,
         unit: str | None = None,
         differences: dict[str, str] | None = None,

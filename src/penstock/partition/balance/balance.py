@@ -20,11 +20,11 @@ from itertools import accumulate, pairwise
 from penstock.errors import PartitionError
 from penstock.partition.balance.chain import Chain, cheapest, least_bottleneck, level, shortest_step
 from penstock.partition.balance.costs import BlockCosts
-from penstock.partition.balance.shared_ranks import Shared, Split, best_split
-from penstock.partition.balance.terms import BlockTimes, Objective, Terms, blocks_of, chain_of
+from penstock.partition.balance.shared_ranks import SharedChain, Split, best_split
+from penstock.partition.balance.terms import BlockTimes, SplitObjective, Terms, blocks_of, chain_of
 from penstock.schedule.placement import Placement
 
-__all__ = ["Balance", "Objective", "balance", "balanced", "weigh"]
+__all__ = ["Balance", "balance", "balanced", "weigh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def balance(
     costs: BlockTimes,
     num_stages: int,
     memory_limit: float | Sequence[float] | None = None,
-    objective: str | Objective = Objective.BOTTLENECK,
+    objective: str | SplitObjective = SplitObjective.BOTTLENECK,
     *,
     placement: Placement | None = None,
     in_flight: Sequence[int] | None = None,
@@ -138,12 +138,12 @@ def balanced(costs: BlockTimes, terms: Terms, slack: float = 0.0) -> Balance:
     return balance_of(blocks, chain, terms, ends, is_proven)
 
 
-def objective_of(objective: str | Objective) -> Objective:
+def objective_of(objective: str | SplitObjective) -> SplitObjective:
     """The objective of this name."""
     try:
-        return Objective(objective)
+        return SplitObjective(objective)
     except ValueError as error:
-        names = [known.value for known in Objective]
+        names = [known.value for known in SplitObjective]
         raise PartitionError(f"objective {objective!r} is unknown; known are {names}") from error
 
 
@@ -154,7 +154,7 @@ def own_ends(chain: Chain, terms: Terms) -> list[int]:
         raise no_room(chain, terms, "the least that works", fullest_share(chain))
     # Sums of the same numbers in another order differ in their last bits.
     pace *= 1 + 1e-12
-    if terms.objective is Objective.STEP and terms.microbatches is not None:
+    if terms.objective is SplitObjective.STEP and terms.microbatches is not None:
         return shortest_step(chain, pace, terms.microbatches)
     return cheapest(chain, pace, level)
 
@@ -163,9 +163,9 @@ def shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], bo
     """Where the stages end that share ranks, and whether that is proven to be the best."""
     assert terms.placement is not None, "it says which ranks they share"
     pace, toll = 1.0, 0.0
-    if terms.objective is Objective.STEP and terms.microbatches is not None:
+    if terms.objective is SplitObjective.STEP and terms.microbatches is not None:
         pace, toll = float(terms.microbatches - 1), 1.0
-    problem = Shared.of(chain, terms.placement, pace=pace, toll=toll)
+    problem = SharedChain.of(chain, terms.placement, pace=pace, toll=toll)
     # To begin with, the stages among themselves.
     free = replace(chain, limits=(math.inf,) * chain.num_stages)
     level_pace = least_bottleneck(free)

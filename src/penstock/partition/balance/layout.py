@@ -130,7 +130,7 @@ def folded(stage: str) -> str:
     return "".join(letter * times if times < 3 else f"{letter}*{times}" for letter, times in runs)
 
 
-Placed = tuple[str, int]
+Token = tuple[str, int]
 """A letter or |, and in which column it stands, from 0."""
 
 
@@ -147,15 +147,15 @@ class Reader:
         self.text = text
         self.at = 0
 
-    def read(self) -> list[Placed]:
+    def read(self) -> list[Token]:
         """Everything, with repetitions written out."""
         found = self._items(opened_at=None)
         if not found:
             raise wrong(self.text, 0, "the layout is empty; give each stage its letters")
         return found
 
-    def _items(self, opened_at: int | None) -> list[Placed]:
-        found: list[Placed] = []
+    def _items(self, opened_at: int | None) -> list[Token]:
+        found: list[Token] = []
         while True:
             here = self._peek()
             if here == "":
@@ -205,9 +205,9 @@ class Reader:
         return self.text[self.at : self.at + 1]
 
 
-def check_letters(letters: Sequence[Placed], text: str) -> None:
+def check_letters(letters: Sequence[Token], text: str) -> None:
     """Refuse empty stages, letters out of order, and a second E or L."""
-    before: Placed | None = None
+    before: Token | None = None
     previous = "|"
     for letter, column in letters:
         if letter == "|":

@@ -36,9 +36,9 @@ from penstock.stage.generators import undrawn
 from penstock.stage.manual import PipelineStage
 from penstock.stage.tensor_meta import TensorMeta
 
-__all__ = ["Progress", "profile"]
+__all__ = ["OnProgress", "profile"]
 
-Progress: TypeAlias = Callable[[int, int, str], None]
+OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 def profile(
@@ -47,7 +47,7 @@ def profile(
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
     runs: int = 5,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Profile:
     """Measure what each block of a model costs, per microbatch, where the model lives.
 

@@ -29,7 +29,7 @@ from typing import TypeAlias
 from penstock.partition.balance.chain import Chain
 from penstock.schedule.placement import Placement
 
-__all__ = ["Shared", "Split", "best_split"]
+__all__ = ["SharedChain", "Split", "best_split"]
 
 # Loads looked at: some tenths of a second each.
 SHAKING = 400_000
@@ -43,7 +43,7 @@ or of stages where the goal is good enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedChain:
     """A chain of blocks to be cut into stages that share ranks.
 
     The goal is ``pace`` × the busiest rank's load + ``toll`` × what all ranks pay for crossings.
@@ -68,7 +68,7 @@ class Shared:
     @classmethod
     def of(
         cls, chain: Chain, placement: Placement, *, pace: float = 1.0, toll: float = 0
-    ) -> Shared:
+    ) -> SharedChain:
         """The problem of stages that lie so.
 
         Args:
@@ -99,7 +99,7 @@ class Shared:
         return len(self.chain.limits)
 
 
-def best_split(problem: Shared, ends: list[int], slack: float) -> tuple[list[int], bool]:
+def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[list[int], bool]:
     """The best split that is found.
 
     Args:
@@ -139,7 +139,7 @@ class Split:
         ends: where the stages end, with a 0 in front.
     """
 
-    def __init__(self, problem: Shared, ends: list[int]) -> None:
+    def __init__(self, problem: SharedChain, ends: list[int]) -> None:
         self.problem = problem
         self.ends = list(ends)
         self.loads = [0.0] * problem.num_ranks

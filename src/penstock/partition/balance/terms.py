@@ -21,12 +21,12 @@ from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.plan import StageCosts
 from penstock.schedule.placement import Placement
 
-__all__ = ["BlockTimes", "Objective", "Terms", "blocks_of", "chain_of"]
+__all__ = ["BlockTimes", "SplitObjective", "Terms", "blocks_of", "chain_of"]
 
 BlockTimes: TypeAlias = Profile | Sequence[BlockCosts] | Sequence[float]
 
 
-class Objective(Enum):
+class SplitObjective(Enum):
     """What a split is judged by."""
 
     BOTTLENECK = "max"
@@ -43,7 +43,7 @@ class Terms:
 
     num_stages: int
     placement: Placement | None = None
-    objective: Objective = Objective.BOTTLENECK
+    objective: SplitObjective = SplitObjective.BOTTLENECK
     memory_limit: float | Sequence[float] | None = None
     in_flight: Sequence[int] | None = None
     state_factor: float = 1.0
@@ -62,7 +62,7 @@ class Terms:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise PartitionError(f"{name} is {value}, expected a number ≥ 0")
-        if self.objective is Objective.STEP and (self.microbatches or 0) < 1:
+        if self.objective is SplitObjective.STEP and (self.microbatches or 0) < 1:
             raise PartitionError(
                 f'objective="step" with microbatches={self.microbatches}: say how many a step has'
             )

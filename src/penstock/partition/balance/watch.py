@@ -21,8 +21,7 @@ from penstock.partition.balance.blocks import Unit
 
 __all__ = ["UnitWatch"]
 
-Enter = Callable[[int, Any], None]
-Leave = Callable[[int, Any], None]
+OnUnit = Callable[[int, Any], None]
 
 
 def ignore(index: int, value: Any) -> None:
@@ -42,7 +41,7 @@ class UnitWatch:
     """
 
     def __init__(
-        self, units: Sequence[Unit], *, enter: Enter = ignore, leave: Leave = ignore
+        self, units: Sequence[Unit], *, enter: OnUnit = ignore, leave: OnUnit = ignore
     ) -> None:
         self.units = units
         self.order: list[str] = []

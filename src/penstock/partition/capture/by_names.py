@@ -1,8 +1,12 @@
-"""Cut a captured model into stages whose modules are named one by one.
+"""Cut a captured model into stages whose modules are named one by one, or its blocks counted.
 
     named       stage 0: embed, layers.0     stage 1: head, layers.2, layers.1
     the graph   embed  layers.0 │ layers.1  layers.2  head
                                 └ the first of stage 1 to run, wherever it is named
+
+    counted     2, 1
+    the graph   embed  layers.2  layers.0 │ layers.1  head
+                                          └ the third of the blocks to run
 
 A captured stage is all that runs between two cuts: what is named for it and runs elsewhere, is
 an error. It knows neither how models are captured nor schedules.
@@ -10,6 +14,7 @@ an error. It knows neither how models are captured nor schedules.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,14 +22,14 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import shortened
-from penstock.partition.capture.capture import BY_MODULE
 from penstock.partition.capture.graph_cut import Cut
 from penstock.partition.capture.markers import SplitPoint, label_of
+from penstock.partition.capture.not_captured import NotCaptured
 from penstock.partition.capture.pipe import Pipe
 from penstock.partition.capture.split_model import Places, pipe_at
 from penstock.partition.torch_private import has_no_forward
 
-__all__ = ["pipeline_of_names"]
+__all__ = ["pipeline_of_counts", "pipeline_of_names"]
 
 
 def pipeline_of_names(
@@ -58,15 +63,61 @@ def pipeline_of_names(
                 first.setdefault(labels[cut.label], cut)
         for stage in range(1, len(stages)):
             if stage not in first:
-                raise PartitionError(
+                raise NotCaptured.of(
                     f"stage {stage} has no beginning: the forward calls none of "
-                    f"{shortened(stages[stage])}; name modules that it calls, or {BY_MODULE}"
+                    f"{shortened(stages[stage])}",
+                    "name modules that it calls",
                 )
         return tuple(sorted(first.values(), key=lambda cut: cut.position))
 
     pipe = pipe_at(Places(spec=spec, choose=begin), module, mb_args, mb_kwargs)
     _check_stages(module, pipe, stages)
     return pipe
+
+
+def pipeline_of_counts(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None,
+    blocks: Sequence[str],
+    counts: Sequence[int],
+) -> Pipe:
+    """Capture a model and cut it so that each stage runs so many of its blocks.
+
+    Blocks are counted in the order of their first calls, as they are where the model is cut by
+    module; one that stands in several places of a list, with as many of its calls.
+
+    Args:
+        module: the model.
+        mb_args: positional arguments of one example microbatch.
+        mb_kwargs: its keyword arguments.
+        blocks: the names of the blocks.
+        counts: per stage how many of them it runs; all of them together.
+
+    Raises:
+        PartitionError: the model can't be captured, or calls too few of the blocks.
+    """
+    layers = [module.get_submodule(name) for name in blocks]
+    first_name = {id(layer): name for name, layer in zip(blocks[::-1], layers[::-1], strict=True)}
+    places = Counter(label_of(first_name[id(layer)], SplitPoint.BEGINNING) for layer in layers)
+
+    def begin(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+        left, calls = places.copy(), []
+        for cut in cuts:
+            if left[cut.label]:
+                left[cut.label] -= 1
+                calls.append(cut)
+        starts = [sum(counts[:stage]) for stage in range(1, len(counts))]
+        if starts and starts[-1] >= len(calls):
+            raise NotCaptured.of(
+                f"the forward calls {len(calls)} of the {len(blocks)} blocks that {list(counts)} "
+                "counts, so that the last stage has no beginning",
+                "name the modules of each stage",
+            )
+        return tuple(calls[start] for start in starts)
+
+    spec = dict.fromkeys(first_name.values(), SplitPoint.BEGINNING)
+    return pipe_at(Places(spec=spec, choose=begin), module, mb_args, mb_kwargs)
 
 
 def _called(model: nn.Module, names: Sequence[str]) -> Iterator[str]:

@@ -30,29 +30,17 @@ from penstock.partition.capture.export_private import (
     refusing,
     shape_check,
 )
+from penstock.partition.capture.not_captured import LostInGraph, NotCaptured
 from penstock.partition.capture.regions import Region, region_of
 from penstock.partition.tensor_names import named_tensors, names_by_tensor
 from penstock.partition.torch_private import has_backward_hooks
 
-__all__ = [
-    "BY_MODULE",
-    "MODEL",
-    "Called",
-    "LostInGraph",
-    "capture",
-    "place_in_user_code",
-    "warn_of_writes",
-]
+__all__ = ["MODEL", "Called", "capture", "place_in_user_code", "warn_of_writes"]
 
 logger = logging.getLogger(__name__)
 
-BY_MODULE = "cut it by module instead (split_by_module), which runs the code as it is"
 MODEL = "penstock_model"
 LEAVES = "leaves"
-
-
-class LostInGraph(PartitionError):
-    """A forward does what changes gradients and is no operation."""
 
 
 class _Seen:
@@ -97,9 +85,10 @@ def capture(model: nn.Module, form: CallForm) -> Captured:
     """
     for name, module in model.named_modules():
         if has_backward_hooks(module):
-            raise PartitionError(
+            raise NotCaptured.of(
                 f"module {name or type(model).__name__!r} has backward hooks, which a captured "
-                f"graph would not run; take them off, or {BY_MODULE}"
+                "graph would not run",
+                "take them off",
             )
     called = Called(model, form)
     program = _export(called, form)
@@ -151,17 +140,18 @@ def _export(called: Called, form: CallForm) -> torch.export.ExportedProgram:
     raise _failed(called, first) from first
 
 
-def _refuse(what: str) -> None:
-    # Cut by module, code between the modules can't take gradients either.
-    either = "do it inside of one module, which split_spec then leaves whole"
-    advice = either if "takes gradients" in what else f"{either}, or {BY_MODULE}"
-    raise LostInGraph(f"capturing{place_in_user_code()} meets {what}; {advice}")
+def _refuse(what: str, by_module: bool) -> None:
+    raise LostInGraph.of(
+        f"capturing{place_in_user_code()} meets {what}",
+        "do it inside of one module, which split_spec then leaves whole",
+        by_module=by_module,
+    )
 
 
 def _refuse_write(what: str) -> None:
-    raise PartitionError(
-        f"the forward{place_in_user_code()} changes {what}; hold it in a buffer that is written "
-        f"in place, or {BY_MODULE}"
+    raise NotCaptured.of(
+        f"the forward{place_in_user_code()} changes {what}",
+        "hold it in a buffer that is written in place",
     )
 
 
@@ -169,17 +159,17 @@ def _depends_on_data(error: Exception) -> bool:
     return any("DataDependent" in cls.__name__ for cls in type(error).__mro__)
 
 
-def _failed(called: Called, error: Exception) -> PartitionError:
+def _failed(called: Called, error: Exception) -> NotCaptured:
     name = type(called.get_submodule(MODEL)).__name__
     told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     place = place_in_user_code(error.__traceback__)
     if _depends_on_data(error):
-        return PartitionError(
+        return NotCaptured.of(
             f"{name} can't be captured: its control flow depends on the values of "
-            f"tensors{place}, and a graph holds one way alone; compute both and choose with "
-            f"torch.where, or {BY_MODULE} ({told})"
+            f"tensors{place}, and a graph holds one way alone ({told})",
+            "compute both and choose with torch.where",
         )
-    return PartitionError(f"{name} can't be captured{place}: {told}; {BY_MODULE}")
+    return NotCaptured.of(f"{name} can't be captured{place}: {told}")
 
 
 def place_in_user_code(trace: TracebackType | None = None) -> str:
@@ -236,9 +226,9 @@ class _FlatGraph:
                 assert spec.target is not None
                 inputs[spec.arg.name] = self._constant(program.constants[spec.target])
             elif kind != "USER_INPUT":
-                raise PartitionError(
+                raise NotCaptured.of(
                     f"{type(model).__name__} uses a {kind.lower().replace('_', ' ')}, which can't "
-                    f"be part of a captured stage; {BY_MODULE}"
+                    "be part of a captured stage"
                 )
         named = iter(form.names)
         env: dict[fx.Node, Any] = {}

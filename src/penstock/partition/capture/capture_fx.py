@@ -63,7 +63,7 @@ def capture_modules(
     )
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str, by_module: bool) -> None:
     raise PartitionError(f"tracing{place_in_user_code()} meets {what}")
 
 

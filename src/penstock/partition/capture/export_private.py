@@ -56,36 +56,41 @@ def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
 
 
 @contextmanager
-def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
+def refusing(refuse: Callable[[str, bool], None]) -> Iterator[None]:
     """Call ``refuse`` where code run in this does what tracing operations would lose in silence.
 
     That is: a user's ``autograd.Function`` (its own backward), hooks on tensors, and gradients
     taken inside a forward.
+
+    Args:
+        refuse: called with what is done, and whether a model cut by module could do it, too: the
+            code between its modules can't take gradients either.
     """
     function: Any = torch.autograd.Function
     apply = function.__dict__["apply"]
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ in LOST or not cls.__module__.startswith("torch."):
-            refuse(f"the autograd function {cls.__qualname__}, whose own backward would be lost")
+            what = f"the autograd function {cls.__qualname__}, whose own backward would be lost"
+            refuse(what, True)
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    def refused(what: str) -> Callable[..., Any]:
+    def refused(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            refuse(what)
+            refuse(f"{name}, which takes gradients", False)
 
         return call
 
     replaced: list[tuple[Any, str, Any]] = [
         (function, "apply", classmethod(checked)),
-        (torch.autograd, "grad", refused("torch.autograd.grad(), which takes gradients")),
-        (Tensor, "backward", refused("Tensor.backward(), which takes gradients")),
+        (torch.autograd, "grad", refused("torch.autograd.grad()")),
+        (Tensor, "backward", refused("Tensor.backward()")),
     ]
     before = [(owner, name, owner.__dict__[name]) for owner, name, _ in replaced]
     try:
         for owner, name, value in replaced:
             setattr(owner, name, value)
-        with watched_hooks(lambda what: refuse(HOOKS[what])):
+        with watched_hooks(lambda what: refuse(HOOKS[what], True)):
             yield
     finally:
         for owner, name, value in before:

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from penstock.errors import PartitionError
 from penstock.partition.capture.export_private import argument_effects, shape_text
 from penstock.partition.capture.markers import HERE, MARK, pipe_split
+from penstock.partition.capture.not_captured import NotCaptured
 from penstock.partition.modules.nearest import Cut, nearest_place
 
 __all__ = [
@@ -84,14 +85,12 @@ def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> Assignment:
     empty = _empty_stage(assignment)
     if empty is not None:
         around = [b for b in (empty - 1, empty) if 0 <= b < len(cuts)]
-        raise PartitionError(f"{_told_empty(assignment, empty)}; {_hint(graph, cuts, around)}")
+        raise _refused(_told_empty(assignment, empty), graph, cuts, around)
     problem = _problem(assignment, memory)
     if problem is not None:
         boundary, told = problem
-        raise PartitionError(
-            f"the model can't be cut {cuts[boundary].label!r}: {told}; "
-            f"{_hint(graph, cuts, [boundary])}"
-        )
+        what = f"the model can't be cut {cuts[boundary].label!r}: {told}"
+        raise _refused(what, graph, cuts, [boundary])
     return assignment
 
 
@@ -166,15 +165,17 @@ def nearest_to(graph: fx.Graph, cuts: Sequence[Cut], name: str) -> str:
     return str(move) if move is not None else "cut around a module that it calls"
 
 
-def _hint(graph: fx.Graph, cuts: Sequence[Cut], boundaries: Sequence[int]) -> str:
+def _refused(
+    what: str, graph: fx.Graph, cuts: Sequence[Cut], boundaries: Sequence[int]
+) -> PartitionError:
+    """The error of cuts that don't work, with the nearest place that does."""
     memory = _Memory(graph)
     places = _module_boundaries(graph)
     move = nearest_place(cuts, places, lambda c: _works(graph, c, memory), boundaries)
     if move is not None:
-        return str(move)
-    return (
-        "moving this cut alone to another module does not help: cut elsewhere, or by module "
-        "(split_by_module)"
+        return PartitionError(f"{what}; {move}")
+    return NotCaptured.of(
+        f"{what}; moving this cut alone to another module does not help", "cut elsewhere"
     )
 
 

@@ -21,12 +21,13 @@ from torch import fx, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.capture.call_form import CallForm
-from penstock.partition.capture.capture import BY_MODULE, LostInGraph, capture
+from penstock.partition.capture.capture import capture
 from penstock.partition.capture.capture_fx import capture_modules
 from penstock.partition.capture.captured import CONSTANTS, Captured
 from penstock.partition.capture.export_private import shape_text
 from penstock.partition.capture.graph_cut import Cut, assign, nearest_to, take_marks
 from penstock.partition.capture.markers import HERE, SplitPoint, label_of, marked
+from penstock.partition.capture.not_captured import LostInGraph, NotCaptured
 from penstock.partition.capture.pipe import Pipe, SplitPolicy
 from penstock.partition.capture.stage_build import Mode, build_modules
 from penstock.partition.huggingface import install_hooks
@@ -183,8 +184,11 @@ def _captured(
             logger.debug("torch.fx can't capture it either: %s", error)
             raise exported from exported.__cause__
         # It may be inside of one module already: then what stands in the way is elsewhere.
-        told = f"{exported}; torch.fx, which would leave modules whole, fails too: {error}"
-        raise PartitionError(told) from exported.__cause__
+        raise NotCaptured.of(
+            f"{exported.without_by_module}; torch.fx, which would leave modules whole, fails too: "
+            f"{error}",
+            by_module=exported.by_module,
+        ) from exported.__cause__
     logger.info("captured by torch.fx, modules as they are: %s", exported)
     return captured
 
@@ -222,11 +226,11 @@ def _check_labels(
             )
         if not counts[label]:
             kind = type(model.get_submodule(name)).__name__
-            raise PartitionError(
+            raise NotCaptured.of(
                 f"there is no place {label!r}: the forward does not call module {name} (a {kind}), "
-                "or does so inside of a compiled or fused region, which can't be cut; take "
-                f"torch.compile off until the model is cut, or {BY_MODULE}; "
-                f"{nearest_to(captured.graph, cuts, name)}"
+                "or does so inside of a compiled or fused region, which can't be cut; "
+                f"{nearest_to(captured.graph, cuts, name)}",
+                "take torch.compile off until the model is cut",
             )
 
 

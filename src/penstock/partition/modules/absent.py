@@ -37,10 +37,10 @@ from penstock.partition.torch_private import (
 
 __all__ = [
     "Absent",
-    "Kind",
     "LooksAtValue",
     "Origin",
     "Source",
+    "SourceKind",
     "draws",
     "named",
     "on_meta",
@@ -57,7 +57,7 @@ draws = itertools.count()
 told_of_looks: list[Callable[[set[Source]], None]] = []
 
 
-class Kind(Enum):
+class SourceKind(Enum):
     """Where a value comes from."""
 
     INPUT = "input"
@@ -82,16 +82,16 @@ class Source:
         name: the name of the input, module or parameter, as users know it.
     """
 
-    kind: Kind
+    kind: SourceKind
     call: int
     leaf: int
     name: str
 
     def __str__(self) -> str:
         """``output 0 of encoder.layer.3``."""
-        if self.kind is Kind.OUTPUT:
+        if self.kind is SourceKind.OUTPUT:
             return f"output {self.leaf} of {self.name}"
-        if self.kind is Kind.WRITTEN:
+        if self.kind is SourceKind.WRITTEN:
             return f"what {self.name} writes into argument {self.leaf}"
         return f"{self.kind.value} {self.name}"
 
@@ -256,7 +256,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tell(sources)
     device = kwargs.get("device") or absent[0].device
     if is_random(func, args, kwargs):
-        sources.add(Source(Kind.DRAW, next(draws), 0, str(func)))
+        sources.add(Source(SourceKind.DRAW, next(draws), 0, str(func)))
     written = mutated_arguments(func, args, kwargs)
     here = [target for target in written if type(target) is not Absent]
     if here:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.absent import Kind, Source
+from penstock.partition.modules.absent import Source, SourceKind
 from penstock.partition.modules.by_module import run_first
-from penstock.partition.modules.homes import Wish, try_cut
+from penstock.partition.modules.homes import CutSpec, try_cut
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.units import find_units
 from penstock.partition.tensor_names import named_tensors
@@ -70,8 +70,8 @@ def cross_between(
 
     def crossing(cut: int) -> Crossing | None:
         sides = blocks[:cut], blocks[cut:]
-        wish = Wish(stages=tuple(tuple(n for names in side for n in names) for side in sides))
-        found = try_cut(parts, wish, seen)
+        spec = CutSpec(stages=tuple(tuple(n for names in side for n in names) for side in sides))
+        found = try_cut(parts, spec, seen)
         if found is None:
             return None
         return tuple(_meta(source, seen, model) for source in found.carried[0])
@@ -81,9 +81,9 @@ def cross_between(
 
 def _meta(source: Source, seen: DryRun, model: nn.Module) -> TensorMeta:
     """What a value is that crosses."""
-    if source.kind is Kind.PARAMETER:
+    if source.kind is SourceKind.PARAMETER:
         return TensorMeta.of(named_tensors(model)[source.name])
-    spec = seen.inputs if source.kind is Kind.INPUT else seen.calls[source.call].output
+    spec = seen.inputs if source.kind is SourceKind.INPUT else seen.calls[source.call].output
     found = spec.leaves[source.leaf]
     assert isinstance(found, TensorMeta), f"{source} is a tensor"
     return found

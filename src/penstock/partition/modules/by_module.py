@@ -27,7 +27,7 @@ from penstock.partition.huggingface import install_hooks
 from penstock.partition.modules.crossings import Crossings
 from penstock.partition.modules.dry_run import DryRunner
 from penstock.partition.modules.find_crossings import find_crossings
-from penstock.partition.modules.homes import Cuts, Wish, find_homes
+from penstock.partition.modules.homes import Cuts, CutSpec, find_homes
 from penstock.partition.modules.module_stage import ModuleStage
 from penstock.partition.modules.other_cuts import around_more, between_the_same
 from penstock.partition.modules.recorded import DryRun
@@ -107,21 +107,21 @@ def split_by_module(
         True
     """
     device = torch.device(device)
-    wish = Wish.of(model, cuts)
-    parts = find_units(model, wish.places)
+    spec = CutSpec.of(model, cuts)
+    parts = find_units(model, spec.places)
     _refuse_backward_hooks(parts)
     dry, seen = _first_run(parts, device, example)
-    num_stages = wish.num_stages
+    num_stages = spec.num_stages
     try:
-        homes = find_homes(parts, wish, seen)
+        homes = find_homes(parts, spec, seen)
     except PartitionError as error:
-        if wish.stages:  # whose modules are named one by one: the error tells which name is wrong
+        if spec.stages:  # whose modules are named one by one: the error tells which name is wrong
             raise
-        raise PartitionError(_with_advice(error, parts, wish, seen)) from error
+        raise PartitionError(_with_advice(error, parts, spec, seen)) from error
     try:
         crossings = None if seen is None else find_crossings(seen, homes, num_stages, parts.shared)
     except PartitionError as error:
-        raise NotByModule(_with_advice(error, parts, wish, seen)) from error
+        raise NotByModule(_with_advice(error, parts, spec, seen)) from error
 
     shared = parts.shared  # the parts themselves a rank shall not hold
 
@@ -169,9 +169,9 @@ def _refuse_backward_hooks(parts: Units) -> None:
             )
 
 
-def _with_advice(error: PartitionError, parts: Units, wish: Wish, seen: DryRun | None) -> str:
+def _with_advice(error: PartitionError, parts: Units, spec: CutSpec, seen: DryRun | None) -> str:
     """What is wrong, and the nearest place that works, where an example has shown the calls."""
-    return str(error) if seen is None else f"{error}; {between_the_same(parts, wish, seen)}"
+    return str(error) if seen is None else f"{error}; {between_the_same(parts, spec, seen)}"
 
 
 def _first_run(

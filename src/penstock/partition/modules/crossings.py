@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from penstock.partition.modules.absent import Kind, Source
+from penstock.partition.modules.absent import Source, SourceKind
 from penstock.stage.boundary import BoundarySpec
 
-__all__ = ["Call", "Crossings"]
+__all__ = ["Crossings", "PlacedCall"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PlacedCall:
     """One call of a part, in the order in which they run.
 
     Args:
@@ -53,7 +53,7 @@ class Crossings:
     """
 
     inputs: BoundarySpec
-    calls: tuple[Call, ...]
+    calls: tuple[PlacedCall, ...]
     carried: tuple[tuple[Source, ...], ...]
     written: tuple[int, ...] = ()
     draws: bool = False
@@ -80,7 +80,7 @@ class Crossings:
         return Crossings(
             inputs=BoundarySpec.decode(inputs.encode()),
             calls=tuple(
-                Call(
+                PlacedCall(
                     unit=unit,
                     stage=stage,
                     output=BoundarySpec.decode(output.encode()),
@@ -90,7 +90,7 @@ class Crossings:
                 for unit, stage, output, leaves, writes in calls
             ),
             carried=tuple(
-                tuple(Source(Kind(kind), call, leaf, name) for kind, call, leaf, name in part)
+                tuple(Source(SourceKind(kind), call, leaf, name) for kind, call, leaf, name in part)
                 for part in carried
             ),
             written=tuple(written),

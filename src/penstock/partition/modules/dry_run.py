@@ -22,10 +22,10 @@ from penstock.partition.calls import own_loss
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.modules.absent import (
     Absent,
-    Kind,
     LooksAtValue,
     Origin,
     Source,
+    SourceKind,
     draws,
     on_meta,
     sources_of,
@@ -173,7 +173,7 @@ class DryRunner:
             ),
             needs=frozenset(sources_of(flatten(output)[0])),
             everywhere=frozenset(
-                Source(Kind.INPUT, 0, i, names[i])
+                Source(SourceKind.INPUT, 0, i, names[i])
                 for i, leaf in enumerate(leaves)
                 if isinstance(leaf, Tensor) and not leaf.is_floating_point()
             ),
@@ -228,7 +228,7 @@ class DryRunner:
         if not floating:
             self._given.note(None, index, inner)
             return inner
-        origin = Origin({Source(Kind.INPUT, 0, index, name)})
+        origin = Origin({Source(SourceKind.INPUT, 0, index, name)})
         self._given.note(None, index, inner, origin)
         return Absent(inner, self._where, origin)
 
@@ -319,7 +319,7 @@ class DryRunner:
 
     def _note_written(self, index: int, unit: str, argument: int, tensor: Tensor) -> None:
         """A unit wrote into what it was given: that is of its making too from now on."""
-        source = Source(Kind.WRITTEN, index, argument, unit)
+        source = Source(SourceKind.WRITTEN, index, argument, unit)
         if type(tensor) is Absent:
             tensor.origin.sources.add(source)
             tensor.origin.written = True
@@ -334,7 +334,7 @@ class DryRunner:
         leaves, tree = flatten(output)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                origin = Origin({Source(Kind.OUTPUT, index, i, unit)})
+                origin = Origin({Source(SourceKind.OUTPUT, index, i, unit)})
                 self._given.note(index, i, leaf, origin)
                 leaves[i] = Absent(leaf, self._where, origin)
         return unflatten(tree, leaves)

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.absent import Kind, Source
-from penstock.partition.modules.crossings import Call, Crossings
+from penstock.partition.modules.absent import Source, SourceKind
+from penstock.partition.modules.crossings import Crossings, PlacedCall
 from penstock.partition.modules.recorded import DryRun
-from penstock.partition.modules.refusals import Placed, refuse
+from penstock.partition.modules.refusals import PlacedRun, refuse
 from penstock.partition.modules.shared_parts import SharedParts, home_of
 
 __all__ = ["Homes", "find_crossings", "first_uses"]
@@ -46,7 +46,7 @@ def find_crossings(seen: DryRun, homes: Homes, num_stages: int, shared: SharedPa
     wanted = _wanted(seen, stages, num_stages)
     _leave_out_held(wanted, homes, shared)
     refuse(
-        Placed(
+        PlacedRun(
             seen=seen,
             homes=homes,
             num_stages=num_stages,
@@ -59,7 +59,7 @@ def find_crossings(seen: DryRun, homes: Homes, num_stages: int, shared: SharedPa
     return Crossings(
         inputs=seen.inputs,
         calls=tuple(
-            Call(
+            PlacedCall(
                 unit=call.unit,
                 stage=stage,
                 output=call.output,
@@ -102,7 +102,7 @@ def first_uses(seen: DryRun, homes: Homes, num_stages: int) -> dict[str, int]:
         num_stages: how many stages there are.
     """
     wanted = _wanted(seen, place_calls(seen, homes), num_stages)
-    return {s.name: min(at) for s, at in wanted.items() if s.kind is Kind.PARAMETER}
+    return {s.name: min(at) for s, at in wanted.items() if s.kind is SourceKind.PARAMETER}
 
 
 def _wanted(seen: DryRun, stages: Sequence[int], num_stages: int) -> dict[Source, set[int]]:
@@ -119,7 +119,7 @@ def _wanted(seen: DryRun, stages: Sequence[int], num_stages: int) -> dict[Source
 def _leave_out_held(wanted: dict[Source, set[int]], homes: Homes, shared: SharedParts) -> None:
     """A stage that holds a parameter, if only under another name, needs none of another stage."""
     for source, at in wanted.items():
-        if source.kind is Kind.PARAMETER:
+        if source.kind is SourceKind.PARAMETER:
             first = home_of(source.name, homes)
             at -= shared.stages(source.name, homes) - {first}
             at |= set() if at else {first or 0}
@@ -135,13 +135,13 @@ def _carried(
 def _origin(source: Source, stages: Sequence[int], homes: Homes) -> int:
     """The stage that has a value first; random draws are never carried."""
     match source.kind:
-        case Kind.INPUT:
+        case SourceKind.INPUT:
             return 0
-        case Kind.OUTPUT | Kind.WRITTEN:
+        case SourceKind.OUTPUT | SourceKind.WRITTEN:
             return stages[source.call]
-        case Kind.PARAMETER:
+        case SourceKind.PARAMETER:
             return home_of(source.name, homes) or 0
-        case Kind.DRAW:
+        case SourceKind.DRAW:
             return sys.maxsize
 
 
@@ -149,7 +149,7 @@ def _ready(
     needs: frozenset[Source], stages: Sequence[int], homes: Homes
 ) -> tuple[int, Source | None]:
     """The first stage that can have all of ``needs``, and which of them is the last to come."""
-    outputs = [s for s in needs if s.kind in (Kind.OUTPUT, Kind.WRITTEN)]
+    outputs = [s for s in needs if s.kind in (SourceKind.OUTPUT, SourceKind.WRITTEN)]
     if not outputs:
         return 0, None
     latest = max(outputs, key=lambda s: (_origin(s, stages, homes), s.call))

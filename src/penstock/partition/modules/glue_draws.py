@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.absent import Absent, Kind, Origin, Source, draws
+from penstock.partition.modules.absent import Absent, Origin, Source, SourceKind, draws
 from penstock.partition.torch_private import is_random, mutated_arguments
 
 __all__ = ["GlueDraws"]
@@ -56,7 +56,7 @@ class GlueDraws(TorchDispatchMode):
                 "and each stage would draw its own; use an nn.Dropout module there, which runs "
                 "once, or draw within a module"
             )
-        source = Source(Kind.DRAW, next(draws), 0, str(func))
+        source = Source(SourceKind.DRAW, next(draws), 0, str(func))
         return optree.tree_map(lambda leaf: _drawn(leaf, source), result, none_is_leaf=True)
 
 

@@ -1,6 +1,6 @@
-"""Which stage holds which part of a model: from what the user wishes to a stage for each part.
+"""Which stage holds which part of a model: from what the user says to a stage for each part.
 
-    wish               wte  wpe  drop  h.0  h.1  h.2  h.3  ln_f  lm_head
+    cuts               wte  wpe  drop  h.0  h.1  h.2  h.3  ln_f  lm_head
     [2, 2]              0    0    -     0    0    1    1    1     1
     ["h.1"]             0    0    -     0    1    1    1    1     1
     [[...], [...]]      as named; what is left over is an error
@@ -25,13 +25,13 @@ from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.units import Units, find_blocks
 from penstock.partition.tensor_names import names_by_tensor
 
-__all__ = ["Cuts", "Wish", "find_homes", "try_cut"]
+__all__ = ["CutSpec", "Cuts", "find_homes", "try_cut"]
 
 Cuts: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class CutSpec:
     """How a model is to be cut.
 
     Args:
@@ -67,7 +67,7 @@ class Wish:
         return self.starts or tuple(blocks[sum(self.counts[:stage])] for stage in counted)
 
     @classmethod
-    def of(cls, model: nn.Module, cuts: Cuts) -> Wish:
+    def of(cls, model: nn.Module, cuts: Cuts) -> CutSpec:
         """Read what the user says.
 
         Args:
@@ -118,12 +118,12 @@ def _check_counts(counts: Sequence[int], blocks: Sequence[str], model: str) -> N
         )
 
 
-def find_homes(parts: Units, wish: Wish, seen: DryRun | None) -> dict[str, int | None]:
+def find_homes(parts: Units, spec: CutSpec, seen: DryRun | None) -> dict[str, int | None]:
     """Give each part its stage.
 
     Args:
         parts: the model's units.
-        wish: how it is to be cut.
+        spec: how it is to be cut.
         seen: its dry run; without one, parts run in the order of their definition.
 
     Returns:
@@ -135,21 +135,21 @@ def find_homes(parts: Units, wish: Wish, seen: DryRun | None) -> dict[str, int |
     """
     stored = [name for name in parts.units if parts.stored(name)]
     homes: dict[str, int | None] = dict.fromkeys(parts.units)
-    if wish.stages:
-        homes |= _named(parts, wish, stored)
+    if spec.stages:
+        homes |= _named(parts, spec, stored)
     else:
-        homes |= _counted(parts, wish, seen, stored)
+        homes |= _counted(parts, spec, seen, stored)
     unnamed = [name for name in parts.direct if name not in homes]
-    if wish.stages:
+    if spec.stages:
         params = dict(parts.model.named_parameters(remove_duplicate=False))
-        _refuse_left_over([name for name in unnamed if name in params], wish)
+        _refuse_left_over([name for name in unnamed if name in params], spec)
     uncalled = [name for name in stored if homes[name] is None]
     if seen is not None and (unnamed or uncalled):
-        uses = first_uses(seen, homes, wish.num_stages)
+        uses = first_uses(seen, homes, spec.num_stages)
         homes |= _where_used(parts.model, [*unnamed, *uncalled], uses)
     homes |= {name: 0 for name in unnamed if name not in homes}
     homes |= _beside(stored, homes)
-    for stage in range(wish.num_stages):
+    for stage in range(spec.num_stages):
         if stage not in homes.values():
             raise PartitionError(
                 f"stage {stage} would hold no parameter; give it modules that have some, or cut "
@@ -158,18 +158,18 @@ def find_homes(parts: Units, wish: Wish, seen: DryRun | None) -> dict[str, int |
     return homes
 
 
-def try_cut(parts: Units, wish: Wish, seen: DryRun) -> Crossings | None:
+def try_cut(parts: Units, spec: CutSpec, seen: DryRun) -> Crossings | None:
     """What crosses where a model is cut so; None where it can't be."""
     try:
-        homes = find_homes(parts, wish, seen)
-        return find_crossings(seen, homes, wish.num_stages, parts.shared)
+        homes = find_homes(parts, spec, seen)
+        return find_crossings(seen, homes, spec.num_stages, parts.shared)
     except PartitionError:
         return None
 
 
-def _named(parts: Units, wish: Wish, stored: Sequence[str]) -> dict[str, int | None]:
+def _named(parts: Units, spec: CutSpec, stored: Sequence[str]) -> dict[str, int | None]:
     homes: dict[str, int | None] = {}
-    for stage, names in enumerate(wish.stages):
+    for stage, names in enumerate(spec.stages):
         for name in names:
             for unit in parts.under(name):
                 if unit in stored or unit in parts.direct:
@@ -185,26 +185,26 @@ def _named(parts: Units, wish: Wish, stored: Sequence[str]) -> dict[str, int | N
     missing = [unit for unit in stored if unit not in homes]
     _refuse_left_over(
         [f"{u}.{p}" for u in missing for p, _ in parts.units[u].named_parameters()] or missing,
-        wish,
+        spec,
     )
     return homes
 
 
-def _refuse_left_over(left: Sequence[str], wish: Wish) -> None:
+def _refuse_left_over(left: Sequence[str], spec: CutSpec) -> None:
     if left:
         raise PartitionError(
             f"no stage holds the parameters {shortened(left)}; name them, or the modules that "
-            f"hold them, in one of the {wish.num_stages} stages"
+            f"hold them, in one of the {spec.num_stages} stages"
         )
 
 
 def _counted(
-    parts: Units, wish: Wish, seen: DryRun | None, stored: Sequence[str]
+    parts: Units, spec: CutSpec, seen: DryRun | None, stored: Sequence[str]
 ) -> dict[str, int | None]:
     order: Mapping[str, int] = (
         {name: i for i, name in enumerate(parts.units)} if seen is None else seen.first_calls()
     )
-    starts = wish.begins(order)
+    starts = spec.begins(order)
     firsts = [_first_call(parts, name, order) for name in starts]
     for (before, first), (name, then) in pairwise(zip(starts, firsts, strict=True)):
         if then <= first:

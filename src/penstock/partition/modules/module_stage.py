@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.absent import Absent, Kind, Source, named, sources_of
+from penstock.partition.modules.absent import Absent, Source, SourceKind, named, sources_of
 from penstock.partition.modules.crossings import Crossings
 from penstock.partition.modules.dry_run import input_names
 from penstock.partition.modules.host_draws import draw_seeds
@@ -137,7 +137,7 @@ class ModuleStage(nn.Module):
         names = input_names(args, kwargs)
         leaves, _ = flatten((args, kwargs))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        sources = [(Source(Kind.INPUT, 0, i, names[i]), i) for i in tensors]
+        sources = [(Source(SourceKind.INPUT, 0, i, names[i]), i) for i in tensors]
         self._entries[self._key(args, kwargs)] = (plan.encode(), plan, sources)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ class ModuleStage(nn.Module):
         return found
 
     def _inputs(self, plan: Crossings, values: dict[Source, Tensor]) -> Any:
-        here = {s.leaf: value for s, value in values.items() if s.kind is Kind.INPUT}
+        here = {s.leaf: value for s, value in values.items() if s.kind is SourceKind.INPUT}
         leaves: list[Any] = list(plan.inputs.leaves)
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, TensorMeta):
@@ -175,7 +175,7 @@ class ModuleStage(nn.Module):
             if i in here:
                 leaves[i] = here[i].clone() if i in plan.written else here[i]
             else:
-                source = Source(Kind.INPUT, 0, i, f"number {i}")
+                source = Source(SourceKind.INPUT, 0, i, f"number {i}")
                 leaves[i] = absent(leaf, self._player.device, source)
         ((args, kwargs),) = unflatten(plan.inputs.tree, leaves)
         return args, kwargs
@@ -216,7 +216,7 @@ class ModuleStage(nn.Module):
         lent = []
         instead: dict[int, Tensor] = {}
         for source, value in values.items():
-            if source.kind is Kind.PARAMETER:
+            if source.kind is SourceKind.PARAMETER:
                 for place in self._ties[source.name]:
                     registry, name = registry_of(self._shell, place)
                     if type(registry[name]) is Absent:  # else it is here, under another name
@@ -229,7 +229,7 @@ class ModuleStage(nn.Module):
         return lent
 
     def _carry(self, source: Source, values: dict[Source, Tensor]) -> Tensor:
-        if source.kind is Kind.PARAMETER and source not in values:
+        if source.kind is SourceKind.PARAMETER and source not in values:
             registry, name = registry_of(self._shell, source.name)
             own: Tensor = registry[name]
             return own.view_as(own) if torch.is_grad_enabled() else own.detach()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.homes import Wish, try_cut
+from penstock.partition.modules.homes import CutSpec, try_cut
 from penstock.partition.modules.nearest import Cut, nearest_place
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.units import Units, find_units
@@ -22,17 +22,17 @@ __all__ = ["around_more", "between_the_same"]
 NOWHERE = "no other place between these modules works"
 
 
-def between_the_same(parts: Units, wish: Wish, seen: DryRun) -> str:
+def between_the_same(parts: Units, spec: CutSpec, seen: DryRun) -> str:
     """The nearest place for one of the cuts, between the parts that the dry run has seen.
 
     Args:
         parts: the model's units.
-        wish: the cuts that it does not allow.
+        spec: the cuts that it does not allow.
         seen: its dry run.
     """
     order = seen.first_calls()
-    cuts = [_cut(name, parts, order) for name in starts_of(parts, wish, order)]
-    if wish.stages and _works(parts, seen, cuts):
+    cuts = [_cut(name, parts, order) for name in starts_of(parts, spec, order)]
+    if spec.stages and _works(parts, seen, cuts):
         starts = [cut.label.removeprefix("before ") for cut in cuts]
         return f"stages that begin there work if all lies where it runs: split={starts}"
     move = nearest_place(cuts, _places(parts, order), lambda c: _works(parts, seen, c))
@@ -66,17 +66,17 @@ def around_more(parts: Units, run: Callable[[Units], DryRun]) -> str:
     return NOWHERE
 
 
-def starts_of(parts: Units, wish: Wish, order: Mapping[str, int]) -> Sequence[str]:
+def starts_of(parts: Units, spec: CutSpec, order: Mapping[str, int]) -> Sequence[str]:
     """The modules with which stages after the first begin, whatever words said so."""
-    if not wish.stages:
-        return wish.begins(order)
+    if not spec.stages:
+        return spec.begins(order)
     return [
         min(
             (unit for name in names for unit in parts.under(name)),
             key=lambda unit: order.get(unit, len(order)),
             default=names[0],
         )
-        for names in wish.stages[1:]
+        for names in spec.stages[1:]
     ]
 
 
@@ -92,5 +92,5 @@ def _places(parts: Units, order: Mapping[str, int]) -> list[Cut]:
 
 
 def _works(parts: Units, seen: DryRun, cuts: Sequence[Cut]) -> bool:
-    wish = Wish(starts=tuple(cut.label.removeprefix("before ") for cut in cuts))
-    return try_cut(parts, wish, seen) is not None
+    spec = CutSpec(starts=tuple(cut.label.removeprefix("before ") for cut in cuts))
+    return try_cut(parts, spec, seen) is not None

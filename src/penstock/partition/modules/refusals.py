@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.absent import Kind, Source
+from penstock.partition.modules.absent import Source, SourceKind
 from penstock.partition.modules.recorded import DryRun
 from penstock.partition.modules.shared_parts import SharedParts, home_of
 
-__all__ = ["Placed", "refuse"]
+__all__ = ["PlacedRun", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedRun:
     """A dry run whose calls have their stages.
 
     Args:
@@ -51,7 +51,7 @@ class Placed:
         return next((stage for stage, end in enumerate(ends) if end > calls), self.num_stages - 1)
 
 
-def refuse(placed: Placed) -> None:
+def refuse(placed: PlacedRun) -> None:
     """Refuse what the stages of a cut can't do.
 
     Raises:
@@ -65,7 +65,7 @@ def refuse(placed: Placed) -> None:
     _refuse_early_parameters(placed)
 
 
-def _refuse_shared(placed: Placed) -> None:
+def _refuse_shared(placed: PlacedRun) -> None:
     at: dict[str, set[int]] = {}
     for call, stage in zip(placed.seen.calls, placed.stages, strict=True):
         for name in call.changed:
@@ -83,7 +83,7 @@ def _refuse_shared(placed: Placed) -> None:
             )
 
 
-def _users(placed: Placed, name: str) -> set[int]:
+def _users(placed: PlacedRun, name: str) -> set[int]:
     """The stages that call a part which holds the module of a name."""
     owner = name.rpartition(".")[0]
     names = [each for each, known in placed.shared.state.items() if known in (owner, name)]
@@ -92,10 +92,10 @@ def _users(placed: Placed, name: str) -> set[int]:
     return {stage for call, stage in calls if call.unit in units}
 
 
-def _refuse_draws(placed: Placed) -> None:
+def _refuse_draws(placed: PlacedRun) -> None:
     marks = [call.drawn for call in placed.seen.calls]
     for source, at in placed.wanted.items():
-        if source.kind is not Kind.DRAW:
+        if source.kind is not SourceKind.DRAW:
             continue
         if len(at) > 1:
             raise PartitionError(
@@ -113,10 +113,10 @@ def _refuse_draws(placed: Placed) -> None:
             )
 
 
-def _refuse_writes(placed: Placed) -> None:
+def _refuse_writes(placed: PlacedRun) -> None:
     for source, at in placed.wanted.items():
         here = placed.origins[source]
-        if source.kind is Kind.WRITTEN and at != {here}:
+        if source.kind is SourceKind.WRITTEN and at != {here}:
             raise PartitionError(
                 f"{source.name}, in stage {here}, writes into the tensor that it is called with "
                 f"(argument {source.leaf}), which stage {max(at)} computes with and would not see "
@@ -125,9 +125,9 @@ def _refuse_writes(placed: Placed) -> None:
             )
 
 
-def _refuse_changed(placed: Placed) -> None:
+def _refuse_changed(placed: PlacedRun) -> None:
     for name in sorted(placed.seen.changed):
-        at = placed.wanted.get(Source(Kind.PARAMETER, 0, 0, name), set())
+        at = placed.wanted.get(Source(SourceKind.PARAMETER, 0, 0, name), set())
         home = home_of(name, placed.homes) or 0
         if at != {home}:
             where = f"stages {sorted(at)} compute" if at else "nothing that is returned computes"
@@ -137,9 +137,9 @@ def _refuse_changed(placed: Placed) -> None:
             )
 
 
-def _refuse_detached(placed: Placed) -> None:
+def _refuse_detached(placed: PlacedRun) -> None:
     for source, at in placed.wanted.items():
-        if source.kind is not Kind.OUTPUT or max(at) == placed.origins[source]:
+        if source.kind is not SourceKind.OUTPUT or max(at) == placed.origins[source]:
             continue
         if placed.seen.calls[source.call].detached:
             raise PartitionError(
@@ -149,10 +149,10 @@ def _refuse_detached(placed: Placed) -> None:
             )
 
 
-def _refuse_early_parameters(placed: Placed) -> None:
+def _refuse_early_parameters(placed: PlacedRun) -> None:
     for source, at in placed.wanted.items():
         origin = placed.origins[source]
-        if source.kind is Kind.PARAMETER and min(at) < origin:
+        if source.kind is SourceKind.PARAMETER and min(at) < origin:
             raise PartitionError(
                 f"{source} lies in stage {origin}, but stage {min(at)} computes with it outside "
                 f"of its module; put the module into stage {min(at)}"

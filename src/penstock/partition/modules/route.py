@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PartitionError
-from penstock.partition.modules.absent import Absent, Kind, Origin, Source
+from penstock.partition.modules.absent import Absent, Origin, Source, SourceKind
 from penstock.partition.modules.crossings import Crossings
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.trees import unflatten
@@ -45,7 +45,7 @@ class Route:
         self.plan = plan
         self.end = len(plan.calls) if is_last else plan.last_call(index) + 1
         carried = () if is_last else plan.carried[index]
-        self.wanted = {(s.call, s.leaf): s for s in carried if s.kind is Kind.OUTPUT}
+        self.wanted = {(s.call, s.leaf): s for s in carried if s.kind is SourceKind.OUTPUT}
         # Until there, the code between the parts has run on earlier stages too.
         self.again = max((plan.last_call(i) + 1 for i in range(index)), default=-1)
         self.alone = max(self.again, 0) if is_last else self.end
@@ -74,7 +74,7 @@ class Route:
             sources = []
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, TensorMeta):
-                    source = Source(Kind.OUTPUT, index, i, call.unit)
+                    source = Source(SourceKind.OUTPUT, index, i, call.unit)
                     leaves[i] = absent(leaf, self._device, source)
                     sources.append((i, source))
             if call.written:

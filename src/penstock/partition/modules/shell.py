@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from penstock.partition.huggingface import without_cache
-from penstock.partition.modules.absent import Absent, Kind, Origin, Source, on_meta
+from penstock.partition.modules.absent import Absent, Origin, Source, SourceKind, on_meta
 from penstock.partition.modules.units import Units
 from penstock.partition.tensor_names import names_by_tensor
 from penstock.partition.torch_private import (
@@ -246,7 +246,7 @@ class AbsentState:
     def _for(self, tensor: torch.Tensor) -> Any:
         known = self._names[id(tensor)][0]
         if known not in self._made:
-            source = Source(Kind.PARAMETER, 0, 0, known)
+            source = Source(SourceKind.PARAMETER, 0, 0, known)
             self._made[known] = Absent(on_meta(tensor), self._device, Origin({source}))
         return self._made[known]
 

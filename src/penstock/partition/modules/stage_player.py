@@ -21,7 +21,7 @@ from penstock.errors import PartitionError
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.modules.absent import Source, named, sources_of
 from penstock.partition.modules.attributes import Glance, kept_in, put
-from penstock.partition.modules.crossings import Call, Crossings
+from penstock.partition.modules.crossings import Crossings, PlacedCall
 from penstock.partition.modules.host_draws import HostStream
 from penstock.partition.modules.route import Route
 from penstock.partition.modules.shell import is_hollow
@@ -148,7 +148,7 @@ class StagePlayer:
             self._refuse_cut_off(takes_grad, unit)
         return self._note(route, index, call, run, result, marked)
 
-    def _expected(self, route: Route, unit: str) -> Call:
+    def _expected(self, route: Route, unit: str) -> PlacedCall:
         """What the dry run called now.
 
         Raises:
@@ -197,7 +197,7 @@ class StagePlayer:
 
     def _run(
         self,
-        call: Call,
+        call: PlacedCall,
         run: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -250,7 +250,7 @@ class StagePlayer:
                 "would be lost; use use_reentrant=False, freeze its parameters, or cut elsewhere"
             )
 
-    def _stand_in(self, route: Route, index: int, call: Call, run: nn.Module) -> Any:
+    def _stand_in(self, route: Route, index: int, call: PlacedCall, run: nn.Module) -> Any:
         leaves, sources = route.hollow(index)
         for i, source in sources:
             value = self._values.get(source)
@@ -266,7 +266,7 @@ class StagePlayer:
         self,
         route: Route,
         index: int,
-        call: Call,
+        call: PlacedCall,
         run: nn.Module,
         result: Any,
         marked: Mapping[str, int] | None,
@@ -302,7 +302,7 @@ class StagePlayer:
         put(run, kept)
         return result
 
-    def _differs(self, call: Call, leaf: int, got: Any, expected: Any) -> PartitionError:
+    def _differs(self, call: PlacedCall, leaf: int, got: Any, expected: Any) -> PartitionError:
         return PartitionError(
             f"stage {self.index}: output {leaf} of {call.unit} is {got}, in its dry run "
             f"{expected}; other stages run by what the dry run showed"

@@ -25,6 +25,7 @@ __all__ = [
     "in_turn",
     "looped_order",
     "phased",
+    "split_in_loops",
     "trailing",
 ]
 
@@ -182,6 +183,33 @@ def trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list
             if inputs > behind:
                 merged.append(weights[inputs - 1 - behind])
     return merged + weights[max(0, inputs - behind) :]
+
+
+def split_in_loops(
+    placement: Placement, *, groups: Sequence[int], behind: Sequence[int]
+) -> list[list[Action]]:
+    """For each rank of a loop forwards and input gradients in turn, weight gradients after these.
+
+    Args:
+        placement: stages in a loop.
+        groups: the sizes of the groups in which microbatches go round.
+        behind: for each rank, how many input gradients its weight gradients are behind.
+    """
+    ranks = placement.num_ranks
+    virtual = placement.num_stages // ranks
+    order = looped_order(virtual=virtual, groups=groups)
+    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
+    steps = []
+    for rank in range(ranks):
+        stages = placement.stages_of(rank)
+        alternating = alternate(
+            chunks(Op.FORWARD, order, stages=stages),
+            chunks(Op.INPUT_GRAD, backward, stages=stages),
+            warmup=(virtual - 1) * max(groups) + ranks - 1 - rank,
+        )
+        weights = chunks(Op.WEIGHT_GRAD, backward, stages=stages)
+        steps.append(trailing(alternating, weights, behind=behind[rank]))
+    return steps
 
 
 def first_microbatches(

@@ -41,14 +41,7 @@ Source: arXiv:2503.01328 (generalized interleaved schedule).
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
-from penstock.schedule.builders.common import (
-    alternate,
-    chunks,
-    first_microbatches,
-    looped_order,
-    trailing,
-)
+from penstock.schedule.builders.common import first_microbatches, split_in_loops
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 from penstock.schedule.words import number_of
@@ -106,16 +99,6 @@ def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int)
     number = -(-microbatches // group)
     # As even as can be, but not so small that ranks wait at the turn of the loop.
     group = min(group, max(-(-microbatches // number), -(-ranks // 2)))
-    order = looped_order(virtual=virtual, groups=(group,) * number)
-    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
     placement = looped(ranks, virtual)
-    programs = []
-    for rank in range(ranks):
-        stages = placement.stages_of(rank)
-        steps = alternate(
-            chunks(Op.FORWARD, order, stages=stages),
-            chunks(Op.INPUT_GRAD, backward, stages=stages),
-            warmup=(virtual - 1) * group + ranks - 1 - rank,
-        )
-        programs.append(trailing(steps, chunks(Op.WEIGHT_GRAD, backward, stages=stages), behind=0))
-    return first_microbatches(programs, name=name, placement=placement, microbatches=microbatches)
+    steps = split_in_loops(placement, groups=(group,) * number, behind=(0,) * ranks)
+    return first_microbatches(steps, name=name, placement=placement, microbatches=microbatches)

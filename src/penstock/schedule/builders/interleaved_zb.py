@@ -28,14 +28,7 @@ Source: arXiv:2401.10241, sec. 2.2 (ZB-H1), over the loops of arXiv:2104.04473, 
 
 from __future__ import annotations
 
-from penstock.schedule.action import Op
-from penstock.schedule.builders.common import (
-    alternate,
-    chunks,
-    even_groups,
-    looped_order,
-    trailing,
-)
+from penstock.schedule.builders.common import even_groups, split_in_loops
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -55,23 +48,12 @@ def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
         >>> " ".join(map(str, program.ranks[1]))
         '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
     """
-    groups = even_groups(microbatches=microbatches, group=ranks)
-    order = looped_order(virtual=virtual, groups=groups)
-    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
     placement = looped(ranks, virtual)
-    programs = []
-    for rank in range(ranks):
-        stages = placement.stages_of(rank)
-        steps = alternate(
-            chunks(Op.FORWARD, order, stages=stages),
-            chunks(Op.INPUT_GRAD, backward, stages=stages),
-            warmup=(virtual - 1) * max(groups) + ranks - 1 - rank,
-        )
-        weights = chunks(Op.WEIGHT_GRAD, backward, stages=stages)
-        programs.append(trailing(steps, weights, behind=rank))
+    groups = even_groups(microbatches=microbatches, group=ranks)
+    steps = split_in_loops(placement, groups=groups, behind=range(ranks))
     return Program(
         name="interleaved-zb",
         placement=placement,
         num_microbatches=microbatches,
-        ranks=tuple(map(tuple, programs)),
+        ranks=tuple(map(tuple, steps)),
     )

@@ -37,7 +37,7 @@ from dataclasses import replace
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.builders.gis import gis
-from penstock.schedule.builders.repeating import Block, place_block, repeat
+from penstock.schedule.builders.repeating import PassBlock, place_block, repeat
 from penstock.schedule.passes.offload import offload
 from penstock.schedule.placement import Placement, looped
 from penstock.schedule.program import Program
@@ -93,7 +93,7 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
     return replace(offload(program, ahead=ahead), name="po-f")
 
 
-def _block(placement: Placement, virtual: int) -> Block:
+def _block(placement: Placement, virtual: int) -> PassBlock:
     """The block whose activations live shortest, by how forwards come round from rank to rank.
 
     Passes of one rank must not meet, modulo the interval; some ways round leave the others less
@@ -122,7 +122,7 @@ def _split(order: list[Action]) -> Iterator[Action]:
             yield act
 
 
-def _lifetime(block: Block, stages: range) -> int:
+def _lifetime(block: PassBlock, stages: range) -> int:
     """How long the activations of ``stages`` live, on the rank where that is longest."""
     sums = []
     for passes in block.ranks:
@@ -131,5 +131,5 @@ def _lifetime(block: Block, stages: range) -> int:
     return max(sums)
 
 
-def _length(block: Block) -> int:
+def _length(block: PassBlock) -> int:
     return max(each.start for passes in block.ranks for each in passes)

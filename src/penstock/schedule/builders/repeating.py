@@ -26,7 +26,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 
-__all__ = ["Block", "Pass", "place_block", "repeat"]
+__all__ = ["Pass", "PassBlock", "place_block", "repeat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PassBlock:
     """The passes of one microbatch.
 
     Args:
@@ -59,7 +59,7 @@ class Block:
 
 def place_block(
     placement: Placement, *, gaps: Sequence[int], interval: int, backward: Op = Op.INPUT_GRAD
-) -> Block:
+) -> PassBlock:
     """The passes of one microbatch, down all stages and back, each as early as can be.
 
     A forward and an input gradient take 1 each, a full backward takes 2.
@@ -93,7 +93,7 @@ def place_block(
         long[rank] -= taken > 1
         start = _earliest(slots[rank], start + gap, taken, long[rank])
         ranks[rank].append(Pass(start=start, stage=stage, op=op))
-    return Block(ranks=tuple(map(tuple, ranks)), interval=interval)
+    return PassBlock(ranks=tuple(map(tuple, ranks)), interval=interval)
 
 
 def _earliest(slots: bytearray, start: int, length: int, long: int) -> int:
@@ -121,7 +121,7 @@ def _pairs(slots: bytearray) -> int:
     return sum(len(run) // 2 for run in runs)
 
 
-def repeat(block: Block, *, microbatches: int) -> list[list[Action]]:
+def repeat(block: PassBlock, *, microbatches: int) -> list[list[Action]]:
     """For each rank, the forwards and backwards of a block started over every interval, in order.
 
     Args:

@@ -25,7 +25,7 @@ from penstock.schedule.check import check
 from penstock.schedule.coding import Coded, Coding
 from penstock.schedule.encoding import encode
 from penstock.schedule.passes.pair_order import in_one_order
-from penstock.schedule.play import Player
+from penstock.schedule.play import ProgramPlayer
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, RECEIVE_FOR, TRANSFERS
 
@@ -187,7 +187,7 @@ def _hoists(planned: Coded) -> list[dict[int, list[int]]]:
     on the order of play. A rank is looked at once each time it stops: linear but for the heap.
     """
     coding = planned.coding
-    player = Player(planned, coding.needs(transfers=True))
+    player = ProgramPlayer(planned, coding.needs(transfers=True))
     hoisted: list[dict[int, list[int]]] = [{} for _ in planned.queues]
     stopped: list[int] = []
     looked_at = 0
@@ -204,7 +204,7 @@ def _hoists(planned: Coded) -> list[dict[int, list[int]]]:
     return hoisted
 
 
-def _unposted(player: Player, stopped: list[int], coding: Coding) -> Action:
+def _unposted(player: ProgramPlayer, stopped: list[int], coding: Coding) -> Action:
     """The receive that the lowest rank stuck in a send waits for."""
     while stopped:
         awaited = player.awaits[heapq.heappop(stopped)]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from penstock.schedule.action import Op
 from penstock.schedule.coding import Coded
-from penstock.schedule.play import Player
+from penstock.schedule.play import ProgramPlayer
 
 __all__ = ["in_one_order"]
 
@@ -84,7 +84,7 @@ def _clock(computed: Coded) -> tuple[list[list[int]], list[list[int]]]:
     done: dict[int, int] = {}
     starts: list[list[int]] = [[] for _ in computed.queues]
     ends: list[list[int]] = [[] for _ in computed.queues]
-    player = Player(computed, needs)
+    player = ProgramPlayer(computed, needs)
     assert player.play(), "only what plays to its end is given transfers"
     for rank, first, stop in player.runs:
         for code in computed.queues[rank][first:stop]:

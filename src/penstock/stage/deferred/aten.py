@@ -7,23 +7,17 @@ This module knows no formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.stage.deferred.convs import conv
-from penstock.stage.deferred.generic import Interception, intercept_any
+from penstock.stage.deferred.generic import Args, Func, Handler, Interception, Kwargs, intercept_any
 from penstock.stage.deferred.norms import embed, norm
 from penstock.stage.deferred.ops import PASS, addmm, einsum, linear, matmul
 
 __all__ = ["OVERLOADS"]
-
-Func = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Handler = Callable[[Any, Func, Args, Kwargs], Any]
 
 aten: Any = torch.ops.aten
 

@@ -5,21 +5,16 @@ This module reads the many forms of their arguments and knows no formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.stage.deferred.generic import Interception, intercept_any
+from penstock.stage.deferred.generic import Args, Func, Interception, Kwargs, intercept_any
 from penstock.stage.deferred.rules import ConvConfig, conv_grads
 from penstock.stage.torch_private import autocast_enabled, deferrable_now
 
 __all__ = ["CONVS", "conv"]
-
-Func = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 # function → (spatial dimensions, transposed)
 CONVS: dict[Func, tuple[int, bool]] = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,11 +27,24 @@ from penstock.stage.torch_private import (
     without_override_check,
 )
 
-__all__ = ["Interception", "intercept_any", "may_hold_weight", "run", "substitute", "twin_of"]
+__all__ = [
+    "Args",
+    "Func",
+    "Handler",
+    "Interception",
+    "Kwargs",
+    "intercept_any",
+    "may_hold_weight",
+    "run",
+    "substitute",
+    "twin_of",
+]
 
-Func = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+Func: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+Handler: TypeAlias = Callable[[Any, Func, Args, Kwargs], Any]
+"""Runs one call of an operation under the active mode."""
 
 # What captured graphs call in place of torch's functions.
 aten: Any = torch.ops.aten

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from penstock.errors import StageError
-from penstock.stage.deferred.rules import Expression, Rule, Weight, proxy_grads
+from penstock.stage.deferred.rules import Expression, GradRule, Weight, proxy_grads
 from penstock.stage.torch_private import (
     deferrable_now,
     observe_grad,
@@ -32,13 +32,13 @@ __all__ = ["CannotDeferError", "Ledger", "Record", "refuse"]
 
 # rule, weights, what the rule needs saved, its version then, the rule's other facts, gradients of
 # the result. A plain tuple: one is made per operation and microbatch, on the hot path.
-Record: TypeAlias = tuple[Rule, tuple[Weight, ...], Tensor | None, int, Any, Any]
+Record: TypeAlias = tuple[GradRule, tuple[Weight, ...], Tensor | None, int, Any, Any]
 
 # A node of the graph, and which of its results.
-Place: TypeAlias = tuple[Node | None, int]
+GraphPlace: TypeAlias = tuple[Node | None, int]
 
 
-def place_of(tensor: Tensor) -> Place:
+def place_of(tensor: Tensor) -> GraphPlace:
     """Where a tensor leaves the graph; another place once it was changed in place."""
     return tensor.grad_fn, tensor.output_nr
 
@@ -73,7 +73,7 @@ class Ledger:
         self.expressions: dict[int, tuple[Tensor, Expression]] = {}
         self.proxies: dict[int, tuple[Weight, Tensor]] = {}
         # The same by where they leave the graph, which is asked once the forward is over.
-        self.places: dict[Place, Expression] = {}
+        self.places: dict[GraphPlace, Expression] = {}
         self.recalls = False
 
     def weight(self, value: object) -> Weight | None:
@@ -144,7 +144,7 @@ class Ledger:
     def tap(
         self,
         result: Tensor,
-        rule: Rule,
+        rule: GradRule,
         weights: tuple[Weight, ...],
         saved: Tensor,
         extra: Any = None,

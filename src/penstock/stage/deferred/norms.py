@@ -14,15 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.stage.deferred.generic import Interception, intercept_any, run, substitute
+from penstock.stage.deferred.generic import (
+    Args,
+    Func,
+    Interception,
+    Kwargs,
+    intercept_any,
+    run,
+    substitute,
+)
 from penstock.stage.deferred.rules import embedding_grads
 from penstock.stage.torch_private import deferrable_now
 
 __all__ = ["NORMS", "embedding", "norm"]
-
-Func = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 NORMS: tuple[Func, ...] = (
     F.layer_norm,

@@ -10,7 +10,7 @@ test what is cheap first. `norms` and `convs` hold the ones with more arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.stage.deferred.convs import CONVS, conv
-from penstock.stage.deferred.generic import Interception, intercept_any, run, twin_of
+from penstock.stage.deferred.generic import (
+    Args,
+    Func,
+    Handler,
+    Interception,
+    Kwargs,
+    intercept_any,
+    run,
+    twin_of,
+)
 from penstock.stage.deferred.ledger import refuse
 from penstock.stage.deferred.norms import NORMS, embedding, norm
 from penstock.stage.deferred.rules import (
@@ -37,11 +46,6 @@ from penstock.stage.torch_private import (
 )
 
 __all__ = ["HANDLERS", "PASS"]
-
-Func = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Handler = Callable[[Any, Func, Args, Kwargs], Any]
 
 
 def PASS(mode: Interception, func: Func, args: Args, kwargs: Kwargs) -> Any:

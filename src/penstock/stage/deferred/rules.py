@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 __all__ = [
     "Expression",
-    "Rule",
+    "GradRule",
     "Weight",
     "batched_matmul_grads",
     "conv_grads",
@@ -55,8 +55,8 @@ class Expression:
 
 Weight: TypeAlias = Parameter | Expression
 Weights: TypeAlias = tuple[Weight, ...]
-Grads: TypeAlias = tuple[Tensor, ...]
-Rule: TypeAlias = Callable[[Any, Any, Weights, Tensor], Grads]
+WeightGrads: TypeAlias = tuple[Tensor, ...]
+GradRule: TypeAlias = Callable[[Any, Any, Weights, Tensor], WeightGrads]
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -69,32 +69,34 @@ def reduce_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     return grad.clone() if grad.shape == shape else grad.sum_to_size(shape)
 
 
-def linear_grads(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> Grads:
+def linear_grads(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> WeightGrads:
     """``x_MK @ w_NK.T + b_N``; ``row_major`` is how ``w`` lies in memory."""
     grad_MN, x_MK = rows(grad), rows(saved)
     w_grad = grad_MN.t().mm(x_MK) if row_major else x_MK.t().mm(grad_MN).t()
     return (w_grad,) if len(weights) == 1 else (w_grad, grad_MN.sum(0))
 
 
-def matmul_grads(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> Grads:
+def matmul_grads(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> WeightGrads:
     """``x_MK @ w_KN`` or ``b + x_MK @ w_KN``; of two weights the second is ``b``."""
     grad_MN, x_MK = rows(grad), rows(saved)
     w_grad = x_MK.t().mm(grad_MN) if row_major else grad_MN.t().mm(x_MK).t()
     return (w_grad,) if len(weights) == 1 else (w_grad, reduce_to(grad_MN, weights[1].shape))
 
 
-def left_matmul_grads(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> Grads:
+def left_matmul_grads(
+    saved: Tensor, row_major: bool, weights: Weights, grad: Tensor
+) -> WeightGrads:
     """``w_MK @ x_KN``."""
     return (grad.mm(saved.t()) if row_major else saved.mm(grad.t()).t(),)
 
 
-def batched_matmul_grads(saved: Tensor, _: None, weights: Weights, grad: Tensor) -> Grads:
+def batched_matmul_grads(saved: Tensor, _: None, weights: Weights, grad: Tensor) -> WeightGrads:
     """``x_BMK @ w_BKN`` or ``b + x_BMK @ w_BKN``; of two weights the second is ``b``."""
     w_grad = saved.transpose(1, 2).bmm(grad)
     return (w_grad,) if len(weights) == 1 else (w_grad, reduce_to(grad, weights[1].shape))
 
 
-def einsum_grads(saved: Tensor, equation: str, weights: Weights, grad: Tensor) -> Grads:
+def einsum_grads(saved: Tensor, equation: str, weights: Weights, grad: Tensor) -> WeightGrads:
     """The weight's part of a two-operand einsum; ``equation`` maps (x, gradient) to it."""
     return (torch.einsum(equation, saved, grad),)
 
@@ -128,7 +130,7 @@ class ConvConfig:
     batched: bool
 
 
-def conv_grads(saved: Tensor, config: ConvConfig, weights: Weights, grad: Tensor) -> Grads:
+def conv_grads(saved: Tensor, config: ConvConfig, weights: Weights, grad: Tensor) -> WeightGrads:
     """A convolution or transposed convolution of one to three dimensions."""
     if not config.batched:
         saved, grad = saved.unsqueeze(0), grad.unsqueeze(0)
@@ -150,12 +152,12 @@ def conv_grads(saved: Tensor, config: ConvConfig, weights: Weights, grad: Tensor
 
 def embedding_grads(
     saved: Tensor, extra: tuple[int, bool], weights: Weights, grad: Tensor
-) -> Grads:
+) -> WeightGrads:
     """Rows looked up by ``saved``; ``extra`` is padding index, scale by frequency."""
     rows_total = weights[0].shape[0]
     return (aten.embedding_dense_backward.default(grad, saved, rows_total, *extra),)
 
 
-def proxy_grads(saved: Tensor, _: None, weights: Weights, grad: Tensor) -> Grads:
+def proxy_grads(saved: Tensor, _: None, weights: Weights, grad: Tensor) -> WeightGrads:
     """An operation without a rule of its own: autograd has the gradient already."""
     return (grad,)
