@@ -126,6 +126,9 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
     for each in state._state_ctx.all_states:
         for group in _fsdp_groups(each):
             group._training_state = type(group._training_state).IDLE
+    # Of torch 2.15, likewise set by the callback.
+    context, manual = state._state_ctx, "manual_backward_finalization_active"
+    setattr(context, manual, getattr(context, manual, None) or False)
     state._root_post_backward_final_callback()
 
 
