@@ -45,6 +45,7 @@ __all__ = [
     "faulty",
     "load_plain",
     "save_and_load",
+    "taken_over",
     "three_ways",
     "tied_gpt",
     "train_shared",
@@ -173,6 +174,16 @@ def cut(rank: int, num_ranks: int, way: str) -> dict[str, Tensor | None]:
     schedule = Schedule1F1B(stage, 3, token_loss, timeout_s=TIMEOUT_S)
     schedule.step(*([batch] if rank == 0 else []), target=target)
     return {plain_name(module, name): param.grad for name, param in module.named_parameters()}
+
+
+def taken_over(rank: int, num_ranks: int) -> dict[str, Tensor | None]:
+    """A step of a schedule that is made of a pipeline's stages."""
+    pipe = Pipeline(tied_gpt(4), loss_fn=token_loss, schedule="gpipe", n_microbatches=2)
+    (stage,) = pipe.stages
+    batch, target = TIED.batch(6, 0)
+    schedule = Schedule1F1B(stage, 3, token_loss, timeout_s=TIMEOUT_S)
+    schedule.step(*([batch] if rank == 0 else []), target=target)
+    return {name: param.grad for name, param in stage.submod.named_parameters()}
 
 
 class Part(nn.Sequential):

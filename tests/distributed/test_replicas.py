@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from penstock import (
     PenstockError,
+    Pipeline,
     PipelineStage,
     ScheduleProgram,
     StageError,
@@ -29,7 +32,9 @@ from penstock import (
 )
 from penstock.runtime import watcher
 from penstock.stage.replica_grads import average_grads
+from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
+from tests.crossings import Give, Take
 from tests.distributed.replicas import (
     CPU,
     DIM,
@@ -356,6 +361,37 @@ def embed_sparsely(rank: int, num_ranks: int, wrap: str) -> list[Tensor | None]:
     schedule.step(torch.arange(4) + rank, target=torch.zeros(4, DIM))
     assert module.table.weight.grad.is_sparse and module.other.weight.grad.is_sparse
     return [None if p.grad is None else p.grad.to_dense() for p in module.parameters()]
+
+
+def shard_around_a_class(rank: int, num_ranks: int) -> list[str]:
+    """The parameters that a step leaves without the plain loop's gradient."""
+    mesh = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("replica", "stage"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, 6), Give("registered"), Take("registered"))
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        list(model), loss_fn=F.mse_loss, schedule="interleaved-1f1b", n_microbatches=2,
+        virtual=3, group=mesh["stage"].get_group(),
+    )  # fmt: skip
+    for stage in pipe.stages:
+        fully_shard(stage.submod, mesh=mesh["replica"])
+    inputs, target = torch.ones(4, DIM), torch.zeros(4, 6)
+    for _ in range(2):
+        pipe.step(inputs, target=target)
+        plain_step(plain, F.mse_loss, inputs, target=target, n_microbatches=2)
+    expected = [(name, param.grad) for name, param in plain.named_parameters()]
+    found = [None if param.grad is None else whole(param.grad) for param in pipe.parameters()]
+    return [
+        name
+        for (name, wanted), grad in zip(expected, found, strict=True)
+        if grad is None or wanted is None or not torch.allclose(grad, wanted)
+    ]
+
+
+def test_what_fsdp_does_not_look_into_is_reduced_all_the_same() -> None:
+    """It hears of a backward by the tensors of its module's output, as far as it sees them."""
+    for outcome in run_ranks(shard_around_a_class, 2):
+        assert outcome.result() == []
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "replicate"])

@@ -88,13 +88,15 @@ def test_a_layer_in_three_stages_is_summed_in_one_order() -> None:
 GIVEN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "by hand": (sharing.by_hand, ()),
     "captured": (sharing.captured, ()),
+    "of a pipeline": (sharing.taken_over, ()),
     **{way: (sharing.cut, (way,)) for way in ("by module", "a captured module", "wrapped")},
 }
 
 
 @pytest.mark.parametrize("way", GIVEN)
 def test_ties_between_stages_that_are_given_to_a_schedule(way: str) -> None:
-    """Named for stages cut by hand, by their modules' names; known to modules that a cut made."""
+    """Named for stages cut by hand, by their modules' names; known to modules that a cut made, and
+    to stages of another schedule."""
     work, more = GIVEN[way]
     whole = sharing.tied_gpt(4)
     batch, target = sharing.TIED.batch(6, 0)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pprint import pformat
 
-from tests.generated.case import draw_case
+from tests.generated.drawing import draw_case
 from tests.generated.draws import FEATURES
 from tests.generated.ranks import Grid, told_of, told_over
 

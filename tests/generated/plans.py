@@ -13,7 +13,7 @@ from penstock.schedule.rules import COPIES, COVERS, prerequisites
 from tests.agreement import BIDIRECTIONAL, TRAINING, virtuals
 from tests.generated.draws import Draws
 
-__all__ = ["Plan", "draw_plan"]
+__all__ = ["Plan", "draw_beside", "draw_plan", "with_given"]
 
 MOST_STAGES, MOST_MICROBATCHES = 8, 6
 
@@ -34,6 +34,10 @@ class Plan:
         merged: whether split backwards are made whole.
         order: the seed of an order of its own for all actions; None for the family's.
         split: how many layers each stage has; empty until the model is drawn.
+        given: how the pipeline gets it: as a ``program``, by its ``name``, in a ``file``, by a
+            ``function`` of the user's, or as one to be found, ``auto``.
+        beside: that of another pipeline over the same model, if there is one.
+        shares_stages: whether that has the stages of this one, or stages of its own.
     """
 
     schedule: str
@@ -47,6 +51,9 @@ class Plan:
     merged: bool = False
     order: int | None = None
     split: tuple[int, ...] = ()
+    given: str = "program"
+    beside: Plan | None = None
+    shares_stages: bool = False
 
     @property
     def family(self) -> Family:
@@ -61,7 +68,13 @@ class Plan:
     @property
     def sums_in_order(self) -> bool:
         """Whether each parameter's gradients are summed in the order of microbatches."""
-        return self.order is None and self.family.copies == 1 and self.pieces == 1
+        alone = self.order is None and self.family.copies == 1 and self.pieces == 1
+        return alone and (self.beside is None or self.beside.sums_in_order)
+
+    @property
+    def num_copies(self) -> int:
+        """Of the model, at most."""
+        return max(plan.family.copies for plan in (self, self.beside) if plan is not None)
 
     def program(self) -> Program:
         """What is played."""
@@ -137,3 +150,36 @@ def draw_plan(draws: Draws, *, way: str, ranks: int | None = None) -> Plan:
             some = draws.some_of(stages, 0.7)
             plan = replace(plan, kept=kept, stages=some, ahead=draws.number(1, 3))
     return plan
+
+
+def with_given(draws: Draws, plan: Plan, *, way: str) -> Plan:
+    """A plan that the pipeline may get in another form than as a program."""
+    forms = ["function", "function"]
+    if plan.pieces == 1:  # of which a file tells nothing
+        forms += ["file", "file"]
+    if not plan.kept and not plan.merged and plan.order is None and plan.pieces == 1:
+        forms += ["name", "name"]
+        if way in ("layers", "by module") and plan.family.copies == 1 and draws.has("auto"):
+            forms.append("auto")
+    return replace(plan, given=draws.one_of(forms)) if draws.takes("forms", 0.3) else plan
+
+
+def draw_beside(draws: Draws, plan: Plan, *, shares: bool, alike: bool) -> Plan | None:
+    """The plan of another pipeline over the same model; None where none is found.
+
+    Args:
+        draws: the choices.
+        plan: that of the first, with its split.
+        shares: whether both have the same stages.
+        alike: whether stages hold the same layers, and lie on the same ranks.
+    """
+    for _ in range(20):
+        other = draw_plan(draws, way="layers", ranks=plan.ranks if alike else None)
+        if other.num_model_stages > sum(plan.split):
+            continue
+        if alike and other.program().placement == plan.program().placement:
+            return replace(other, split=plan.split, shares_stages=shares)
+        if not alike:
+            split = draws.parts_of(sum(plan.split), other.num_model_stages)
+            return replace(other, split=split)
+    return None

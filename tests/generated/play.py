@@ -10,7 +10,8 @@ from penstock.testing.compare import Snapshot, assert_same
 from tests.generated.case import Case
 from tests.generated.moves import Found
 from tests.generated.piped import Piped, Place
-from tests.generated.trainers import Common, Plain
+from tests.generated.plain import Plain
+from tests.generated.trainers import Common
 
 __all__ = ["Unplayable", "play"]
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.testing.processes import run_ranks
-from tests.generated.case import Case, draw_case
+from tests.generated.case import Case
+from tests.generated.drawing import draw_case
 from tests.generated.piped import Place
 from tests.generated.play import Unplayable, play
 
@@ -55,6 +56,8 @@ HARMLESS = (
     "The .grad attribute of a Tensor that is not a leaf",
     "Sparse invariant checks are implicitly disabled",
     "FSDP2-wrapped module .* returned a view",
+    "Found a non-scalar tensor with numel=1 and ndim!=0",
+    "Detected call of `lr_scheduler.step\\(\\)` before",
 )
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, PipelineStage
 from penstock.partition.balance.balance import balance
@@ -363,6 +364,24 @@ def test_the_model_is_left_as_it_was() -> None:
     assert random.getstate() == numbers
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert model.training
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_runs_again_in_the_backward_is_left_as_it_was(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
+            return found
+
+    model = nn.Sequential(nn.Linear(DIM, DIM), Checkpointed())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    profile(model, torch.ones(4, DIM), runs=1)
+    assert all(param.grad is None for param in model.parameters())
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
 def test_a_failing_model_is_left_as_it_was_too() -> None:

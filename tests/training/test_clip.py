@@ -138,10 +138,16 @@ def partly_spread(rank: int, num_ranks: int, norm_type: float, foreach: bool) ->
         spread = distribute_tensor(layer.weight.grad, mesh, [Shard(0)] * mesh.ndim)
         layer.weight = nn.Parameter(torch.zeros_like(spread))
         layer.weight.grad = spread
+    # Of one element, the second rank has none.
+    scale = nn.Parameter(torch.zeros(1))
+    scale.grad = torch.full((1,), 4.0)
+    spread = distribute_tensor(scale.grad, meshes[0], [Shard(0)])
+    scale_here = nn.Parameter(torch.zeros_like(spread))
+    scale_here.grad = spread
     alone = dist.new_subgroups(1)[0]
-    params = [p for layer in mine for p in layer.parameters()]
+    params = [*(p for layer in mine for p in layer.parameters()), scale_here]
     total = clip_grad_norm_(params, 0.5, norm_type, foreach=foreach, group=alone)
-    expected = [p for layer in plain for p in layer.parameters()]
+    expected = [*(p for layer in plain for p in layer.parameters()), scale]
     torch.testing.assert_close(total, nn.utils.clip_grad_norm_(expected, 0.5, norm_type))
     for ours, theirs in zip(params, expected, strict=True):
         grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad

@@ -173,6 +173,7 @@ class PipelineSchedule:
         for stage in stages:
             stage.chunks = self.n_microbatches
             stage.has_backward = self._trains
+            stage.ties = ties  # for other schedules over the same stages
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _build(self) -> Program | None:

@@ -119,7 +119,21 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
     """Reduce-scatter what the parameters of ``root`` have gathered, as after a last backward.
 
     FSDP does so from a callback of the autograd engine at the end of ``backward()``; here the
-    weight gradients may come after any engine run.
+    weight gradients may come after any engine run. Where it sees no tensor in a module's output,
+    the callback was never set, and the parameters count as done with since their last microbatch.
     """
     state: Any = root._get_fsdp_state()
+    for each in state._state_ctx.all_states:
+        for group in _fsdp_groups(each):
+            group._training_state = type(group._training_state).IDLE
+    # Of torch 2.15, likewise set by the callback.
+    context, manual = state._state_ctx, "manual_backward_finalization_active"
+    setattr(context, manual, getattr(context, manual, None) or False)
     state._root_post_backward_final_callback()
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that one module's FSDP gathers; torch 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [group for group in (state._fsdp_param_group,) if group is not None]

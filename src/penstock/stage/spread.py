@@ -11,7 +11,7 @@ is not imported here before a user's code has done so.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ __all__ = [
     "find_mesh",
     "in_full",
     "is_spread",
+    "largest",
     "local_part",
     "spread_of",
     "unknown_mesh",
@@ -120,6 +121,28 @@ def in_full(tensor: Tensor) -> Tensor:
     spread: Any = tensor
     full: Tensor = spread.full_tensor()
     return full
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude in tensors that are spread over one mesh, each rank of which calls.
+
+    Torch has none of a part without elements, such as a rank gets of a tensor with fewer rows than
+    there are ranks.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    every: list[Any] = list(tensors)
+    parts = []
+    for tensor in every:
+        summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
+        parts.append(tensor.redistribute(placements=summed).to_local())
+    magnitudes = [part.abs().max() for part in parts if part.numel()]
+    here = torch.stack(magnitudes or [parts[0].new_zeros(())]).max().reshape(1)
+    # Gathered: a maximum that is taken on the way loses what is not a number.
+    mesh = every[0].device_mesh
+    everywhere: Any = DTensor.from_local(here, mesh, [Shard(0)] * mesh.ndim, run_check=False)
+    found: Tensor = everywhere.full_tensor().max()
+    return found
 
 
 def whole(part: Tensor, spread: Spread, mesh: Any) -> Tensor:

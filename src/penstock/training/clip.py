@@ -8,6 +8,7 @@ It knows parameters and a process group; no stages, no schedules.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -22,7 +23,7 @@ from penstock.runtime.together import gather_numbers, together
 from penstock.stage.announcing import own_group
 from penstock.stage.counted import counts_here, pipeline_size
 from penstock.stage.device_streams import indexed
-from penstock.stage.spread import in_full
+from penstock.stage.spread import in_full, is_spread, largest
 
 __all__ = ["clip_grad_norm_"]
 
@@ -125,6 +126,9 @@ def _norms_here(
     for alike in kinds:
         grads = [p.grad for p in alike if p.grad is not None and counts_here(p)]
         if not grads:
+            continue
+        if math.isinf(norm_type) and is_spread(grads[0]):
+            norms.append(largest(grads))
             continue
         norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
         norms.append(in_full(norm))  # of sharded gradients the norm is sharded too

@@ -83,13 +83,13 @@ def profile(
     subject = Subject.of(model, example, loss_fn)
     told(0, runs + 2, "which blocks run when")
     with undrawn(subject.device), torch.enable_grad():
-        seen = rehearse(subject, units)
-        above = leave_room(subject)
+        seen = subject.on_own_state(lambda: rehearse(subject, units))
+        above = subject.on_own_state(lambda: leave_room(subject))
     measured = []
     for run in range(runs + 1):
         told(run + 1, runs + 2, f"run {run} of {runs}" if run else "warm-up")
         with undrawn(subject.device), torch.enable_grad():
-            measured.append(measure(subject, units, seen))
+            measured.append(subject.on_own_state(lambda: measure(subject, units, seen)))
     del above
     told(runs + 2, runs + 2, "done")
     medians = [median_of(each) for each in zip(*measured[1:], strict=True)]

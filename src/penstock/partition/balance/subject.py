@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from penstock.partition.calls import Example, as_call, own_loss
 from penstock.stage.trees import as_args, flatten
 
 __all__ = ["Chained", "Subject"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,9 +67,17 @@ class Subject:
         params = (each for each in self.state.values() if isinstance(each, nn.Parameter))
         return list({id(param): param for param in params}.values())
 
+    def on_own_state(self, run: Callable[[], T]) -> T:
+        """What ``run`` returns, which runs the model on our state: forward, and backward too, in
+        which checkpointing runs parts of it again."""
+        state = {f"model.{name}": value for name, value in self.state.items()}
+        found: T = functional_call(_Running(self.model), state, (run,), tie_weights=False)
+        return found
+
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the model; return what the backward starts from, and with which gradients."""
-        output = functional_call(self.model, self.state, self.args, self.kwargs, tie_weights=False)
+        """Run the model, within ``on_own_state``; return what the backward starts from, and with
+        which gradients."""
+        output = self.model(*self.args, **self.kwargs)
         roots = self._roots(output)
         if not roots:
             raise PartitionError(
@@ -87,6 +97,17 @@ class Subject:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
+
+
+class _Running(nn.Module):
+    """A model, and what is done with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
