@@ -159,8 +159,9 @@ def with_given(draws: Draws, plan: Plan, *, way: str) -> Plan:
         forms += ["file", "file"]
     if not plan.kept and not plan.merged and plan.order is None and plan.pieces == 1:
         forms += ["name", "name"]
-        if way in ("layers", "by module") and plan.family.copies == 1 and draws.has("auto"):
-            forms.append("auto")
+        # Layers cut anywhere may not be what is measured, and are refused then.
+        if way == "by module" and plan.family.copies == 1 and draws.has("auto"):
+            forms += ["auto", "auto"]
     return replace(plan, given=draws.one_of(forms)) if draws.takes("forms", 0.3) else plan
 
 

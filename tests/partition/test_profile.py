@@ -384,6 +384,27 @@ def test_what_runs_again_in_the_backward_is_left_as_it_was(reentrant: bool) -> N
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
+def test_what_modules_keep_on_themselves_is_left_as_it_was() -> None:
+    """A recurrent layer keeps its weights in a list, too, by which it would run on ours."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(DIM, DIM)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            found: Tensor = self.gru(x)[0]
+            return found
+
+    model = nn.Sequential(nn.Linear(DIM, DIM), Recurrent())
+    profile(model, torch.ones(4, DIM), runs=1)
+    assert model[1].calls == 0
+    weights = model[1].gru._flat_weights
+    assert all(one is other for one, other in zip(weights, model[1].gru.parameters(), strict=True))
+
+
 def test_a_failing_model_is_left_as_it_was_too() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="shapes"):

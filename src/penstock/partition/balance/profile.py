@@ -81,16 +81,8 @@ def profile(
     told = progress if progress is not None else silence
     model, name, units = as_model(model_or_stages)
     subject = Subject.of(model, example, loss_fn)
-    told(0, runs + 2, "which blocks run when")
-    with undrawn(subject.device), torch.enable_grad():
-        seen = subject.on_own_state(lambda: rehearse(subject, units))
-        above = subject.on_own_state(lambda: leave_room(subject))
-    measured = []
-    for run in range(runs + 1):
-        told(run + 1, runs + 2, f"run {run} of {runs}" if run else "warm-up")
-        with undrawn(subject.device), torch.enable_grad():
-            measured.append(subject.on_own_state(lambda: measure(subject, units, seen)))
-    del above
+    with subject.left_as_it_was():
+        seen, measured = in_runs(subject, units, runs, told)
     told(runs + 2, runs + 2, "done")
     medians = [median_of(each) for each in zip(*measured[1:], strict=True)]
     blocks = gather(units, seen.order)
@@ -105,6 +97,23 @@ def profile(
         machine=machine_of(subject.device),
         example=described(example),
     )
+
+
+def in_runs(
+    subject: Subject, units: Sequence[Unit], runs: int, told: Progress
+) -> tuple[Rehearsal, list[tuple[Times, Times, Times]]]:
+    """What runs when, and how long each part took in each run, the first of which warms up."""
+    told(0, runs + 2, "which blocks run when")
+    with undrawn(subject.device), torch.enable_grad():
+        seen = subject.on_own_state(lambda: rehearse(subject, units))
+        above = subject.on_own_state(lambda: leave_room(subject))
+    measured = []
+    for run in range(runs + 1):
+        told(run + 1, runs + 2, f"run {run} of {runs}" if run else "warm-up")
+        with undrawn(subject.device), torch.enable_grad():
+            measured.append(subject.on_own_state(lambda: measure(subject, units, seen)))
+    del above
+    return seen, measured
 
 
 def leave_room(subject: Subject) -> object:

@@ -7,7 +7,8 @@ of the model's are touched, and on copies of its buffers. This module measures n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -73,6 +74,20 @@ class Subject:
         state = {f"model.{name}": value for name, value in self.state.items()}
         found: T = functional_call(_Running(self.model), state, (run,), tie_weights=False)
         return found
+
+    @contextmanager
+    def left_as_it_was(self) -> Iterator[None]:
+        """What modules note on themselves within is forgotten after it.
+
+        It may hold our state: recurrent layers have their weights in a list, too.
+        """
+        kept = [(vars(module), dict(vars(module))) for module in self.model.modules()]
+        try:
+            yield
+        finally:
+            for now, before in kept:
+                now.clear()
+                now.update(before)
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """Run the model, within ``on_own_state``; return what the backward starts from, and with
