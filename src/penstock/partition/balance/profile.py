@@ -100,7 +100,7 @@ def profile(
 
 
 def in_runs(
-    subject: Subject, units: Sequence[Unit], runs: int, told: Progress
+    subject: Subject, units: Sequence[Unit], runs: int, told: OnProgress
 ) -> tuple[Rehearsal, list[tuple[Times, Times, Times]]]:
     """What runs when, and how long each part took in each run, the first of which warms up."""
     told(0, runs + 2, "which blocks run when")
