@@ -623,3 +623,32 @@ def test_a_layer_used_several_times_stays_what_it_is() -> None:
     profile(model, torch.ones(2, 4))
     assert list(map(id, model.parameters())) == before
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_the_compiler_sees_nothing_of_the_measuring(way: str) -> None:
+    """It would compile what measures, anew in each run, until it gives the layers up."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    layers: list[Any] = [Layer() for _ in range(3)]
+    for index, layer in enumerate(layers):
+        if way == "in place":
+            layer.compile(backend=keep)
+        else:
+            layers[index] = torch.compile(layer, backend=keep)
+    model = nn.Sequential(*layers)
+    example = torch.ones(2, DIM)
+    model(example).sum().backward()
+    compiled = len(graphs)
+    assert compiled
+    with warnings.catch_warnings(), torch.compiler.set_stance("fail_on_recompile"):
+        warnings.simplefilter("error")
+        measured = profile(model, example, runs=2)
+        model(example).sum().backward()
+    assert len(graphs) == compiled
+    assert all(block.input_grad_s > block.weight_grad_s for block in measured.blocks)

@@ -32,6 +32,7 @@ from penstock.partition.balance.subject import Chained, Subject
 from penstock.partition.calls import Example
 from penstock.partition.modules.between_blocks import cross_between
 from penstock.partition.sequential import is_row
+from penstock.stage.deferred.compiled import keep_compiled
 from penstock.stage.generators import undrawn
 from penstock.stage.manual import PipelineStage
 from penstock.stage.tensor_meta import TensorMeta
@@ -82,6 +83,7 @@ def profile(
     model, name, units = as_model(model_or_stages)
     subject = Subject.of(model, example, loss_fn)
     with subject.left_as_it_was():
+        keep_compiled(model)
         seen, measured = in_runs(subject, units, runs, told)
     told(runs + 2, runs + 2, "done")
     medians = [median_of(each) for each in zip(*measured[1:], strict=True)]

@@ -11,11 +11,10 @@ nothing, and knows neither clocks nor costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from penstock.partition.balance.blocks import Unit
 
@@ -55,15 +54,33 @@ class UnitWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, the calls of the units are seen."""
-        handles: list[RemovableHandle] = []
-        try:
+        with ExitStack() as around:
             for module in {id(unit.module): unit.module for unit in self.units}.values():
-                handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._after))
+                if module._compiled_call_impl is not None:
+                    around.enter_context(self._around_compiled(module))
+                else:
+                    before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+                    around.callback(before.remove)
+                    around.callback(module.register_forward_hook(self._after).remove)
+            yield
+
+    @contextmanager
+    def _around_compiled(self, module: nn.Module) -> Iterator[None]:
+        """The same for a module that is compiled in place, its hooks with it."""
+        compiled = module._compiled_call_impl
+        assert compiled is not None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before(module, args, kwargs)
+            output = compiled(*args, **kwargs)
+            self._after(module, args, output)
+            return output
+
+        module._compiled_call_impl = call
+        try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            module._compiled_call_impl = compiled
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # A layer that stands in several places is called by its names in turn.
