@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, auto, pipeline, save_csv, schedule
 from penstock.errors import PenstockError
+from penstock.schedule.catalog import remove
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
 from tests.generated.case import Case
@@ -95,7 +98,7 @@ class Piped(Common):
 
     def _pipeline(self, plan: Plan, model: Any) -> Pipeline:
         case, recipe = self.case, self.case.recipe
-        more = self._scheduled(plan)
+        more: dict[str, Any] = {}
         if not _are_stages(model):
             match recipe.way:
                 case "pieces":
@@ -109,37 +112,42 @@ class Piped(Common):
         own = "loss" in recipe.between
         if not own or self.scaler is not None or _are_stages(model):
             more["loss_fn"] = self._own_loss if own else self._loss
-        return Pipeline(
-            model,
-            scale_grads=case.scale_grads,
-            dynamic_shapes=case.dynamic_shapes,
-            microbatch_rng=case.microbatch_rng,
-            overlap=case.overlap,
-            group=self.group,
-            timeout_s=TIMEOUT_S,
-            **more,
-        )
+        with self._scheduled(plan) as given:
+            return Pipeline(
+                model,
+                scale_grads=case.scale_grads,
+                dynamic_shapes=case.dynamic_shapes,
+                microbatch_rng=case.microbatch_rng,
+                overlap=case.overlap,
+                group=self.group,
+                timeout_s=TIMEOUT_S,
+                **given | more,
+            )
 
-    def _scheduled(self, plan: Plan) -> dict[str, Any]:
-        """The schedule, in the form in which it is given."""
-        numbers = {"ranks": plan.ranks, "n_microbatches": plan.microbatches}
+    @contextmanager
+    def _scheduled(self, plan: Plan) -> Iterator[dict[str, Any]]:
+        """The schedule, in the form in which it is given, while a pipeline is made of it."""
+        numbers: dict[str, Any] = {"ranks": plan.ranks, "n_microbatches": plan.microbatches}
         match plan.given:
             case "name":
-                return {"schedule": plan.schedule, "virtual": plan.virtual, **numbers}
+                yield {"schedule": plan.schedule, "virtual": plan.virtual, **numbers}
             case "file":
-                with tempfile.NamedTemporaryFile(suffix=".csv", delete=False) as file:
+                with tempfile.NamedTemporaryFile(suffix=".csv") as file:
                     save_csv(plan.program(), file.name)
-                return {"schedule": Path(file.name)}
+                    yield {"schedule": Path(file.name)}
             case "function":
                 of = {"virtual": plan.virtual, "arrangement": plan.family.arrangement}
                 schedule("generated", **of)(lambda *, ranks, microbatches: plan.program())
-                return {"schedule": "generated", **numbers}
+                try:
+                    yield {"schedule": "generated", **numbers}
+                finally:
+                    remove("generated")
             case "auto":
-                auto.SEARCH_S = 0.3
-                example = self._example()
-                return {"schedule": "auto", "virtual": plan.virtual, "example": example, **numbers}
+                numbers |= {"virtual": plan.virtual, "example": self._example()}
+                with mock.patch.object(auto, "SEARCH_S", 0.3):
+                    yield {"schedule": "auto", **numbers}
             case _:
-                return {"schedule": plan.program()}
+                yield {"schedule": plan.program()}
 
     def _example(self) -> Any:
         batch = make_batch(self.case.recipe, 2, 0)
