@@ -112,9 +112,9 @@ class Engine:
         # By the model's stages: copies of one are equal.
         number = program.placement.model_stage
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
+        self._wrappers = Wrappers(self.stages)
         refuse_shared_statistics(modules)
         self.shared_buffers = SharedBuffers(modules)
-        self._wrappers = Wrappers(self.stages)
         self.asked = program
         self._sharding = self._wrappers.sharding
         self._channels = channels_of(device)
