@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, split_by_module
+from penstock.stage.spread import in_full
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, own_loss
@@ -168,9 +168,7 @@ def wrapped(rank: int, num_ranks: int, kind: str) -> None:
     assert loss is not None and torch.equal(loss, expected.loss)
     wanted = dict(plain.named_parameters())
     for name, param in pipe.named_parameters():
-        grad: Any = param.grad
-        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        assert torch.equal(grad, wanted.pop(name.removeprefix("module.")).grad)
+        assert torch.equal(in_full(param.grad), wanted.pop(name.removeprefix("module.")).grad)
     assert not wanted
 
 

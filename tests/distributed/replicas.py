@@ -14,10 +14,10 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PipelineStage, build, get_schedule_class
+from penstock.stage.spread import in_full
 
 DIM = 4
 ROWS = 8  # per replica
@@ -93,7 +93,7 @@ WRAPS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 
 def whole(tensor: Tensor) -> Tensor:
     # A replicated tensor, in full, is itself: copied, so that later steps do not change it.
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return in_full(tensor).detach().clone()
 
 
 def make_meshes() -> tuple[DeviceMesh, DeviceMesh]:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, pipe_split
 from penstock.testing.processes import run_ranks
+from tests.distributed.replicas import whole
 
 DIM, ROWS, NUM_MICROBATCHES, NUM_STEPS, LR = 6, 8, 4, 2, 0.1
 
@@ -109,11 +109,6 @@ def wrap(pipe: Pipeline, kind: str, replicas: DeviceMesh) -> None:
                 fully_shard(stage.submod, mesh=replicas)
             case _:
                 replicate(stage.submod, device_mesh=replicas)
-
-
-def whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().clone()
 
 
 def train(rank: int, num_ranks: int, kind: str) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from penstock.stage.spread import in_full
 from penstock.testing.compare import Snapshot
 from tests.generated.case import Case
 from tests.generated.failing import Bomb, Boom
@@ -246,10 +246,9 @@ def tensor_of(output: Any) -> Tensor:
     return found
 
 
-def whole(tensor: Any) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """A copy in full, of what may be spread or sparse."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().to_dense().clone()
+    return in_full(tensor).detach().to_dense().clone()
 
 
 def times(state: dict[str, Any], factor: float) -> dict[str, Any]:
