@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input as peer_input
 from torch.distributed.pipelining._backward import stage_backward_weight as peer_weight
 
-from penstock.stage.deferred.deferred import DeferredWeights
-from penstock.stage.torch_private import run_backward
+from penstock._torch_compat import run_backward
+from penstock.stage.weight_grad.deferred import DeferredWeights
 
 __all__ = ["BOUNDS", "Block", "measure", "report"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.torch_names import OF_MODULE, OF_SCHEDULE, OF_STAGE
+from penstock.compat.torch_names import OF_MODULE, OF_SCHEDULE, OF_STAGE
 
 DIM = 6
 CPU = torch.device("cpu")

@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.compat.stage import PipelineStage
+    from penstock.compat.traced_stage import TracedStage, build_stage
     from penstock.errors import (
         BoundaryError,
         InternalError,
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from penstock.partition.balance.balance import balance
     from penstock.partition.balance.plan import Plan
     from penstock.partition.balance.profile import profile
-    from penstock.partition.capture.markers import SplitPoint, annotate_split_points, pipe_split
-    from penstock.partition.capture.pipe import Pipe, PipeInfo
-    from penstock.partition.capture.split_model import pipeline
-    from penstock.partition.modules.by_module import split_by_module
+    from penstock.partition.export.markers import SplitPoint, annotate_split_points, pipe_split
+    from penstock.partition.export.pipe import Pipe, PipeInfo
+    from penstock.partition.export.split_model import pipeline
+    from penstock.partition.forward.by_module import split_by_module
     from penstock.pipeline import Pipeline
     from penstock.runtime.microbatch import (
         TensorChunkSpec,
@@ -62,9 +64,7 @@ if TYPE_CHECKING:
     from penstock.simulate.costs import Costs
     from penstock.simulate.engine import simulate
     from penstock.simulate.result import Simulation
-    from penstock.stage.manual import PipelineStage
-    from penstock.stage.random_stream import draw_step_seed, microbatch_rng
-    from penstock.stage.traced import TracedStage, build_stage
+    from penstock.stage.rng import draw_step_seed, microbatch_rng
     from penstock.trace import Span, Trace
 
 __all__ = [
@@ -148,9 +148,9 @@ _HOLDS = {
         "InternalError",
     ),
     "penstock.partition.balance.balance": ("balance",),
-    "penstock.partition.modules.by_module": ("split_by_module",),
-    "penstock.partition.capture.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
-    "penstock.partition.capture.pipe": ("Pipe", "PipeInfo"),
+    "penstock.partition.forward.by_module": ("split_by_module",),
+    "penstock.partition.export.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
+    "penstock.partition.export.pipe": ("Pipe", "PipeInfo"),
     "penstock.partition.balance.plan": ("Plan",),
     "penstock.partition.balance.profile": ("profile",),
     "penstock.pipeline": ("Pipeline",),
@@ -190,9 +190,9 @@ _HOLDS = {
     "penstock.search.result": ("Point", "Progress", "SearchResult"),
     "penstock.simulate.costs": ("Costs",),
     "penstock.simulate.result": ("Simulation",),
-    "penstock.stage.manual": ("PipelineStage",),
-    "penstock.stage.random_stream": ("draw_step_seed", "microbatch_rng"),
-    "penstock.stage.traced": ("TracedStage", "build_stage"),
+    "penstock.compat.stage": ("PipelineStage",),
+    "penstock.stage.rng": ("draw_step_seed", "microbatch_rng"),
+    "penstock.compat.traced_stage": ("TracedStage", "build_stage"),
     "penstock.trace": ("Trace", "Span"),
 }
 _HOME = {name: module for module, names in _HOLDS.items() for name in names}
@@ -215,7 +215,7 @@ def __getattr__(name: str) -> object:
     called = _OF_TORCH.get(name, name)
     module = _HOME.get(called)
     if module is None:
-        torch_names = import_module("penstock.torch_names")
+        torch_names = import_module("penstock.compat.torch_names")
         if name in torch_names.OF_MODULE:
             raise torch_names.no_import(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -252,7 +252,7 @@ class _Function:
 class _Package(ModuleType):
     """This package."""
 
-    pipeline = _Function("penstock.partition.capture.split_model")
+    pipeline = _Function("penstock.partition.export.split_model")
     schedule = _Function("penstock.schedule.own")
     search = _Function("penstock.search.engine")
     simulate = _Function("penstock.simulate.engine")

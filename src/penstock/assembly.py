@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, own_loss
@@ -30,14 +31,13 @@ from penstock.partition.cutting import (
     stages_asked_for,
 )
 from penstock.partition.elsewhere import TrainedElsewhere
-from penstock.partition.modules.materialize import materialize
+from penstock.partition.forward.materialize import materialize
 from penstock.partition.shared_buffers import SharedBuffers
 from penstock.partition.tied import Tie, find_ties, refuse_shared_statistics
-from penstock.runtime.group import from_first_rank
+from penstock.runtime.comm.process_group import from_first_rank
 from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv
-from penstock.stage.manual import PipelineStage
 from penstock.stage.wrappers import plain_name
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
@@ -32,14 +33,13 @@ from penstock.partition.balance.measuring import measure_model
 from penstock.partition.balance.plan import Plan, dealt
 from penstock.partition.calls import Example
 from penstock.partition.cutting import SplitSpec, cut_model
-from penstock.runtime.group import from_first_rank, objects_group
-from penstock.runtime.link import Link, measure_link
+from penstock.runtime.comm.link import Link, measure_link
+from penstock.runtime.comm.process_group import from_first_rank, objects_group
 from penstock.runtime.together import together
 from penstock.schedule.choice import DEFAULT_MICROBATCHES
 from penstock.schedule.program import Program
 from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
-from penstock.stage.manual import PipelineStage
 
 __all__ = ["AutoChoice", "Forecast", "find_program"]
 

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.compat.announcing import announced
+from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError
 from penstock.partition.tied import Tie
-from penstock.runtime.group import chosen_device, process_group
-from penstock.runtime.loopback import loopback
+from penstock.runtime.comm.loopback import loopback
+from penstock.runtime.comm.process_group import chosen_device, process_group
 from penstock.runtime.moving import is_placed, moved
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.schedule.program import Program
-from penstock.stage.announcing import announced
-from penstock.stage.manual import PipelineStage
 from penstock.trace import Trace
 from penstock.training.model_state import ModelState
 

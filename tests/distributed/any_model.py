@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, split_by_module
-from penstock.stage.spread import in_full
+from penstock.stage.dtensor import in_full
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, own_loss

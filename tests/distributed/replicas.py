@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PipelineStage, build, get_schedule_class
-from penstock.stage.spread import in_full
+from penstock.stage.dtensor import in_full
 
 DIM = 4
 ROWS = 8  # per replica

@@ -26,11 +26,11 @@ from penstock import (
     split_by_module,
 )
 from penstock.errors import PenstockError
-from penstock.runtime import shared
+from penstock.parallel import tied_places as shared
+from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.stage.wrappers import plain_name
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.training.checkpoint import load, save
-from penstock.training.clip import clip_grad_norm_
 from tests.agreement import BIDIRECTIONAL, ROUNDING
 from tests.models import CASES, Case, token_loss, tokens
 
@@ -355,7 +355,7 @@ class Told(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
-        logger = logging.getLogger("penstock.runtime.sharing")
+        logger = logging.getLogger("penstock.parallel.tied_params")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
 

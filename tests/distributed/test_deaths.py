@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
-from penstock.runtime import c10d
-from penstock.runtime.breaking import break_pairs
+from penstock.runtime.comm import c10d
+from penstock.runtime.comm.breaking import break_pairs
 from penstock.runtime.watcher import LOOK_INTERVAL_S
 from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt

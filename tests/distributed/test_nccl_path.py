@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from penstock import Pipeline
-from penstock.runtime import pipeline_schedule, torch_private
-from penstock.runtime.c10d import C10dTransport
+from penstock import Pipeline, _torch_compat
+from penstock.runtime import pipeline_schedule
+from penstock.runtime.comm.c10d import C10dTransport
+from penstock.runtime.comm.nccl import as_wire, channels_of, pairs_of
 from penstock.runtime.group_log import Calls
-from penstock.runtime.nccl import as_wire, channels_of, pairs_of
 from penstock.runtime.watcher import Watcher
 from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
@@ -55,13 +55,13 @@ class Directed(C10dTransport):
 def take_the_way_of_nccl() -> list[str]:
     """From now on, in this process; returns what groups are made, as they are."""
     made: list[str] = []
-    make_group = torch_private.make_group
+    make_group = _torch_compat.make_group
 
     def make_gloo_group(ranks: Any, backend: str, name: str, **options: Any) -> dist.ProcessGroup:
         made.append(f"{backend} {name.rpartition('/')[2]}")
         return make_group(ranks, "gloo", name, **options)
 
-    torch_private.make_group = make_gloo_group
+    _torch_compat.make_group = make_gloo_group
     pipeline_schedule.C10dTransport = Directed  # type: ignore[misc]
     return made
 
@@ -237,7 +237,7 @@ def order_of_group(rank: int, num_ranks: int) -> tuple[list[int], int, int]:
     """A group in an order of its own, made where the ranks are in different numbers of groups."""
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
-    group = torch_private.make_group([2, 0, 1], "gloo", "test", timeout_s=60.0)
+    group = _torch_compat.make_group([2, 0, 1], "gloo", "test", timeout_s=60.0)
     total = torch.tensor([rank])
     group.allreduce([total]).wait()
     return dist.get_process_group_ranks(group), group.rank(), int(total)

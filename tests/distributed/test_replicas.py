@@ -30,8 +30,8 @@ from penstock import (
     build,
     get_schedule_class,
 )
+from penstock.parallel.gradient_reduction import average_grads
 from penstock.runtime import watcher
-from penstock.stage.replica_grads import average_grads
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.crossings import Give, Take

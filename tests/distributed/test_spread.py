@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from penstock import PipelineStage, ScheduleProgram, build
 from penstock.errors import BoundaryError, PenstockError
-from penstock.stage.spread import _described, find_mesh, spread_of
+from penstock.stage.dtensor import _described, find_mesh, spread_of
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, ScheduleGPipe, get_schedule_class
-from penstock.runtime.c10d import C10dTransport
+from penstock.runtime.comm.c10d import C10dTransport
 from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, Twins
 from tests.crossings import SUMMED, crossing_model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.spread import in_full
+from penstock.stage.dtensor import in_full
 from penstock.testing.compare import Snapshot
 from tests.generated.case import Case
 from tests.generated.failing import Bomb, Boom

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock import PartitionError
-from penstock.partition.modules.absent import Absent, Origin, Source, SourceKind, named, sources_of
+from penstock.partition.forward.absent import Absent, Origin, Source, SourceKind, named, sources_of
 
 CPU = torch.device("cpu")
 

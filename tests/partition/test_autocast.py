@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, Pipeline
-from penstock.partition.modules.by_module import split_by_module
+from penstock.partition.forward.by_module import split_by_module
 from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, NetBase
 from tests.real_models import REAL_MODELS, own_loss

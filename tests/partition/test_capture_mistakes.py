@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import BoundaryError, PartitionError, SplitPoint, StageError, pipe_split, pipeline
-from penstock.partition.capture.graph_cut import Cut, assign
-from penstock.partition.modules.by_module import split_by_module
+from penstock.partition.export.graph_cut import Cut, assign
+from penstock.partition.forward.by_module import split_by_module
 from tests.partition.capturing import Pair, cuts_before
 
 X = torch.ones(2, 4)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, Pipeline, pipeline
-from penstock.partition.modules.by_module import NotByModule, split_by_module
+from penstock.partition.forward.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.partition.capturing import cuts_before

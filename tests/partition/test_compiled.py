@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, pipeline
-from penstock.partition.modules.by_module import NotByModule, split_by_module
+from penstock.partition.forward.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, snapshot
 from tests.partition.capturing import cuts_before
 from tests.partition.odd_models import DIM, NetBase

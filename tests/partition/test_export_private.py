@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.partition.capture.export_private import (
+from penstock._torch_compat import (
     argument_effects,
     shape_check,
     shape_text,

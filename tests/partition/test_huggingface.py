@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from penstock import PartitionError, Pipeline
-from penstock.partition.modules.by_module import NotByModule, split_by_module
+from penstock.partition.forward.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.real_models import REAL_MODELS, own_loss
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, SplitPoint, pipeline
-from penstock.partition.modules.by_module import NotByModule, split_by_module
-from penstock.partition.modules.nearest import Cut, nearest_place
+from penstock.partition.forward.by_module import NotByModule, split_by_module
+from penstock.partition.forward.nearest import Cut, nearest_place
 from tests.partition.odd_models import DIM, NetBase, TwiceLate
 
 X = torch.randn(4, DIM, generator=torch.Generator().manual_seed(0))

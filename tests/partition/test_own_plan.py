@@ -15,8 +15,8 @@ from penstock import Pipeline
 from penstock.partition.balance.blocks import find_trunks, units_of
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.profile import profile
-from penstock.partition.modules.by_module import split_by_module
-from penstock.partition.modules.units import find_blocks
+from penstock.partition.forward.by_module import split_by_module
+from penstock.partition.forward.units import find_blocks
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, RealModel, own_loss

@@ -25,7 +25,7 @@ from penstock.partition.balance.blocks import gather, units_of
 from penstock.partition.balance.clock import Arrivals
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.profile import profile
-from penstock.partition.modules.by_module import split_by_module
+from penstock.partition.forward.by_module import split_by_module
 from penstock.schedule.placement import Placement, linear, looped, v_shape
 from tests.real_models import REAL_MODELS
 

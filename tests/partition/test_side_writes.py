@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, draw_step_seed, microbatch_rng
-from penstock.partition.modules.by_module import NotByModule, split_by_module
+from penstock.partition.forward.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.partition.odd_models import DIM, Block, own_loss

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.partition.torch_private import (
+from penstock._torch_compat import (
     by_positions,
     copied_shell,
     has_backward_hooks,

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from penstock import Pipeline, StageError
-from penstock.runtime.c10d import C10dTransport
-from penstock.runtime.group import chosen_device
+from penstock.runtime.comm.c10d import C10dTransport
+from penstock.runtime.comm.process_group import chosen_device
 from penstock.runtime.moving import is_placed, moved
 
 META = torch.device("meta")

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import Pipeline, build, draw_step_seed, microbatch_rng
+from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
 from penstock.schedule.passes import recompute
-from penstock.stage.manual import PipelineStage
 from tests.agreement import BIDIRECTIONAL, ROUNDING, TRAINING, virtuals
 from tests.dropout import MICROBATCHES, compare_dropout, dropping, plain_steps
 from tests.models import DIM, features, token_loss

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from penstock import _torch_compat
 from penstock.cause import as_error, cause_of
+from penstock.compat.announcing import key_of
 from penstock.errors import PartitionError, StageError
-from penstock.partition.modules.units import NotByModule
-from penstock.runtime import torch_private
-from penstock.runtime.c10d import C10dTransport
+from penstock.partition.forward.units import NotByModule
+from penstock.runtime.comm.c10d import C10dTransport
 from penstock.runtime.failure import Place
 from penstock.runtime.watcher import Watcher
-from penstock.stage.announcing import key_of
 
 
 def test_one_second_connection_per_store_and_no_longer_than_it() -> None:
@@ -53,7 +53,7 @@ def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
     transport: Any = object.__new__(C10dTransport)
     transport._group, transport._processes, transport.number = every, every.processes, 0
     transport._watcher = Watcher(1.0, lambda whom: None)
-    monkeypatch.setattr(torch_private, "make_group", lambda *told, **_: store.set(told[2], "here"))
+    monkeypatch.setattr(_torch_compat, "make_group", lambda *told, **_: store.set(told[2], "here"))
     transport._new_group("gloo", "control")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.flat import flat_meta, flatten_tensors, unflatten_tensors
+from penstock.runtime.comm.flat import flat_meta, flatten_tensors, unflatten_tensors
 
 DTYPES = (
     torch.float64,

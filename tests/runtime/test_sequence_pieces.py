@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline, build
+from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError, StageError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
-from penstock.stage.manual import PipelineStage
 from tests.models import VOCABULARY, token_loss
 from tests.sequences import DIM, Block, Embed, causal, compare_steps, token_batch
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock import PipelineStage
-from penstock.runtime import shapes
-from penstock.runtime.shapes import ShapeBook, conditions
+from penstock.runtime import shape_cache as shapes
+from penstock.runtime.shape_cache import ShapeBook, conditions
 from tests.agreement import Twins
 from tests.models import DIM, features, mlp
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.runtime.torch_private import (
+from penstock._torch_compat import (
     has_grad_hooks,
     has_tensor_hooks,
     is_lost_connection,

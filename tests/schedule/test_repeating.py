@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.builders.repeating import PassBlock, place_block, repeat
-from penstock.schedule.builders.squeezing import squeeze
 from penstock.schedule.check import check
+from penstock.schedule.families.repeating import PassBlock, place_block, repeat
+from penstock.schedule.families.squeezing import squeeze
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs

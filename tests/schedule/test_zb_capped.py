@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule.builders import zb_capped
-from penstock.schedule.builders.squeezing import Squeezed, squeeze
+from penstock.schedule.families import zb_capped
+from penstock.schedule.families.squeezing import Squeezed, squeeze
 
 COSTS = [{}, {"forward": 2, "input_grad": 3, "weight_grad": 1.5}, {"forward": 0.3}]
 

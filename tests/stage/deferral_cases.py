@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.stage.deferred.deferred import DeferredWeights
+from penstock.stage.weight_grad.deferred import DeferredWeights
 
 Gradients = dict[str, Tensor | None]
 

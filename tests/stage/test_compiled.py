@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.stage.deferred.compiled import keep_compiled
-from penstock.stage.deferred.deferred import DeferredWeights, find_leaks
+from penstock.stage.weight_grad.compiled import keep_compiled
+from penstock.stage.weight_grad.deferred import DeferredWeights, find_leaks
 from tests.stage.deferral_cases import assert_same, gradients
 
 Graphs = list[fx.GraphModule]

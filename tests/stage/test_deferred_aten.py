@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.capture.split_model import pipeline
-from penstock.stage.deferred.deferred import DeferredWeights
-from penstock.stage.deferred.rules import proxy_grads
+from penstock.partition.export.split_model import pipeline
+from penstock.stage.weight_grad.deferred import DeferredWeights
+from penstock.stage.weight_grad.rules import proxy_grads
 
 
 class Own(nn.Module):

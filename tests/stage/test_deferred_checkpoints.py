@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.stage.deferred.deferred import DeferredWeights
+from penstock.stage.weight_grad.deferred import DeferredWeights
 from tests.stage.deferral_cases import (
     Calls,
     assert_same,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.errors import StageError
-from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, find_leaks
+from penstock.stage.weight_grad.deferred import CannotDeferError, DeferredWeights, find_leaks
 from penstock.testing.compare import plain_step
 from tests.stage.deferral_cases import (
     Block,

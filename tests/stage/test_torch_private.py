@@ -6,7 +6,7 @@ import torch
 import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 
-from penstock.stage.torch_private import (
+from penstock._torch_compat import (
     autocast_enabled,
     deferrable_now,
     observe_at_node,

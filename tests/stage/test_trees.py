@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from penstock import BoundaryError
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.trees import flatten
+from penstock.stage.pytree import flatten
 
 
 class Tagged:

@@ -36,7 +36,7 @@ def load_model(asked: Asked) -> Loaded:
     """
     import torch
 
-    from penstock.stage.trees import map_tensors
+    from penstock.stage.pytree import map_tensors
 
     dtype = getattr(torch, asked.dtype, None)
     if not isinstance(dtype, torch.dtype):

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from penstock.stage.trees import as_args
+from penstock.stage.pytree import as_args
 
 __all__ = ["Example", "as_call", "own_loss"]
 

@@ -23,13 +23,13 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, as_call
-from penstock.partition.capture.not_captured import NotCaptured
-from penstock.partition.modules.homes import Cuts, CutSpec
+from penstock.partition.export.not_captured import NotCaptured
+from penstock.partition.forward.homes import Cuts, CutSpec
 from penstock.partition.sequential import cut, even_split, is_row, layers_of
 
 if TYPE_CHECKING:
     from penstock.partition.balance.own_plan import OwnPlan
-    from penstock.partition.capture.pipe import Pipe
+    from penstock.partition.export.pipe import Pipe
 
 __all__ = [
     "ModelCut",
@@ -130,8 +130,8 @@ def cut_model(
     # What rows of layers do without is imported when it is needed, here and below: it is half of
     # all that Pipeline would import.
     from penstock.partition.balance.own_plan import OwnPlan
-    from penstock.partition.modules.by_module import computes_loss
-    from penstock.partition.modules.units import find_blocks
+    from penstock.partition.forward.by_module import computes_loss
+    from penstock.partition.forward.units import find_blocks
 
     if num_stages == 1 and split is None:
         has_loss = example is not None and computes_loss(model, example)
@@ -166,7 +166,7 @@ def _by_module_or_captured(
     example: Example | None,
     device: torch.device,
 ) -> ModelCut:
-    from penstock.partition.modules.by_module import NotByModule, split_by_module
+    from penstock.partition.forward.by_module import NotByModule, split_by_module
 
     name = type(model).__name__
     try:
@@ -241,9 +241,9 @@ def _captured(
 
 def _pipe(model: nn.Module, split: Cuts | None, example: Example) -> Pipe:
     """The captured model, cut as asked for; where its forward marks it, if nothing is."""
-    from penstock.partition.capture.by_names import pipeline_of_counts, pipeline_of_names
-    from penstock.partition.capture.markers import SplitPoint
-    from penstock.partition.capture.split_model import pipeline
+    from penstock.partition.export.by_names import pipeline_of_counts, pipeline_of_names
+    from penstock.partition.export.markers import SplitPoint
+    from penstock.partition.export.split_model import pipeline
 
     args, kwargs = as_call(example)
     if split is None:

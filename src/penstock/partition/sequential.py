@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from penstock._torch_compat import children, has_forward_hooks, is_sequential
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import dealt
-from penstock.partition.torch_private import children, has_forward_hooks, is_sequential
 
 __all__ = ["LayerRow", "LayerSplit", "cut", "even_split", "is_row", "layers_of"]
 

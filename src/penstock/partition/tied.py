@@ -5,8 +5,8 @@
 
 A tie is a mapping from each stage that holds the parameter to its name there. Where stages lie on
 several ranks each process has a parameter of its own, and a tie is what remains to say that they
-are one: ``penstock.runtime.sharing`` sums their gradients. Running statistics can't be summed so,
-for each call starts from what the last one left: they are refused. This module knows no ranks.
+are one: ``penstock.parallel.tied_params`` sums their gradients. Running statistics can't be summed
+so, for each call starts from what the last one left: they are refused. This module knows no ranks.
 """
 
 from __future__ import annotations

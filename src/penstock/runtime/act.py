@@ -24,22 +24,22 @@ from penstock.errors import ScheduleError, StageError, Where
 from penstock.runtime.batch import Batch
 from penstock.runtime.blocks import BlockFunction, played_by
 from penstock.runtime.call import Call
+from penstock.runtime.comm.base import Transport
+from penstock.runtime.comm.recv_queue import Inbox
 from penstock.runtime.executor import Executor
-from penstock.runtime.inbox import Inbox
 from penstock.runtime.lanes import Lanes, can_overlap, has_blocks, why_in_turn
 from penstock.runtime.outputs import join_outputs
-from penstock.runtime.player import Player
 from penstock.runtime.role import Role
 from penstock.runtime.same_batch import looks_of, remark_on_others
-from penstock.runtime.shapes import ShapeBook, conditions
-from penstock.runtime.transport import Transport
+from penstock.runtime.shape_cache import ShapeBook, conditions
+from penstock.runtime.stage_runner import Player
 from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Op
 from penstock.schedule.order import global_order
 from penstock.schedule.program import CheckedProgram
 from penstock.stage.device_streams import DeviceStreams
+from penstock.stage.pytree import flatten
 from penstock.stage.stage import Stage
-from penstock.stage.trees import flatten
 
 __all__ = ["Act"]
 

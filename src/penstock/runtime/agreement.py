@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.runtime.transport import Transport
+from penstock.runtime.comm.base import Transport
 
 __all__ = ["digest", "hold_together"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.stage.trees import map_tensors, tensors_of
+from penstock.stage.pytree import map_tensors, tensors_of
 
 __all__ = ["Batch"]
 

@@ -18,9 +18,9 @@ from penstock.errors import StageError
 from penstock.runtime.batch import Batch
 from penstock.runtime.loss import scalar_loss
 from penstock.runtime.role import Role
+from penstock.stage.dtensor import in_full, is_spread
+from penstock.stage.pytree import map_tensors
 from penstock.stage.slots import Slot
-from penstock.stage.spread import in_full, is_spread
-from penstock.stage.trees import map_tensors
 
 __all__ = ["Ending"]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.cause import message_of
 from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
+from penstock.parallel.tied_params import Sharing
 from penstock.partition.shared_buffers import SharedBuffers
 from penstock.partition.tied import Tie, refuse_shared_statistics
 from penstock.runtime.act import Act
@@ -25,12 +26,11 @@ from penstock.runtime.agreement import digest, hold_together
 from penstock.runtime.batch import Batch
 from penstock.runtime.blocks import BlockFunction
 from penstock.runtime.call import Call
-from penstock.runtime.nccl import channels_of
+from penstock.runtime.comm.base import Transport
+from penstock.runtime.comm.nccl import channels_of
 from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, spans_of
 from penstock.runtime.role import LossFn, Role
-from penstock.runtime.sharing import Sharing
 from penstock.runtime.streams import make_streams, share_step_seed
-from penstock.runtime.transport import Transport
 from penstock.runtime.wrappers import Wrappers
 from penstock.schedule.channels import Channels
 from penstock.schedule.check import check

@@ -7,8 +7,8 @@ from time import perf_counter
 
 import torch
 
+from penstock._torch_compat import profiler_is_on
 from penstock.runtime.call import Call
-from penstock.runtime.torch_private import profiler_is_on
 from penstock.stage.device_streams import DeviceStreams, Event
 
 __all__ = ["Executor"]

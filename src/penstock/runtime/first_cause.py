@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from penstock.cause import Cause, as_error, cause_of
 from penstock.errors import PeerError, PenstockError, Where
-from penstock.runtime.answer import Answer, poll
+from penstock.runtime.comm.answer import Answer, poll
 from penstock.runtime.failure import Board
 from penstock.runtime.group_log import Calls
 from penstock.runtime.watcher import Others, Wait, Watcher, Whom

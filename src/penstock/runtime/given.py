@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from penstock.compat.announcing import default_group
+from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
-from penstock.stage.announcing import default_group
-from penstock.stage.manual import PipelineStage
 
 __all__ = ["check_loss", "check_losses", "check_stages", "check_timeout", "group_of"]
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from penstock.cause import Cause
-from penstock.stage.announcing import key_of
+from penstock.compat.announcing import key_of
 
 __all__ = ["NOBODY", "Calls", "GroupLog", "calls_over"]
 

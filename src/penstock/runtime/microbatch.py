@@ -30,7 +30,7 @@ from torch import Tensor
 
 from penstock.runtime.block_mask import is_block_mask, split_block_mask
 from penstock.runtime.row_trees import ROWS, flatten_rows
-from penstock.stage.trees import same_value
+from penstock.stage.pytree import same_value
 
 __all__ = [
     "Reducer",

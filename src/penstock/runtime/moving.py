@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 
-from penstock.stage.trees import NAMESPACE, flatten, tensors_of
+from penstock.stage.pytree import NAMESPACE, flatten, tensors_of
 
 __all__ = ["is_placed", "moved"]
 

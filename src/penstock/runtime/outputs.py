@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from penstock.runtime.batch import Batch
-from penstock.runtime.transport import Transport
+from penstock.runtime.comm.base import Transport
 from penstock.schedule.program import Program
 from penstock.stage.boundary import BoundarySpec, describe
 

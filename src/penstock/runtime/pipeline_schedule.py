@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.compat.announcing import announced, default_group
+from penstock.compat.stage import PipelineStage
+from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError
 from penstock.partition.tied import Tie
 from penstock.runtime.batching import Batching, Passed, Specs
-from penstock.runtime.c10d import C10dTransport
+from penstock.runtime.comm.base import Transport
+from penstock.runtime.comm.c10d import C10dTransport
+from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.engine import Engine, Options
 from penstock.runtime.given import (
     check_loss,
@@ -27,16 +32,11 @@ from penstock.runtime.given import (
     group_of,
 )
 from penstock.runtime.in_turn import InTurn
-from penstock.runtime.loopback import loopback
 from penstock.runtime.pieces import Pieces
 from penstock.runtime.role import LossFn
-from penstock.runtime.transport import Transport
 from penstock.schedule.action import Step
 from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
-from penstock.stage.announcing import announced, default_group
-from penstock.stage.manual import PipelineStage
-from penstock.torch_names import OF_SCHEDULE, no_attribute
 from penstock.trace import Trace
 
 __all__ = ["DEFAULT_TIMEOUT_S", "PipelineSchedule"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.runtime.block_mask import is_block_mask
 from penstock.runtime.microbatch import is_split_alike
-from penstock.stage.trees import flatten, tensors_of
+from penstock.stage.pytree import flatten, tensors_of
 
 __all__ = ["RowRemarks"]
 

@@ -24,9 +24,9 @@ import optree
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from penstock._torch_compat import pytree_node
 from penstock.stage.mappings import Whole, holds_tensor
-from penstock.stage.torch_private import pytree_node
-from penstock.stage.trees import (
+from penstock.stage.pytree import (
     Make,
     Open,
     attributes,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.batch import Batch
-from penstock.stage.trees import flatten
+from penstock.stage.pytree import flatten
 
 __all__ = ["looks_of", "remark_on_others"]
 

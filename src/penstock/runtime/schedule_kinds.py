@@ -16,6 +16,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from penstock.compat.announcing import announced
+from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
 from penstock.partition.tied import Tie
 from penstock.runtime.blocks import BlockFunction
@@ -25,8 +27,6 @@ from penstock.schedule.action import Overlap, Step
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, save_csv
 from penstock.schedule.words import number_of
-from penstock.stage.announcing import announced
-from penstock.stage.manual import PipelineStage
 
 __all__ = ["PipelineScheduleMulti", "PipelineScheduleRuntime", "PipelineScheduleSingle"]
 

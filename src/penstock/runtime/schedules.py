@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.compat.announcing import announced
+from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
 from penstock.partition.tied import Tie
 from penstock.runtime.given import group_of
@@ -23,8 +25,6 @@ from penstock.runtime.schedule_kinds import (
 from penstock.schedule.catalog import family
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.text import load_csv
-from penstock.stage.announcing import announced
-from penstock.stage.manual import PipelineStage
 
 __all__ = [
     "PipelineSchedule",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
-    """Forwards alone, in order. See ``penstock.schedule.builders``."""
+    """Forwards alone, in order. See ``penstock.schedule.families``."""
 
     schedule_name = "forward-only"
 

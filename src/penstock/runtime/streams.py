@@ -1,6 +1,6 @@
 """Random numbers of one device, over all ranks: who begins the streams, and from which seed.
 
-What a stream is, ``penstock.stage.random_stream`` says. This module draws nothing but the seed.
+What a stream is, ``penstock.stage.rng`` says. This module draws nothing but the seed.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.errors import ScheduleError
-from penstock.runtime.transport import Transport
+from penstock.runtime.comm.base import Transport
 from penstock.schedule.placement import Placement
-from penstock.stage.random_stream import RandomStream, draw_step_seed
+from penstock.stage.rng import RandomStream, draw_step_seed
 from penstock.stage.stage import Stage
 
 __all__ = ["make_streams", "share_step_seed"]

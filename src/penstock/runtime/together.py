@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.c10d import C10dTransport
-from penstock.runtime.control_plane import head_of, numbers_in
+from penstock._torch_compat import takes_cpu_tensors
+from penstock.compat.announcing import own_group
+from penstock.runtime.comm.c10d import C10dTransport
+from penstock.runtime.comm.control_plane import head_of, numbers_in
 from penstock.runtime.group_log import NOBODY, calls_over
-from penstock.runtime.torch_private import takes_cpu_tensors
 from penstock.runtime.watcher import Others
-from penstock.stage.announcing import own_group
 
 __all__ = ["gather_numbers", "together"]
 

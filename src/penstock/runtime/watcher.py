@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
-from penstock.runtime.answer import Answer
+from penstock.runtime.comm.answer import Answer
 from penstock.runtime.failure import Board
 
 __all__ = ["Others", "Wait", "Watcher", "Whom"]

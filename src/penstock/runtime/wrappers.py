@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from penstock.stage.data_parallel import Replicas, replicas_of
+from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.stage.stage import Stage
 
 __all__ = ["Wrappers"]

@@ -1,6 +1,6 @@
 """The families of schedules by name, and what ranks, stages and microbatches each takes.
 
-Penstock's own are the rows of ``penstock.schedule.families``; users add their own with the
+Penstock's own are the rows of ``penstock.schedule.family_rows``; users add their own with the
 decorator of ``penstock.schedule.own``, or through the entry point group ``penstock.schedules``.
 This module builds nothing itself.
 """
@@ -43,7 +43,7 @@ def _normal(name: str) -> str:
 @cache
 def _own() -> tuple[Family, ...]:
     """Penstock's own: imported with the first question, for they are many modules."""
-    from penstock.schedule.families import FAMILIES
+    from penstock.schedule.family_rows import FAMILIES
 
     return FAMILIES
 

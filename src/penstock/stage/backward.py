@@ -15,7 +15,7 @@ of weights need more care:
 - with hooks: their hooks run once, on the sum, when W hands it over.
 
 This is the general way to split a backward, for graphs that exist already. What a stage does by
-default (`penstock.stage.deferred`) is faster: it builds no graph to the weights in the first
+default (`penstock.stage.weight_grad`) is faster: it builds no graph to the weights in the first
 place.
 Functions and results are those that users of torch.distributed.pipelining know.
 """
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
+from penstock._torch_compat import run_backward, without_hooks
 from penstock.errors import StageError
 from penstock.stage.full_backward import Grads, failed, mismatch, stage_backward
 from penstock.stage.reverse_graph import (
@@ -39,7 +40,6 @@ from penstock.stage.reverse_graph import (
     meeting_points,
     reverse_closure,
 )
-from penstock.stage.torch_private import run_backward, without_hooks
 
 __all__ = [
     "construct_reverse_graph",

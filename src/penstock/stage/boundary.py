@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.stage.dtensor import MeshOf, local_part, unknown_mesh, whole
 from penstock.stage.overlap import overlapping
-from penstock.stage.spread import MeshOf, local_part, unknown_mesh, whole
+from penstock.stage.pytree import as_args, decode_tree, encode_tree, flatten
 from penstock.stage.tensor_meta import Plain, TensorMeta, decode_leaf, encode_leaf, plain_tag
-from penstock.stage.trees import as_args, decode_tree, encode_tree, flatten
 
 __all__ = ["BoundarySpec", "describe", "static_spec"]
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import StageError
+from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.tensor_meta import plain_tag
-from penstock.stage.trees import flatten, unflatten
 from penstock.stage.wrappers import unwrapped
 
 __all__ = ["Carry", "takes_state"]

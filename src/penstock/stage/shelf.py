@@ -22,9 +22,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from penstock._torch_compat import has_memory, saved_through
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
-from penstock.stage.torch_private import has_memory, saved_through
 
 __all__ = ["Copier", "Shelf"]
 

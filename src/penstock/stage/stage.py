@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from penstock._torch_compat import run_backward
 from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.carry import Carry
 from penstock.stage.device_streams import indexed
-from penstock.stage.random_stream import RandomStream
+from penstock.stage.dtensor import Spread, find_mesh, unknown_mesh
+from penstock.stage.pytree import flatten
+from penstock.stage.rng import RandomStream
 from penstock.stage.slots import Slot
-from penstock.stage.spread import Spread, find_mesh, unknown_mesh
-from penstock.stage.torch_private import run_backward
-from penstock.stage.trees import flatten
 from penstock.stage.wrappers import unwrapped
 from penstock.stage.writable import InputWriter
 
@@ -189,11 +189,11 @@ class Stage:
 
     def _run_deferring(self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # Imported where weight gradients are put off, since few schedules do that.
-        from penstock.stage.deferred.deferred import DeferredWeights, find_leaks
+        from penstock.stage.weight_grad.deferred import DeferredWeights, find_leaks
 
         known = self._leaks is not None and self._leaks[0] is self.submod
         if not known:
-            from penstock.stage.deferred.compiled import keep_compiled
+            from penstock.stage.weight_grad.compiled import keep_compiled
 
             keep_compiled(self.submod)
         slot.work = work = DeferredWeights(self._leaks[1] if known and self._leaks else ())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
-from penstock.stage.spread import Spread, local_part, spread_of
+from penstock.stage.dtensor import Spread, local_part, spread_of
 
 __all__ = ["Plain", "TensorMeta", "decode_leaf", "encode_leaf", "plain_tag"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.stage.torch_private import WRAPPERS_KEEP_UNDER
+from penstock._torch_compat import WRAPPERS_KEEP_UNDER
 
 __all__ = ["named_plainly", "plain_name", "unwrapped"]
 

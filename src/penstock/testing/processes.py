@@ -35,7 +35,7 @@ Work = Callable[..., Any]
 # With torch's compiler and its sharded wrappers, which half of all models need.
 _IMPORTED = (
     "penstock.assembly",
-    "penstock.partition.capture.capture",
+    "penstock.partition.export.capture",
     "penstock.pipeline",
     "penstock.training.checkpoint",
     "torch.distributed.fsdp",

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import shortened
 from penstock.partition.tied import Tie, all_names, first_name
-from penstock.runtime.group import gather_state, objects_group
+from penstock.runtime.comm.process_group import gather_state, objects_group
 from penstock.runtime.together import together
 from penstock.schedule.placement import Placement
 from penstock.stage.stage import Stage

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from penstock._torch_compat import children, has_no_forward, is_sequential
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockKind
 from penstock.partition.balance.own_plan import OwnPlan
-from penstock.partition.torch_private import children, has_no_forward, is_sequential
 
 __all__ = ["Block", "Unit", "gather", "units_of"]
 

@@ -21,9 +21,9 @@ from penstock.partition.balance.blocks import Unit
 from penstock.partition.balance.rehearsal import Rehearsal
 from penstock.partition.balance.subject import Subject
 from penstock.partition.balance.watch import UnitWatch
-from penstock.stage.deferred.deferred import DeferredWeights
-from penstock.stage.deferred.delivery import deliver
-from penstock.stage.trees import tensors_of
+from penstock.stage.pytree import tensors_of
+from penstock.stage.weight_grad.deferred import DeferredWeights
+from penstock.stage.weight_grad.delivery import deliver
 
 __all__ = ["Times", "measure"]
 

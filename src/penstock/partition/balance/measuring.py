@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock._torch_compat import children
+from penstock.compat.stage import PipelineStage
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.profile import profile
 from penstock.partition.balance.rehearsal import same
 from penstock.partition.balance.subject import Chained
 from penstock.partition.calls import Example
-from penstock.partition.torch_private import children
-from penstock.stage.manual import PipelineStage
-from penstock.stage.trees import map_tensors, tensors_of
+from penstock.stage.pytree import map_tensors, tensors_of
 
 __all__ = ["measure_model"]
 

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import Block, Unit, gather, units_of
 from penstock.partition.balance.clock import Times, measure
@@ -30,12 +31,11 @@ from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.rehearsal import Rehearsal, rehearse
 from penstock.partition.balance.subject import Chained, Subject
 from penstock.partition.calls import Example
-from penstock.partition.modules.between_blocks import cross_between
+from penstock.partition.forward.between_blocks import cross_between
 from penstock.partition.sequential import is_row
-from penstock.stage.deferred.compiled import keep_compiled
 from penstock.stage.generators import undrawn
-from penstock.stage.manual import PipelineStage
 from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.weight_grad.compiled import keep_compiled
 
 __all__ = ["OnProgress", "profile"]
 

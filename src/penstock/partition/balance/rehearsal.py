@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._torch_compat import saved_through
 from penstock.errors import PartitionError
 from penstock.partition.balance.blocks import Unit
 from penstock.partition.balance.plan import shortened
 from penstock.partition.balance.subject import Subject
 from penstock.partition.balance.traffic import Traffic, memory_of
 from penstock.partition.balance.watch import UnitWatch
-from penstock.stage.deferred.deferred import CannotDeferError, DeferredWeights, find_leaks
-from penstock.stage.torch_private import saved_through
-from penstock.stage.trees import tensors_of
+from penstock.stage.pytree import tensors_of
+from penstock.stage.weight_grad.deferred import CannotDeferError, DeferredWeights, find_leaks
 
 __all__ = ["Rehearsal", "rehearse", "same"]
 

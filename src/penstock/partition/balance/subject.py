@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from penstock.errors import PartitionError
 from penstock.partition.calls import Example, as_call, own_loss
-from penstock.stage.trees import as_args, flatten
+from penstock.stage.pytree import as_args, flatten
 
 __all__ = ["Chained", "Subject"]
 

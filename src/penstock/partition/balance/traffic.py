@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from penstock.stage.trees import tensors_of
+from penstock.stage.pytree import tensors_of
 
 __all__ = ["Traffic", "memory_of"]
 

@@ -1,0 +1,1081 @@
+"""Every private name of torch that Penstock uses, and why.
+
+``tests/test_torch.py`` names the versions of torch that they were seen to work on. Nothing else in
+the library reaches below public torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.distributed import distributed_c10d
+from torch.export import _trace as export_trace
+from torch.fx.experimental import symbolic_shapes
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from torch.distributed._composable.replicate import DDP as ComposableDdp
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+__all__ = [
+    "HOOKS",
+    "REGISTRIES",
+    "WRAPPERS_KEEP_UNDER",
+    "WRAPPERS_STATE",
+    "argument_effects",
+    "as_fake",
+    "autocast_enabled",
+    "autocast_state",
+    "broadcast_ddp_buffers",
+    "by_positions",
+    "children",
+    "composable_syncs",
+    "copied_shell",
+    "ddp_casts",
+    "ddp_comm_hook",
+    "ddp_parameters",
+    "ddp_within",
+    "deferrable_now",
+    "fake_mode",
+    "forward_of",
+    "fsdp_finish_backward",
+    "fused_by",
+    "has_backward_hooks",
+    "has_forward_hooks",
+    "has_grad_hooks",
+    "has_memory",
+    "has_no_forward",
+    "has_tensor_hooks",
+    "in_function_forward",
+    "in_transform",
+    "is_composable_ddp",
+    "is_data_dependent",
+    "is_fsdp",
+    "is_fsdp1",
+    "is_lost_connection",
+    "is_random",
+    "is_sequential",
+    "is_shared",
+    "make_group",
+    "mutated_arguments",
+    "observe_grad",
+    "pop_mode",
+    "profiler_is_on",
+    "push_mode",
+    "pytree_node",
+    "quietly",
+    "refusing",
+    "registries",
+    "run_backward",
+    "run_uncompiled",
+    "same_storage",
+    "saved_tensor_hooks_active",
+    "saved_through",
+    "shape_check",
+    "shape_text",
+    "switch_ddp_sink",
+    "takes_cpu_tensors",
+    "watched_hooks",
+    "without_hooks",
+    "without_modes",
+    "without_override_check",
+    "without_torch_function",
+    "wrapper_subclass",
+]
+
+# -------------------- stages and the deferral of weight gradients --------------------
+# Where torch.compile and the wrapper of activation checkpointing hold the module that they wrap.
+WRAPPERS_KEEP_UNDER = ("_orig_mod", "_checkpoint_wrapped_module")
+
+# The public torch.is_autocast_enabled(device) wants the device's name, which costs more to ask
+# for than all the rest of an interception.
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+grad_enabled = torch._C.is_grad_enabled
+# What TorchFunctionMode does on its way in and out, less two calls each.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+engine = torch.autograd.Variable._execution_engine
+interpreters = torch._C._functorch.peek_interpreter_stack
+
+
+@contextmanager
+def without_modes(kind: type) -> Iterator[None]:
+    """Take the function modes of one kind off the stack for a while.
+
+    Args:
+        kind: their class; modes of other classes stay active.
+
+    Example:
+        >>> from torch.overrides import TorchFunctionMode
+        >>> class Loud(TorchFunctionMode):
+        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
+        ...         raise AssertionError(func)
+        >>> with Loud(), without_modes(Loud):
+        ...     torch.ones(1)
+        tensor([1.])
+    """
+    modes = [pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    others = [mode for mode in modes if not isinstance(mode, kind)]
+    for mode in reversed(others):
+        push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            pop_mode()
+        for mode in reversed(modes):
+            push_mode(mode)
+
+
+@contextmanager
+def without_hooks(*leaves: Tensor) -> Iterator[None]:
+    """Call none of these leaves' hooks on gradients for a while.
+
+    Example:
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> handle = x.register_hook(lambda grad: grad * 2)
+        >>> with without_hooks(x):
+        ...     x.sum().backward()
+        >>> x.sum().backward()
+        >>> x.grad
+        tensor([3.])
+    """
+    # The engine reads these dictionaries when it calls what is in them.
+    hooks = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves)
+    away = [(each, dict(each)) for both in hooks for each in both if each]
+    for each, _ in away:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, kept in away:
+            each.update(kept)
+
+
+def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward(roots, grads)``, without what it costs before the engine starts.
+
+    What it checks in Python (shapes, symbolic ones among them), the engine checks again. On other
+    devices than the CPU the engine has threads of its own, which torch hands more context to:
+    call torch's there.
+
+    Args:
+        roots: where to start, on the CPU.
+        grads: the gradient of each.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> run_backward([x * 3], [torch.ones(2)])
+        >>> x.grad
+        tensor([3., 3.])
+    """
+    engine.run_backward(
+        tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether saved tensors pass through hooks now: checkpointing, ``save_on_cpu``.
+
+    Returns:
+        True inside ``torch.autograd.graph.saved_tensors_hooks``.
+
+    Example:
+        >>> with torch.autograd.graph.save_on_cpu():
+        ...     saved_tensor_hooks_active()
+        True
+    """
+    return top_hooks(False) is not None
+
+
+@contextmanager
+def saved_through(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], refused: PenstockError
+) -> Iterator[None]:
+    """Let what autograd saves pass through hooks.
+
+    Args:
+        pack: called with each tensor that is saved.
+        unpack: called with what ``pack`` returned, when it is needed again.
+        refused: what to raise where ``torch.func.grad`` and its kin are met, which refuse hooks.
+    """
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    except RuntimeError as error:
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+            raise refused from error
+        raise
+
+
+def deferrable_now() -> bool:
+    """Whether an operation called now is recorded by autograd, and by nothing beside it.
+
+    Returns:
+        False under ``no_grad`` and inside functional transforms and forward-mode differentiation.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     deferrable_now()
+        False
+    """
+    return grad_enabled() and interpreters() is None and forward_ad._current_level < 0
+
+
+def in_transform(value: object) -> bool:
+    """Whether ``value`` was computed inside of ``torch.func.grad``, ``vjp`` or the like.
+
+    Example:
+        >>> in_transform(torch.ones(()))
+        False
+    """
+    return isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there is memory behind ``tensor``: not where it stands for zeros, as tangents do.
+
+    Example:
+        >>> has_memory(torch.ones(())), has_memory(torch._efficientzerotensor(()))
+        (True, False)
+    """
+    return not tensor._is_zerotensor()
+
+
+class ObserverLast(dict[Any, Callable[..., Any]]):
+    """The hooks of one tensor, run in insertion order, with the observer kept last.
+
+    Hooks that a user adds later may replace the gradient, and the observer has to see what the
+    operation itself receives.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __setitem__(self, key: Any, hook: Callable[..., Any]) -> None:
+        observer = self.pop("observer")
+        super().__setitem__(key, hook)
+        super().__setitem__("observer", observer)
+
+
+def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
+    """Have ``observer`` called with the gradient that reaches the operation behind ``tensor``.
+
+    The same as ``Tensor.register_hook`` at a third of its cost, and run after hooks that are
+    registered later.
+
+    Args:
+        tensor: a result of an operation that no hook was registered on yet.
+        observer: called with each gradient of ``tensor``; must return None.
+
+    Example:
+        >>> seen = []
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = x * 2
+        >>> observe_grad(y, seen.append)
+        >>> handle = y.register_hook(lambda grad: grad * 5)
+        >>> y.sum().backward()
+        >>> seen, x.grad
+        ([tensor([5., 5.])], tensor([10., 10.]))
+    """
+    tensor._backward_hooks = ObserverLast(observer=observer)
+    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+
+
+def observed(tensor: Tensor) -> bool:
+    """Whether ``observe_grad`` has been called on ``tensor``."""
+    return type(tensor._backward_hooks) is ObserverLast
+
+
+def observe_at_node(tensor: Tensor) -> None:
+    """Move the observer of ``tensor`` behind the hooks of its graph node.
+
+    Hooks registered on ``tensor.grad_fn`` itself run after those of the tensor. A node's
+    post-hook is given the gradients as the operation received them, whatever came before.
+    """
+    hooks: dict[Any, Callable[..., Any]] = tensor._backward_hooks  # type: ignore[assignment]
+    observer = hooks["observer"]
+    index = tensor.output_nr
+    dict.__setitem__(hooks, "observer", ignore)
+
+    def at_node(_: Any, received: tuple[Tensor | None, ...]) -> None:
+        observer(received[index])
+
+    tensor.grad_fn.register_hook(at_node)  # type: ignore[union-attr]
+
+
+def ignore(_: Tensor) -> None:
+    """An observer that has moved elsewhere."""
+
+
+NO_OVERRIDES = {
+    name: lambda *_: False
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+}
+
+
+def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A twin of one of torch's Python functions that runs its body under an active mode.
+
+    Such functions offer themselves whole to the active mode before they do anything, so that a
+    mode never sees what happens inside. The twin shares code and defaults, and skips the offer.
+
+    Args:
+        function: a Python function of torch, such as ``F.multi_head_attention_forward``.
+
+    Returns:
+        The twin, or None where ``function`` is not written in Python.
+
+    Example:
+        >>> twin = without_override_check(torch.nn.functional.layer_norm)
+        >>> twin(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
+        tensor([[-1.,  1.]])
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    twin = FunctionType(
+        function.__code__,
+        {**function.__globals__, **NO_OVERRIDES},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+# Registered with torch's pytree, and no trees of rows: torch's own sizes, and the mask of flex
+# attention, whose tensors hold numbers of blocks.
+NO_TREES = ("torch.Size", "torch.nn.attention.flex_attention.BlockMask")
+
+
+def pytree_node(
+    cls: type[Any],
+) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Sequence[Any], Any], Any]] | None:
+    """How values of a class are opened and made, where it is registered with torch's pytree.
+
+    Args:
+        cls: the class; a subclass of a registered one is not registered by that.
+
+    Returns:
+        Two functions: one gives children and context of a value, the other a value of these.
+
+    Example:
+        >>> class Point:
+        ...     def __init__(self, x):
+        ...         self.x = x
+        >>> pytree_node(Point)
+        >>> torch.utils._pytree.register_pytree_node(
+        ...     Point, lambda point: ([point.x], None), lambda children, _: Point(*children)
+        ... )
+        >>> opened, made = pytree_node(Point)
+        >>> children, context = opened(Point(3))
+        >>> made(children, context).x
+        3
+    """
+    node = _pytree.SUPPORTED_NODES.get(cls)
+    if node is None or f"{cls.__module__}.{cls.__qualname__}" in NO_TREES:
+        return None
+    unflatten = node.unflatten_fn
+    return node.flatten_fn, lambda children, context: unflatten(list(children), context)
+
+
+# -------------------- DDP, FSDP2 and replicate --------------------
+# Importing these parts of torch takes a second. Whoever has wrapped a module has imported them;
+# where nobody has, no module is wrapped.
+
+
+def _loaded(module_name: str, name: str) -> Any:
+    return getattr(sys.modules.get(module_name), name, ())
+
+
+def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
+    """Whether ``module`` was given to ``fully_shard``."""
+    return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule"))
+
+
+def is_fsdp1(module: object) -> TypeGuard[FullyShardedDataParallel]:
+    """Whether ``module`` is wrapped in the first FSDP."""
+    return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+def is_composable_ddp(module: object) -> TypeGuard[ComposableDdp]:
+    """Whether ``module`` was given to the ``replicate`` that stands on DDP."""
+    return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
+
+
+def _replicate_state(module: ComposableDdp) -> Any:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate.state(module)  # type: ignore[arg-type]
+
+
+def ddp_casts(module: DistributedDataParallel) -> bool:
+    """Whether DDP itself casts parameters and gradients: it was given ``mixed_precision``."""
+    return module.mixed_precision is not None
+
+
+def ddp_comm_hook(module: DistributedDataParallel) -> Callable[[Any], Any] | None:
+    """The communication hook that the user registered, its state filled in."""
+    for hook, state in module._comm_hooks:
+        return partial(hook, state)
+    return None
+
+
+def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
+    """Give every replica the buffers of the first one, those that DDP was told to ignore aside."""
+    module._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that DDP keeps alike: not those it was told to ignore."""
+    held: list[nn.Parameter] = module._module_parameters
+    return [p for p in held if p.requires_grad]
+
+
+def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
+    """Whether ``static_graph`` is kept from its own all-reduce at the end of the first backward.
+
+    With a static graph, DDP puts off the first all-reduce to the end of the first backward, even
+    under ``no_sync()``, where it then fails.
+
+    Returns:
+        What it was before.
+    """
+    if not module.static_graph:
+        return off
+    before: bool = module._static_graph_delay_allreduce_enqueued
+    module._static_graph_delay_allreduce_enqueued = off
+    return before
+
+
+def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
+    """The DDP module behind a module given to ``replicate``; made now if it was not yet."""
+    state = _replicate_state(module)
+    if state._init_args or state._init_kwargs:
+        state.lazy_init()
+    ddp: DistributedDataParallel = state._ddp
+    return ddp
+
+
+def composable_syncs(module: ComposableDdp) -> bool:
+    """Whether a module given to ``replicate`` reduces its gradients."""
+    state = _replicate_state(module)
+    return not state._no_sync
+
+
+def fsdp_finish_backward(root: FSDPModule) -> None:
+    """Reduce-scatter what the parameters of ``root`` have gathered, as after a last backward.
+
+    FSDP does so from a callback of the autograd engine at the end of ``backward()``; here the
+    weight gradients may come after any engine run. Where it sees no tensor in a module's output,
+    the callback was never set, and the parameters count as done with since their last microbatch.
+    """
+    state: Any = root._get_fsdp_state()
+    for each in state._state_ctx.all_states:
+        for group in _fsdp_groups(each):
+            group._training_state = type(group._training_state).IDLE
+    # Of torch 2.15, likewise set by the callback.
+    context, manual = state._state_ctx, "manual_backward_finalization_active"
+    setattr(context, manual, getattr(context, manual, None) or False)
+    state._root_post_backward_final_callback()
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that one module's FSDP gathers; torch 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [group for group in (state._fsdp_param_group,) if group is not None]
+
+
+# -------------------- the runtime and process groups --------------------
+def has_grad_hooks(param: Tensor) -> bool:
+    """Whether hooks run whenever the gradient of ``param`` has been accumulated."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def has_tensor_hooks(param: Tensor) -> bool:
+    """Whether hooks change the gradient of ``param`` before it is accumulated."""
+    return bool(param._backward_hooks)
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether torch raised ``error`` for a process that can't be reached; gloo says so in words."""
+    said_by_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return said_by_gloo or isinstance(error, dist.DistError)
+
+
+def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether one of the group's backends moves CPU tensors."""
+    return torch.device("cpu") in group._device_types
+
+
+def profiler_is_on() -> bool:
+    """Whether ``torch.profiler`` is recording in this process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def make_group(
+    ranks: Sequence[int], backend: str, name: str, *, timeout_s: float
+) -> dist.ProcessGroup:
+    """A group of some processes, made by these alone.
+
+    ``new_group`` names groups by how many this process is in already, which may differ from rank
+    to rank; sorts the ranks; and, where the default group is bound to a device, makes one over
+    which sends and receives wait for each other, by a call that all processes have to join.
+
+    Args:
+        ranks: the processes, in the group's order; each of them calls.
+        backend: ``"gloo"`` or ``"nccl"``.
+        name: the same on each of them, and of no other group.
+        timeout_s: after how long torch itself ends a wait of theirs.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there is a pipeline's group"
+    _, store = distributed_c10d._world.pg_map[world]
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(world.rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            group_name=distributed_c10d.GroupName(name),
+            timeout=timedelta(seconds=timeout_s),
+            group_desc="penstock",
+        )
+    finally:
+        world.bound_device_id = bound
+    numbers = {process: number for number, process in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[made] = numbers
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+# -------------------- cutting models by module --------------------
+# Where a module keeps its hooks, and what is said of each.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+# The registries of a module that its copy must not share.
+REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS)
+
+# What FSDP2 and replicate keep on the modules that they wrap; a number of its own stands behind.
+WRAPPERS_STATE = "__composable_api_state_key_"
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs hooks beside its forward, in the forward or the backward."""
+    return bool(module._forward_pre_hooks or module._forward_hooks or has_backward_hooks(module))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a backward through ``module`` runs hooks of its own."""
+    return bool(module._backward_pre_hooks or module._backward_hooks)
+
+
+def forward_of(module: nn.Module) -> Any:
+    """What calling ``module`` runs: a function of its own or of its class.
+
+    Looked for in their dicts: some classes of torch.jit fail where they are asked for it.
+
+    Example:
+        >>> forward_of(nn.Identity()) is nn.Identity.forward
+        True
+    """
+    owners = (module, *type(module).__mro__)
+    return next(vars(owner)["forward"] for owner in owners if "forward" in vars(owner))
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether ``module`` runs its children one after the other, as ``nn.Sequential`` does.
+
+    Example:
+        >>> is_sequential(nn.ModuleList()), is_sequential(nn.Sequential())
+        (False, True)
+    """
+    return forward_of(module) is nn.Sequential.forward
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Whether ``module`` only holds others, as ``nn.ModuleList`` does, and can't be called.
+
+    Example:
+        >>> has_no_forward(nn.ModuleList()), has_no_forward(nn.Sequential())
+        (True, False)
+    """
+    inherited: Any = nn.Module.forward
+    return forward_of(module) is inherited
+
+
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters, and its buffers."""
+    return module._parameters, module._buffers
+
+
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The direct children by name; one that stands in several places, in each."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
+    """A module with the attributes of ``module``, whose registries can be changed apart from it.
+
+    Args:
+        module: the module to copy; its parameters, buffers and children are those of the copy.
+        cls: the class of the copy; the module's own if None.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> copy = copied_shell(linear)
+        >>> del copy.bias
+        >>> copy.weight is linear.weight, linear.bias is None
+        (True, False)
+    """
+    made: nn.Module = object.__new__(cls or type(module))
+    attributes = dict(vars(module))
+    for name in REGISTRIES:
+        if name in attributes:
+            attributes[name] = attributes[name].copy()
+    object.__setattr__(made, "__dict__", attributes)
+    return made
+
+
+def fused_by(module: nn.Module) -> str | None:
+    """What makes one thing of a module's forward, so that its copy would run the module itself.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> fused_by(linear) is None
+        True
+        >>> linear.compile(backend="eager")
+        >>> fused_by(linear)
+        'torch.compile'
+    """
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    held = [value for value in vars(module).values() if callable(value)]
+    compiled |= any(hasattr(value, "_torchdynamo_orig_callable") for value in held)
+    if compiled or is_compiled(module):
+        return "torch.compile"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "torch.jit"
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` makes of another one."""
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+
+
+def run_uncompiled(copy: nn.Module) -> None:
+    """Have a copied shell run its own children, where the module that it is of is compiled."""
+    vars(copy)["_compiled_call_impl"] = None
+    if is_compiled(copy):
+        vars(copy)["forward"] = lambda *args, **kwargs: copy._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
+
+
+def without_torch_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``func`` past ``__torch_function__``: operations reach ``__torch_dispatch__`` alone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have the same memory.
+
+    Example:
+        >>> tensor = torch.zeros(2)
+        >>> is_shared(tensor)
+        False
+        >>> other = tensor.detach()
+        >>> is_shared(tensor)
+        True
+    """
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
+    """A tensor of class ``cls`` that has ``like``'s shape, strides and dtype, and no storage."""
+    return Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+def is_data_dependent(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call of an operation of ATen needs values, if only for its result's shape."""
+    if func is torch.ops.aten.index.Tensor:  # by positions the shape is known
+        return any(is_mask(index) for index in args[1])
+    return (
+        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    )
+
+
+def is_mask(index: Any) -> bool:
+    """Whether what a tensor is indexed by says of each element whether to take it."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor], bool]) -> Any:
+    """The arguments of a call of ATen, in which masks of known value have become positions.
+
+    Example:
+        >>> mask = torch.tensor([True, False, True])
+        >>> index = torch.ops.aten.index.Tensor
+        >>> by_positions(index, (torch.ones(3), [mask]), lambda tensor: True)[1]
+        [tensor([0, 2])]
+    """
+    if func is not torch.ops.aten.index.Tensor:
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        known = is_mask(index) and index.dim() > 0 and has_value(index)
+        indices += index.nonzero().unbind(1) if known else [index]
+    return (args[0], indices)
+
+
+def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operation of ATen draws random numbers; attention may do without."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            chance = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(chance != 0)
+    return True
+
+
+def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation of ATen writes into."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in found if value is not None]
+
+
+def fake_mode() -> Any:
+    """Within it, tensors are of ``as_fake``'s kind: on a device by name, without values.
+
+    On the meta device autocast does nothing; for such tensors it does what it does on theirs.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def as_fake(mode: Any, meta: Tensor, device: torch.device) -> Tensor:
+    """A tensor without a value that claims to be on ``device``, like one on the meta device.
+
+    Example:
+        >>> mode = fake_mode()
+        >>> fake = as_fake(mode, torch.ones(2, 2, device="meta"), torch.device("cpu"))
+        >>> with mode, torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     (fake @ fake).dtype
+        torch.bfloat16
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made: Tensor = FakeTensor(mode, meta, device)
+    return made
+
+
+def autocast_state(device: torch.device) -> tuple[Any, ...]:
+    """What autocast does now, on the CPU and on ``device``: equal where it does the same."""
+    kinds = sorted({"cpu", device.type} - {"meta"})
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+    )
+
+
+# Told of hooks, by all that watch them now: one may begin within another.
+_watchers: list[Callable[[str], None]] = []
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
+# Of torch's own code, what looks at the graph in a user's stead.
+_GRAPH = str(Path(torch.__file__).parent / "autograd" / "graph.py")
+
+
+@contextmanager
+def watched_hooks(told: Callable[[str], None]) -> Iterator[None]:
+    """Tell of every tensor that gets a hook on its gradient, or shows its node of the graph.
+
+    Hooks on nodes can't be seen, but who would put one there reads ``grad_fn`` first.
+
+    Example:
+        >>> with watched_hooks(print):
+        ...     handle = torch.zeros(2, requires_grad=True).register_hook(print)
+        registers a hook on a tensor
+    """
+    of: Any = Tensor
+    if not _watchers:
+        of.register_hook = _told_register_hook
+        of.grad_fn = property(_told_grad_fn)
+    _watchers.append(told)
+    try:
+        yield
+    finally:
+        _watchers.remove(told)
+        if not _watchers:
+            of.register_hook = _register_hook
+            del of.grad_fn
+
+
+_register_hook = Tensor.register_hook
+_grad_fn: Any = torch._C.TensorBase.grad_fn
+
+
+def _told_register_hook(tensor: Tensor, hook: Any) -> Any:
+    for watcher in list(_watchers):
+        watcher("registers a hook on a tensor")
+    return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+
+def _told_grad_fn(tensor: Tensor) -> Any:
+    frame: Any = sys._getframe(1)
+    helps = frame.f_code.co_filename == _GRAPH
+    while frame.f_code.co_filename == _GRAPH:
+        frame = frame.f_back
+    reader = frame.f_code.co_filename
+    if not reader.startswith(_OURS if helps else (_TORCH, _OURS)):
+        for watcher in list(_watchers):
+            watcher("reads a tensor's grad_fn")
+    return _grad_fn.__get__(tensor)
+
+
+def in_function_forward() -> bool:
+    """Whether this library is called within the forward of an autograd function of others.
+
+    Such a function makes a graph of its own in its backward, or none.
+
+    Example:
+        >>> in_function_forward()
+        False
+    """
+    frame: Any = sys._getframe(1)
+    ours = True
+    while frame is not None:
+        was, ours = ours, frame.f_code.co_filename.startswith(_OURS)
+        if ours and not was:
+            return False  # what runs around the call of the model's code is no part of it
+        first = next(iter(frame.f_code.co_varnames), "")
+        if isinstance(frame.f_locals.get(first), torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def same_storage(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors share memory; on the meta device, where there is none, whether they
+    would."""
+    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
+
+
+# -------------------- torch.export --------------------
+# Of torch's own modules, those with autograd functions that a graph of operations would lose.
+LOST = ("torch.utils.checkpoint", "torch.nn.modules._functions")
+
+
+HOOK_KINDS = {
+    "registers a hook on a tensor": "Tensor.register_hook(), a hook that would be lost",
+    "reads a tensor's grad_fn": "Tensor.grad_fn, a node that a captured stage does not have",
+}
+
+
+def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
+    """For each argument of an operation: its name, whether a result may share its memory, and
+    whether it is written into. None for what has no schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    # An argument with a mark is written into, or is what a result is a view of. (The results
+    # themselves are not asked: where they are a list, as of split, they carry no mark.)
+    return [
+        (
+            arg.name,
+            arg.alias_info is not None,
+            arg.alias_info is not None and bool(arg.alias_info.is_write),
+        )
+        for arg in schema.arguments
+    ]
+
+
+@contextmanager
+def refusing(refuse: Callable[[str, bool], None]) -> Iterator[None]:
+    """Call ``refuse`` where code run in this does what tracing operations would lose in silence.
+
+    That is: a user's ``autograd.Function`` (its own backward), hooks on tensors, and gradients
+    taken inside a forward.
+
+    Args:
+        refuse: called with what is done, and whether a model cut by module could do it, too: the
+            code between its modules can't take gradients either.
+    """
+    function: Any = torch.autograd.Function
+    apply = function.__dict__["apply"]
+
+    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ in LOST or not cls.__module__.startswith("torch."):
+            what = f"the autograd function {cls.__qualname__}, whose own backward would be lost"
+            refuse(what, True)
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            refuse(f"{name}, which takes gradients", False)
+
+        return call
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (function, "apply", classmethod(checked)),
+        (torch.autograd, "grad", refused("torch.autograd.grad()")),
+        (Tensor, "backward", refused("Tensor.backward()")),
+    ]
+    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        with watched_hooks(lambda what: refuse(HOOK_KINDS[what], True)):
+            yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep torch.export from writing whole graphs to stderr where it fails: the error says it.
+
+    What the model's own code writes there is let through.
+    """
+    chatty = [logging.getLogger(m.__name__) for m in (export_trace, symbolic_shapes)]
+    levels = [logger.level for logger in chatty]
+    shadow: Any = export_trace
+    shadow.print = lambda *args, **kwargs: None  # in the place of the builtin, there alone
+    try:
+        for logger in chatty:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        del shadow.print
+        for logger, level in zip(chatty, levels, strict=True):
+            logger.setLevel(level)
+
+
+def shape_check(
+    program: torch.export.ExportedProgram, argument: str, names: Sequence[str]
+) -> Callable[[Sequence[Tensor]], str | None]:
+    """What an exported program takes for granted about the shapes of its inputs.
+
+    Args:
+        program: the program; its one argument is a list of tensors.
+        argument: the name of that argument.
+        names: what the tensors in the list are called.
+
+    Returns:
+        A function that says what is wrong with the shapes of such tensors, or None.
+    """
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    inputs = [nodes[name] for name in program.graph_signature.user_inputs if name in nodes]
+    shapes = [tuple(node.meta["val"].shape) for node in inputs]
+    fixed: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, float, float]] = []
+    for i, shape in enumerate(shapes):
+        for dim, size in enumerate(shape):
+            if isinstance(size, int):
+                fixed.append((i, dim, size))
+            elif (known := program.range_constraints.get(size.node.expr)) is not None:
+                ranges.append((i, dim, _bound(known.lower, 0), _bound(known.upper, float("inf"))))
+    guards = []
+    for code in program._guards_code:
+        if "._base." in code:  # of the batch that the example was a view of: no input's shape
+            continue
+        text = code
+        for i, name in enumerate(names):
+            text = text.replace(f"L['{argument}'][{i}].size()", f"{name}.shape")
+        guards.append((compile(code, "<guard>", "eval"), text))
+
+    def check(tensors: Sequence[Tensor]) -> str | None:
+        for name, tensor, shape in zip(names, tensors, shapes, strict=True):
+            if tensor.dim() != len(shape):
+                return _wrong(name, tensor, f"{len(shape)} dimensions")
+        for i, dim, size in fixed:
+            if tensors[i].shape[dim] != size:
+                return _wrong(names[i], tensors[i], f"size {size} in dimension {dim}")
+        for i, dim, low, high in ranges:
+            if not low <= tensors[i].shape[dim] <= high:
+                wanted = (
+                    f"a size of at least {low:g}"
+                    if high == float("inf")
+                    else (f"a size from {low:g} to {high:g}")
+                )
+                return _wrong(names[i], tensors[i], f"{wanted} in dimension {dim}")
+        scope = {**symbolic_shapes.SYMPY_INTERP, "L": {argument: tensors}}
+        for compiled, text in guards:
+            if not eval(compiled, scope):
+                shown = ", ".join(
+                    f"{n}: {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True)
+                )
+                return f"the inputs are {shown}, but the model was captured for {text}{_RECAPTURE}"
+        return None
+
+    return check
+
+
+_RECAPTURE = "; capture it with an example of these shapes"
+
+
+def _wrong(name: str, tensor: Tensor, wanted: str) -> str:
+    return (
+        f"input {name} has shape {tuple(tensor.shape)}, but the model was captured for {wanted}"
+        f"{_RECAPTURE}"
+    )
+
+
+def _bound(value: Any, otherwise: float) -> float:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        return otherwise
+
+
+def shape_text(value: Any) -> str:
+    """A captured value for messages: ``float32[*, 8]``, open sizes as stars, or its type."""
+    if isinstance(value, Tensor):
+        sizes = ", ".join(str(size) if isinstance(size, int) else "*" for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
+    return type(value).__name__

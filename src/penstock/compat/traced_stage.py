@@ -1,0 +1,123 @@
+"""The stage of a captured model, with the API of torch's: ``Pipe.build_stage`` makes it.
+
+It is a ``PipelineStage`` that knows the graph of all stages, and that may be given the model's
+own keyword arguments on any rank: they are the first stage's, from which they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from penstock.compat.stage import PipelineStage
+from penstock.errors import StageError
+from penstock.stage.slots import Slot
+
+__all__ = ["GraphInfo", "TracedStage", "build_stage"]
+
+
+class GraphInfo(Protocol):
+    """What a stage needs to know of its pipe; see ``penstock.PipeInfo``."""
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph whose nodes are the stages."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        ...
+
+    @property
+    def shared(self) -> Sequence[Mapping[int, str]]:
+        """For each parameter that several stages hold, its name by stage."""
+        ...
+
+
+class TracedStage(PipelineStage):
+    """A stage of a captured model.
+
+    Args:
+        stage_module: its module, from ``Pipe.get_stage_module``.
+        stage_index: its place, from 0.
+        pipe_info: ``Pipe.info()``.
+        device: where the module lives.
+        group: the pipeline's process group; the default group if None.
+    """
+
+    def __init__(
+        self,
+        stage_module: nn.Module,
+        stage_index: int,
+        pipe_info: GraphInfo,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+        self.pipe_info = pipe_info
+        self.ties = pipe_info.shared
+        nodes = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
+        self._stage_names = {str(node.target): i for i, node in enumerate(nodes)}
+        self.name = nodes[stage_index].name
+
+    def forward(
+        self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
+    ) -> Any:
+        """Run the module; keyword arguments are the first stage's alone."""
+        return super().forward(slot, args, kwargs if self.is_first else {}, defer=defer)
+
+    def get_stage_index_of_submod(self, submod_name: str) -> int:
+        """The index of the stage of this name in the pipe's graph.
+
+        Args:
+            submod_name: such as ``"submod_pp_0"``.
+
+        Raises:
+            StageError: there is none.
+        """
+        if submod_name not in self._stage_names:
+            raise StageError(
+                f"no stage is called {submod_name!r}; the pipe's stages are "
+                f"{list(self._stage_names)}"
+            )
+        return self._stage_names[submod_name]
+
+    def find_dst_rank(self, user: fx.Node) -> int | None:
+        """The rank that holds the stage of a node of the pipe's graph.
+
+        Args:
+            user: a node of ``Pipe.info().graph``.
+
+        Returns:
+            The rank in the group; None for a node that is no stage, such as the output.
+        """
+        if user.op != "call_module":
+            return None
+        return self.stage_index_to_group_rank[self.get_stage_index_of_submod(str(user.target))]
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: GraphInfo,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> TracedStage:
+    """Make the stage of a captured model from its module, which may have been wrapped since.
+
+    Args:
+        stage_module: from ``Pipe.get_stage_module``, wrapped or not.
+        stage_index: its place, from 0.
+        pipe_info: ``Pipe.info()``.
+        device: where the module is to live; it is moved there.
+        group: the pipeline's process group; the default group if None.
+
+    Returns:
+        The stage, to be given to a schedule.
+    """
+    return TracedStage(stage_module.to(device), stage_index, pipe_info, device, group)

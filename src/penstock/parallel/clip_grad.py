@@ -1,0 +1,174 @@
+"""Clip gradients by their total norm, over the stages of all ranks.
+
+    rank 0   ‖grads of its stages‖ ─┐
+    rank 1   ‖grads of its stages‖ ─┴─► total norm ─► the same factor on every rank
+
+It knows parameters and a process group; no stages, no schedules.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.compat.announcing import own_group
+from penstock.errors import StageError
+from penstock.parallel.counted import counts_here, pipeline_size
+from penstock.runtime.comm.process_group import objects_group
+from penstock.runtime.together import gather_numbers, together
+from penstock.stage.device_streams import indexed
+from penstock.stage.dtensor import in_full, is_spread, largest
+
+__all__ = ["clip_grad_norm_"]
+
+# What norms are of, in an order that is the same on every rank.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NO_GRADIENT = -1
+# A rank's norm, whether it is on the device instead, and the number of its dtype.
+_TOLD = struct.Struct("<d?b")
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale all gradients so that their total norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` would on the whole model in one process. Every rank of
+    the pipeline calls it with its own parameters, after ``step`` and before the optimizer. A
+    parameter that stages on several ranks share counts once.
+
+    Args:
+        parameters: this rank's parameters; those without a gradient do not count.
+        max_norm: the largest total norm allowed.
+        norm_type: the p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: whether a total norm that is infinite or not a number is an error.
+        foreach: whether tensors are taken together for speed; torch decides if None.
+        group: the pipeline's process group; the default group if None. Without an initialised
+            process group the parameters are all there are.
+
+    Returns:
+        The total norm before clipping, a scalar; the same on every rank, in the dtype to which
+        all gradients, wherever they are, promote.
+
+    Raises:
+        ValueError: ``norm_type`` is not above 0; or no group was given, and the parameters are
+            those of a pipeline over some of the processes.
+        StageError: the total norm is not finite, and that was to be an error; on every rank.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_([weight], 1.0), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
+    mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    kinds = _by_mesh(mine)
+    norms = _norms_here(kinds, norm_type, foreach)
+    total = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
+    if dist.is_available() and dist.is_initialized():
+        if group is None:
+            _refuse_other_ranks(mine, dist.get_world_size())
+        code = _DTYPES.index(total.dtype) if norms else _NO_GRADIENT
+        # A rank without parameters takes part, over whatever the others' norms travel.
+        device = mine[0].device if mine else torch.device("cpu")
+        total = _over_ranks(total, code, norm_type, group, device)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise StageError(
+            f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
+            "overflow in the forward, or pass error_if_nonfinite=False"
+        )
+    for alike in kinds:
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total, foreach=foreach)
+    return total
+
+
+def _refuse_other_ranks(parameters: Iterable[Tensor], num_ranks: int) -> None:
+    """Where there are replicas of a pipeline, the default group would count its gradients twice."""
+    sizes = {pipeline_size(param) for param in parameters} - {None, num_ranks}
+    if sizes:
+        raise ValueError(
+            f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
+            f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
+        )
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those that have a gradient, by the mesh over which it is spread; torch takes no two together.
+
+    In a stage that is tensor parallel some are spread over one mesh, some over none.
+    """
+    kinds: dict[object, list[Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            kinds.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return [*kinds.values()]
+
+
+def _norms_here(
+    kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None
+) -> list[Tensor]:
+    """The norms of the gradients of this process's stages, by mesh; none where none count here."""
+    norms = []
+    for alike in kinds:
+        grads = [p.grad for p in alike if p.grad is not None and counts_here(p)]
+        if not grads:
+            continue
+        if math.isinf(norm_type) and is_spread(grads[0]):
+            norms.append(largest(grads))
+            continue
+        norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+        norms.append(in_full(norm))  # of sharded gradients the norm is sharded too
+    return norms
+
+
+def _over_ranks(
+    norm: Tensor, code: int, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
+) -> Tensor:
+    """The norm of the ranks' norms, the same on every rank.
+
+    Args:
+        norm: this rank's.
+        code: of its dtype; that of no gradient, where it is of none.
+        norm_type: the p of the p-norm.
+        group: the ranks.
+        device: where this rank's parameters live.
+    """
+    # Doubles: powers of a float32 norm may not fit float32. Gathered: a maximum that is taken on
+    # the way loses what is not a number. What the device has to compute yet is not waited for.
+    made = own_group(group)
+    assert made is not None, "there is a default group"
+    on_device = device.type != "cpu"
+    told = _TOLD.pack(0.0 if on_device else norm.item(), on_device, code)
+    number = int.from_bytes(told, "little")
+    everyones = gather_numbers(objects_group(made), "clip_grad_norm_()", number)
+    norms, any_on_device, codes = zip(
+        *(_TOLD.unpack(each.to_bytes(_TOLD.size, "little")) for each in everyones), strict=True
+    )
+    table = torch.tensor(norms, dtype=torch.float64, device="cpu")
+    if any(any_on_device):
+        table = _gathered_on_device(norm, made, device if on_device else torch.device("cuda"))
+    total: Tensor = torch.linalg.vector_norm(table, norm_type)
+    dtypes = [_DTYPES[each] for each in codes if each != _NO_GRADIENT]
+    return total.to(reduce(torch.promote_types, dtypes) if dtypes else norm.dtype)
+
+
+def _gathered_on_device(norm: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    mine = norm.to(indexed(device), torch.float64)
+    norms = [torch.empty_like(mine) for _ in range(group.size())]
+    with together(group, "clip_grad_norm_()"):
+        dist.all_gather(norms, mine, group)
+    return torch.stack(norms)

@@ -1,0 +1,84 @@
+"""Receives from one peer, posted in the order in which the peer sends.
+
+A receive is posted as soon as it is known what will come. Where that is not known yet (the first
+message of its shape, or shapes that may always change), a note is read first; the receives behind
+it in the queue then wait their turn, so that the order on the wire is kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.comm.base import Receipt, Transport
+from penstock.stage.slots import Slot
+from penstock.stage.tensor_meta import TensorMeta
+
+__all__ = ["Arrival", "Inbox"]
+
+# For a microbatch's slot, what will come, if known; if not, asked again with the peer's note.
+Expect: TypeAlias = Callable[[Slot, bytes | None], Sequence[TensorMeta] | None]
+
+
+class Arrival:
+    """A message whose receive can't be posted yet."""
+
+    __slots__ = ("_expect", "_inbox", "_receipt", "_slot")
+
+    def __init__(self, inbox: Inbox, expect: Expect, slot: Slot) -> None:
+        self._inbox = inbox
+        self._expect = expect
+        self._slot = slot
+        self._receipt: Receipt | None = None
+
+    def post(self) -> None:
+        """Post the receive, reading the peer's note first where that is needed."""
+        metas = self._expect(self._slot, None)
+        if metas is None:
+            note = self._inbox.transport.receive_note(self._inbox.peer)
+            metas = self._expect(self._slot, note)
+        assert metas is not None
+        self._receipt = self._inbox.receive(metas)
+
+    def wait(self) -> Sequence[Tensor]:
+        """The tensors, once they are here."""
+        while self._receipt is None:
+            self._inbox.post_next()
+        return self._receipt.wait()
+
+
+class Inbox:
+    """The receives from one peer.
+
+    Args:
+        transport: this rank's connection.
+        peer: the rank that sends.
+        device: where the tensors go.
+    """
+
+    def __init__(self, transport: Transport, peer: int, device: torch.device) -> None:
+        self.transport = transport
+        self.peer = peer
+        self._device = device
+        self._waiting: deque[Arrival] = deque()
+
+    def expect(self, expect: Expect, slot: Slot) -> Receipt:
+        """Announce the next message: its receive is posted now if that is possible."""
+        metas = None if self._waiting else expect(slot, None)
+        if metas is not None:
+            return self.receive(metas)
+        arrival = Arrival(self, expect, slot)
+        self._waiting.append(arrival)
+        return arrival
+
+    def receive(self, metas: Sequence[TensorMeta]) -> Receipt:
+        """Post one receive."""
+        return self.transport.receive(self.peer, metas, self._device)
+
+    def post_next(self) -> None:
+        """Post the oldest receive that is still waiting for its description."""
+        self._waiting.popleft().post()

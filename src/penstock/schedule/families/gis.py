@@ -1,0 +1,104 @@
+"""GIS and GIS-H: interleaved zero bubble in the least memory, for a somewhat larger bubble.
+
+GIS, P = 2, V = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage:
+
+    rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 .. i3 w3 I2 W2 I3 W3
+    rank 1  .. F0 F1 f0 i0 w0 f1 i1 w1 F2 I0 W0 F3 I1 W1 f2 i2 w2 f3 i3 w3 I2 W2 I3 W3 ..
+
+GIS-H, P = 3, V = 2, M = 3:
+
+    rank 0  F0 F1 .. f0 f1 F2 .. .. i0 w0 .. i1 w1 f2 I0 W0 .. I1 W1 i2 w2 .. I2 W2
+    rank 1  .. F0 F1 .. f0 f1 .. i0 w0 F2 i1 w1 .. I0 W0 f2 I1 W1 i2 w2 .. I2 W2 ..
+    rank 2  .. .. F0 F1 .. f0 i0 w0 f1 i1 w1 F2 I0 W0 I1 W1 f2 i2 w2 .. I2 W2 .. ..
+
+Forwards and input gradients alternate as in interleaved zero bubble, but each weight gradient
+follows its input gradient at once, so that its activation is gone. Rank r holds g(V - 1) + P - r
+activations at its peak. With a chunk as the unit and groups of g that divide M, P / 2 ≤ g ≤ P, the
+bubble is
+
+    (P - 1)(tF + tB) + (V - 1)((P - g) tF + max(0, (P - g) tB - g tW))
+
+where P · max(tF, tB) ≤ g T and tW ≤ tF + tB, T = tF + tB + tW, and for g = P with any costs. At
+each turn of the loop the first rank waits for a group of forwards to come round, and the last for
+one of input gradients. Where g = P / 2 and tB ≥ tW what a turn costs is (P - g)(tF + tB - tW), as
+published; for other g it is less. Where tB < tW it is (P - g) tF, which no program can avoid in so
+little memory: the first rank has done all forwards that there is room for before the first input
+gradient comes back.
+
+    gis     g = P         bubble (P - 1)(tF + tB)     PV - r activations
+    gis-h   g = ⌈P / 2⌉   larger                      about half of what interleaved 1F1B holds
+
+A group goes through all V loops before the next one starts. Where the groups don't come out even,
+they are made as even as can be, none larger than g and none smaller than ⌈P / 2⌉ but the last,
+and the last is not full: bubbles appear, and the memory stays below.
+
+Any P ≥ 1, V ≥ 1, M ≥ 1 and groups from ⌊P / 2⌋ on: smaller ones would come round before their
+turn has come, and ranks would wait for one another for ever.
+
+Source: arXiv:2503.01328 (generalized interleaved schedule).
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.families.common import first_microbatches, split_in_loops
+from penstock.schedule.placement import looped
+from penstock.schedule.program import Program
+from penstock.schedule.words import number_of
+
+__all__ = ["gis", "gis_h"]
+
+
+def gis(*, ranks: int, microbatches: int, virtual: int, group: int | None = None) -> Program:
+    """Groups of P microbatches, each weight gradient at once.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank.
+        group: the most microbatches that go round together; None for ``ranks``.
+
+    Raises:
+        ScheduleError: ``group`` is below half of ``ranks``.
+
+    Example:
+        >>> " ".join(map(str, gis(ranks=2, microbatches=2, virtual=2).ranks[1]))
+        '1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1'
+    """
+    return _grouped("gis", ranks, microbatches, virtual, ranks if group is None else group)
+
+
+def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = None) -> Program:
+    """Groups of ⌈P / 2⌉ microbatches, each weight gradient at once.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank.
+        group: the most microbatches that go round together; None for half of ``ranks``, rounded
+            up.
+
+    Raises:
+        ScheduleError: ``group`` is below half of ``ranks``.
+
+    Example:
+        >>> " ".join(map(str, gis_h(ranks=2, microbatches=2, virtual=2).ranks[1]))
+        '1F0 3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1'
+    """
+    half = -(-ranks // 2)
+    return _grouped("gis-h", ranks, microbatches, virtual, half if group is None else group)
+
+
+def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int) -> Program:
+    least = max(1, ranks // 2)
+    if not isinstance(group, int) or isinstance(group, bool) or group < least:
+        on = number_of(ranks, "rank")
+        raise ScheduleError(
+            f"{name} on {on}: group={group!r} does not work; whole numbers from {least} on do"
+        )
+    number = -(-microbatches // group)
+    # As even as can be, but not so small that ranks wait at the turn of the loop.
+    group = min(group, max(-(-microbatches // number), -(-ranks // 2)))
+    placement = looped(ranks, virtual)
+    steps = split_in_loops(placement, groups=(group,) * number, behind=(0,) * ranks)
+    return first_microbatches(steps, name=name, placement=placement, microbatches=microbatches)

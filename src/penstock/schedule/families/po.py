@@ -1,0 +1,135 @@
+"""PO-H and PO-F: interleaved schedules whose activations wait on the host.
+
+PO-H, P = 2, V = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second stage. Copies run beside
+the compute; of rank 0 what F0, F1 and F2 keep is away in the meantime:
+
+    rank 0  F0 F1 f0 .. .. i0 w0 F2 f1 I0 W0 i1 w1 f2 I1 W1 i2 w2 I2 W2
+    rank 1  .. F0 F1 f0 i0 w0 I0 W0 F2 f1 i1 w1 I1 W1 f2 i2 w2 I2 W2 ..
+
+One building block, repeated for every microbatch: forwards follow one another down all stages,
+input gradients up again, each weight gradient right after its input gradient, while the stage
+before goes on. An activation of stage s of S = PV lives for 2(S - s) units, or somewhat longer
+where a pass has to wait for another's slot, so that of the V stages of a rank the later ones hold
+theirs but briefly: half of the stages, the earlier ones, hold three quarters of what all hold.
+
+PO-F, P = 2, V = 2, M = 3, has nothing to gain from that, and is GIS, whose bubble is smaller, with
+copies put in:
+
+    rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 .. I0 W0 f2 I1 W1 i2 w2 I2 W2
+    rank 1  .. F0 F1 f0 i0 w0 f1 i1 w1 F2 I0 W0 I1 W1 f2 i2 w2 I2 W2 ..
+
+            offloaded                            stay                   bubble, unit costs
+    po-h    the earlier half of a rank's stages  about (V + 2) P / 8    about V(2P - 3), at most 2PV
+    po-f    all stages                           none                   (P - 1)(tF + tB)
+
+beside which at most four are being made, used or copied. Where P ≥ 2 PO-F's bubble is below
+V(P - 1)T, the published bound, at any costs, and PO-H's at equal ones alone: with others its ranks
+may have to wait for one another in the steady state as well. Copies take no compute time, as long
+as an activation is copied there and back while a rank runs one F, one I and one W.
+
+Any P ≥ 1, V ≥ 1, M ≥ 1. Source: arXiv:2503.01328 (PipeOffload).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.families.gis import gis
+from penstock.schedule.families.repeating import PassBlock, place_block, repeat
+from penstock.schedule.passes.offload import offload
+from penstock.schedule.placement import Placement, looped
+from penstock.schedule.program import Program
+
+__all__ = ["po_f", "po_h"]
+
+
+def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
+    """The activations of the earlier half of each rank's stages are offloaded.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank; of an odd number, the greater half.
+        ahead: how many computations a reload is asked for ahead of its backward.
+
+    Raises:
+        ScheduleError: ``ahead`` is below 1.
+
+    Example:
+        >>> " ".join(map(str, po_h(ranks=2, microbatches=2, virtual=2).ranks[1]))
+        '1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3I0 1RELOAD0 3W0 1I0 1W0 3F1 3I1 1RELOAD1 3W1 1I1 1W1'
+    """
+    placement = looped(ranks, virtual)
+    orders = repeat(_block(placement, virtual), microbatches=microbatches)
+    program = Program(
+        name="po-h",
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(tuple(_split(order)) for order in orders),
+    )
+    earlier = range(ranks * -(-virtual // 2))
+    return offload(program, stages=earlier, ahead=ahead)
+
+
+def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
+    """GIS, all activations offloaded but those that are needed again at once.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        virtual: stages per rank.
+        ahead: how many computations a reload is asked for ahead of its backward.
+
+    Raises:
+        ScheduleError: ``ahead`` is below 1.
+
+    Example:
+        >>> " ".join(map(str, po_f(ranks=2, microbatches=2, virtual=2).ranks[1]))[:56]
+        '1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3I0 3W0 3F1 3I1 1RELOAD0'
+    """
+    program = gis(ranks=ranks, microbatches=microbatches, virtual=virtual)
+    return replace(offload(program, ahead=ahead), name="po-f")
+
+
+def _block(placement: Placement, virtual: int) -> PassBlock:
+    """The block whose activations live shortest, by how forwards come round from rank to rank.
+
+    Passes of one rank must not meet, modulo the interval; some ways round leave the others less
+    to step aside. A backward takes both its units of a rank at once, but hands on its input
+    gradient after the first.
+    """
+    ranks, stages = placement.num_ranks, placement.num_stages
+    blocks = []
+    for around in range(1, 2 * virtual + 2):
+        forward = [1 if stage % ranks else around for stage in range(1, stages)]
+        gaps = (*forward, *[1] * stages)
+        blocks.append(
+            place_block(placement, gaps=gaps, interval=3 * virtual, backward=Op.FULL_BACKWARD)
+        )
+    later = range(ranks * -(-virtual // 2) % stages, stages)
+    return min(blocks, key=lambda block: (_lifetime(block, later), _length(block)))
+
+
+def _split(order: list[Action]) -> Iterator[Action]:
+    """Each backward as its input gradient, and the weight gradient at once."""
+    for act in order:
+        if act.op is Op.FULL_BACKWARD:
+            yield action(act.stage, Op.INPUT_GRAD, act.microbatch)
+            yield action(act.stage, Op.WEIGHT_GRAD, act.microbatch)
+        else:
+            yield act
+
+
+def _lifetime(block: PassBlock, stages: range) -> int:
+    """How long the activations of ``stages`` live, on the rank where that is longest."""
+    sums = []
+    for passes in block.ranks:
+        starts = [(p.start, p.op is Op.FORWARD) for p in passes if p.stage in stages]
+        sums.append(sum(-start if is_forward else start for start, is_forward in starts))
+    return max(sums)
+
+
+def _length(block: PassBlock) -> int:
+    return max(each.start for passes in block.ranks for each in passes)

@@ -1,0 +1,205 @@
+"""ZB-1p and ZB-2p: zero bubble for given costs, in the memory of P or of 2P activations.
+
+ZB-1p, P = 3, M = 5 (tF = tB = tW = 1), where no more than ZB-H1 can be had:
+
+    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+ZB-2p, P = 3, M = 6:
+
+    rank 0  F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5 .. ..
+    rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
+
+No closed form is best for all costs. So several are tried, with more and more forwards before the
+first input gradient, from 1F1B's warm-up to the longest that the memory allows; weight gradients
+fill what is idle (``penstock.schedule.families.squeezing``). The best of them and of ZB-H1 and
+ZB-H2, where those fit, is taken: by its makespan, then by its span, under the costs that were
+given. What is built depends on the costs alone and is the same on every machine;
+``penstock.search`` takes more time, and finds more. Any P ≥ 1, M ≥ 1.
+
+Source: arXiv:2401.10241, sec. 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from math import inf
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
+from penstock.schedule.families.common import alternate, chunks
+from penstock.schedule.families.squeezing import PerStage, Squeezed, squeeze
+from penstock.schedule.families.zb_h1 import zb_h1
+from penstock.schedule.families.zb_h2 import zb_h2
+from penstock.schedule.placement import linear
+from penstock.schedule.program import Program
+
+__all__ = ["zb_1p", "zb_2p", "zb_capped"]
+
+# Warm-ups to try: forwards before the first input gradient, per rank that comes after, and
+# whether ranks that would be idle run more of them.
+_WARMUPS = ((1.0, False), (1.0, True), (1.5, False), (2.0, False), (2.0, True), (3.0, True))
+
+
+def zb_1p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
+    """ZB-1p: the best of several warm-ups that hold P activations at most on each rank.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        costs: as ``zb_capped`` takes them.
+
+    Example:
+        >>> " ".join(map(str, zb_1p(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
+    """
+    return zb_capped("zb-1p", ranks=ranks, microbatches=microbatches, limit=ranks, **costs)
+
+
+def zb_2p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
+    """ZB-2p: likewise, with 2P activations at most.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        costs: as ``zb_capped`` takes them.
+
+    Example:
+        >>> " ".join(map(str, zb_2p(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
+    """
+    return zb_capped("zb-2p", ranks=ranks, microbatches=microbatches, limit=2 * ranks, **costs)
+
+
+def zb_capped(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    forward: float | Sequence[float] = 1,
+    input_grad: float | Sequence[float] = 1,
+    weight_grad: float | Sequence[float] = 1,
+) -> Program:
+    """The best of several warm-ups that hold ``limit`` activations at most on each rank.
+
+    Args:
+        name: the family's.
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        limit: the most activations that a rank may hold, at least ``ranks``.
+        forward: what a forward costs: one number, or one per stage.
+        input_grad: what an input gradient costs, likewise.
+        weight_grad: what a weight gradient costs, likewise.
+
+    Raises:
+        ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
+
+    Example:
+        >>> capped = zb_capped("mine", ranks=2, microbatches=3, limit=3)
+        >>> capped.ranks == zb_2p(ranks=2, microbatches=3).ranks
+        True
+    """
+    costs = _costs(name, ranks, forward, input_grad, weight_grad)
+    tries: list[Callable[..., Squeezed]] = [
+        partial(_with_warmup, ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
+        for ahead, fill in _WARMUPS
+    ]
+    by_hand = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
+    tries += [partial(_as_built, builder, ranks, microbatches, limit, costs) for builder in by_hand]
+    least = _least(microbatches, costs)
+    best = tries[0]()
+    for attempt in tries[1:]:
+        if (best.makespan, best.span) <= least:
+            break
+        # The first of equals is taken: the shortest warm-up.
+        best = min(best, attempt(within=best.makespan), key=_merit)
+    return Program(
+        name=name,
+        placement=linear(ranks),
+        num_microbatches=microbatches,
+        ranks=best.ranks,
+    )
+
+
+def _merit(found: Squeezed) -> tuple[float, float]:
+    """The lower, the better."""
+    return found.makespan, found.span
+
+
+def _least(microbatches: int, costs: tuple[PerStage, PerStage, PerStage]) -> tuple[float, float]:
+    """A merit below which nothing comes: no rank has less to do, or starts before the forwards
+    ahead of it. Zeros where times are no whole numbers: in other orders their sums differ a little.
+    """
+    if not all(cost.is_integer() for kind in costs for cost in kind):
+        return 0.0, 0.0
+    work = [microbatches * sum(each) for each in zip(*costs, strict=True)]
+    starts = accumulate(costs[0], initial=0.0)
+    return max(start + each for start, each in zip(starts, work, strict=False)), max(work)
+
+
+def _as_built(
+    builder: Callable[..., Program],
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    costs: tuple[PerStage, PerStage, PerStage],
+    *,
+    within: float,
+) -> Squeezed:
+    program = builder(ranks=ranks, microbatches=microbatches)
+    orders = [[part for step in steps for part in step.parts] for steps in program.ranks]
+    return squeeze(linear(ranks), orders, limit=limit, costs=costs, within=within)
+
+
+def _with_warmup(
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    costs: tuple[PerStage, PerStage, PerStage],
+    *,
+    ahead: float,
+    fill: bool,
+    within: float = inf,
+) -> Squeezed:
+    chunk = [(0, microbatch) for microbatch in range(microbatches)]
+    orders = [
+        alternate(
+            chunks(Op.FORWARD, chunk, stages=(rank,)),
+            chunks(Op.INPUT_GRAD, chunk, stages=(rank,)),
+            warmup=min(limit - 1, math.ceil(ahead * (ranks - 1 - rank))),
+        )
+        for rank in range(ranks)
+    ]
+    spare = 0 if fill else None
+    return squeeze(linear(ranks), orders, limit=limit, spare=spare, costs=costs, within=within)
+
+
+def _costs(
+    name: str, ranks: int, *given: float | Sequence[float]
+) -> tuple[PerStage, PerStage, PerStage]:
+    """The costs of all stages."""
+    kinds = ("forward", "input_grad", "weight_grad")
+    forward, input_grad, weight_grad = (
+        _per_stage(name, kind, each, ranks) for kind, each in zip(kinds, given, strict=True)
+    )
+    return forward, input_grad, weight_grad
+
+
+def _per_stage(name: str, kind: str, given: float | Sequence[float], ranks: int) -> PerStage:
+    numbers = tuple(given) if isinstance(given, Sequence) else (given,) * ranks
+    if len(numbers) != ranks:
+        raise ScheduleError(
+            f"{name}: {kind} has {len(numbers)} numbers for {ranks} stages; give one number for "
+            "all, or one per stage"
+        )
+    for each in numbers:
+        real = isinstance(each, (int, float)) and not isinstance(each, bool)
+        if not real or not math.isfinite(each) or each < 0:
+            raise ScheduleError(f"{name}: {kind}={each!r} must be a finite number from 0 on")
+    return tuple(float(each) for each in numbers)
