@@ -29,7 +29,7 @@ from penstock.schedule.program import Program
 from penstock.view.text import to_text
 
 HERE = Path(__file__).resolve().parent
-PAGES = (HERE / "schedules.md", HERE / "cli.md", HERE / "sequences.md")
+PAGES = tuple(HERE / f"{name}.md" for name in ("schedules", "gallery", "cli", "sequences"))
 
 _WIDTH = 118
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.S | re.M)
@@ -76,7 +76,8 @@ def _section(each: Family) -> str:
     figures = re.sub(r"\[/?[a-z ]*\]", "", f"{figures_text(result)}; {peaks_text(result)}")
     facts = [f"stages lie {each.arrangement.value}", f"{each.virtuals_text} per rank"]
     if each.copies > 1:
-        facts[-1] += " and direction, so that [weights are there twice](#two-copies-of-the-weights)"
+        twice = "[weights are there twice](schedules.md#two-copies-of-the-weights)"
+        facts[-1] += f" and direction, so that {twice}"
     if each.splits_sequences:
         facts.append("a model has to [take sequences in pieces](sequences.md)")
     if each.rule:
