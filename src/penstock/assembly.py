@@ -30,10 +30,8 @@ from penstock.partition.cutting import (
     read_split,
     stages_asked_for,
 )
-from penstock.partition.elsewhere import TrainedElsewhere
-from penstock.partition.forward.materialize import materialize
-from penstock.partition.shared_buffers import SharedBuffers
-from penstock.partition.tied import Tie, find_ties, refuse_shared_statistics
+from penstock.partition.materialize import materialize
+from penstock.partition.ties import SharedBuffers, Tie, find_ties, refuse_shared_statistics
 from penstock.runtime.comm.process_group import from_first_rank
 from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
@@ -61,7 +59,6 @@ class Assembly:
         forecast: how long a step should take, where the program was searched for.
         state_names: the names in the whole model's state; None where this process does not know
             those of other ranks.
-        elsewhere: which of the parameters here other ranks train.
         shared_buffers: those of layers that several stages call, on whichever rank; None where
             the stages of other ranks are not known here.
     """
@@ -73,7 +70,6 @@ class Assembly:
     whole_call: bool
     forecast: Forecast | None
     state_names: frozenset[str] | None
-    elsewhere: TrainedElsewhere
     shared_buffers: SharedBuffers | None
 
 
@@ -158,10 +154,6 @@ def assemble(
         whole_call=cut is not None and cut.whole_call,
         forecast=forecast,
         state_names=names,
-        elsewhere=TrainedElsewhere(
-            [param for stage in stages for param in stage.submod.parameters()],
-            [] if cut is None else [p for module in cut.modules for p in module.parameters()],
-        ),
         shared_buffers=None if cut is None else SharedBuffers(dict(enumerate(cut.modules))),
     )
 
@@ -188,9 +180,9 @@ def _cut(
     cut = cut_model(model, split, num, example=example, device=device)
     if program.num_splits == 1:
         return cut
-    from penstock.partition.carrying import carrying  # for pieces of sequences alone
+    from penstock.partition.sequential import with_states  # for pieces of sequences alone
 
-    return replace(cut, modules=carrying(cut.modules))
+    return replace(cut, modules=with_states(cut.modules))
 
 
 def _stages(

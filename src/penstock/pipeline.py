@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.compat.announcing import announced
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError
-from penstock.partition.tied import Tie
+from penstock.partition.ties import Tie
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import chosen_device, process_group
 from penstock.runtime.moving import is_placed, moved
@@ -145,7 +145,6 @@ class Pipeline:
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._whole_call = made.whole_call
         self._forecast, self._num_steps = made.forecast, 0
-        self._elsewhere = made.elsewhere
         self._state = ModelState(
             self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
@@ -198,11 +197,9 @@ class Pipeline:
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         watch = self._forecast.watch if self._forecast is not None else _nothing
         args, target, kwargs = self._moved(args, target, kwargs)
-        self._elsewhere.remark()
         with watch(self._num_steps, self.device, alone=self._group is None):
             self._schedule.step(*args, target=target, **kwargs)
         self._num_steps += 1
-        self._elsewhere.stepped()
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
         return losses.mean()
@@ -232,7 +229,6 @@ class Pipeline:
                 ``merge_outputs=False`` or ``return_outputs=False``.
         """
         args, target, kwargs = self._moved(args, target, kwargs)
-        self._elsewhere.remark()
         return self._schedule.eval(*args, target=target, **kwargs)
 
     def _moved(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, Pipeline, ScheduleError, StageError
 from penstock.partition.balance.plan import Plan
-from penstock.partition.tied import find_ties
+from penstock.partition.ties import find_ties
 from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, NetBase
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, Pipeline, SplitPoint, pipeline
-from penstock.partition.forward.materialize import materialize
+from penstock.partition.materialize import materialize
 from tests.partition.odd_models import DIM, NetBase
 from tests.real_models import REAL_MODELS
 

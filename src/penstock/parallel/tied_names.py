@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.tied import Tie
+from penstock.partition.ties import Tie
 from penstock.schedule.placement import Placement
 from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 

@@ -3,7 +3,7 @@
     rank 0   embed.weight.grad  a ─┐            ┌─► a + b
     rank 3   head.weight.grad   b ─┴─ summed ───┴─► a + b      bit for bit the same on both
 
-Shared are tied parameters (``penstock.partition.tied``), and all of a model whose placement has
+Shared are tied parameters (``penstock.partition.ties``), and all of a model whose placement has
 several copies. Each place gathers its own part of the gradient during a step; earlier gradients
 are put aside meanwhile, so that only what this step has added is summed, in the order of ranks.
 Where one process holds all places as one object, autograd has summed already and nothing is done.
@@ -28,7 +28,7 @@ from penstock.parallel.counted import set_counts_here, set_pipeline_size
 from penstock.parallel.equal_start import equalize
 from penstock.parallel.tied_names import groups_of
 from penstock.parallel.tied_places import Shared, buckets, find_shared, local
-from penstock.partition.tied import Tie
+from penstock.partition.ties import Tie
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.flat import flat_meta, flatten_tensors, unflatten_tensors
 from penstock.schedule.placement import Placement

@@ -25,7 +25,7 @@ from penstock.partition.balance.plan import Plan
 from penstock.partition.calls import Example, as_call
 from penstock.partition.export.not_captured import NotCaptured
 from penstock.partition.forward.homes import Cuts, CutSpec
-from penstock.partition.sequential import cut, even_split, is_row, layers_of
+from penstock.partition.sequential import cut, even_split, is_sequence, layers_of
 
 if TYPE_CHECKING:
     from penstock.partition.balance.own_plan import OwnPlan
@@ -101,7 +101,7 @@ def stages_asked_for(model: Any, split: SplitSpec | None) -> int | None:
     if isinstance(split, Plan):
         return split.num_stages
     names = bool(split) and all(isinstance(part, str) for part in split)
-    return len(split) + (1 if names and not is_row(model) else 0)
+    return len(split) + (1 if names and not is_sequence(model) else 0)
 
 
 def cut_model(
@@ -125,7 +125,7 @@ def cut_model(
     Raises:
         PartitionError: it can't be cut so.
     """
-    if not isinstance(model, nn.Module) or is_row(model):
+    if not isinstance(model, nn.Module) or is_sequence(model):
         return _cut_row(model, split, num_stages)
     # What rows of layers do without is imported when it is needed, here and below: it is half of
     # all that Pipeline would import.

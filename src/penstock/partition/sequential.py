@@ -3,7 +3,14 @@
     layers   embed  0  1  2  3  head        split=[2, 2, 2]
     stages   ───────┘  ────┘  ──────        names as in the plain model
 
-It knows nothing of schedules or ranks, and moves no parameter.
+Where sequences are split into chunks, a layer that looks along the sequence keeps a state from
+chunk to chunk: it takes ``state`` and returns ``(output, state)``.
+
+    chunk i     embed ──────► block ──────► block ──────► head        looks at each position alone
+                              │ state       │ state
+    chunk i+1   embed ──────► block ──────► block ──────► head
+
+This module knows neither schedules nor ranks, and moves no parameter.
 """
 
 from __future__ import annotations
@@ -16,19 +23,50 @@ from torch import nn
 from penstock._torch_compat import children, has_forward_hooks, is_sequential
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import dealt
+from penstock.stage.carry import takes_state
 
-__all__ = ["LayerRow", "LayerSplit", "cut", "even_split", "is_row", "layers_of"]
+__all__ = [
+    "LayerSplit",
+    "SequentialStage",
+    "StatefulSequentialStage",
+    "cut",
+    "even_split",
+    "is_sequence",
+    "layers_of",
+    "with_states",
+]
 
 LayerSplit: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
 
+# Layers of torch's own that treat every position of a sequence by itself.
+_POSITIONWISE = (
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Dropout,
+    nn.Identity,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.Softplus,
+    nn.Mish,
+    nn.Hardswish,
+)
 
-class LayerRow(nn.Module):
+
+class SequentialStage(nn.Module):
     """Consecutive layers of a sequence, under the names that they have there.
 
     Args:
         layers: the layers by name.
-        last: whether they end the sequence. The others wrap their output, whatever it is, so
-            that the next stage is called with that one value, as ``nn.Sequential`` does.
+        last: True for the stage that ends the sequence. Other stages wrap their output, so that
+            the next stage is called with that one value, as ``nn.Sequential`` does.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, last: bool) -> None:
@@ -50,8 +88,69 @@ class LayerRow(nn.Module):
         return value if self.last else (value,)
 
 
-def is_row(model: Any) -> bool:
-    """Whether a model is its layers in a row: an ``nn.Sequential``, or a list."""
+class StatefulSequentialStage(SequentialStage):
+    """Consecutive layers, some of which pass a state from one sequence chunk to the next.
+
+    Args:
+        stage: the same layers for whole sequences.
+
+    Raises:
+        PartitionError: a layer takes no state, and is not known to treat positions by themselves.
+    """
+
+    def __init__(self, stage: SequentialStage) -> None:
+        layers = stage.layers
+        super().__init__(layers, last=stage.last)
+        for name, layer in layers.items():
+            if not takes_state(layer) and not _is_positionwise(layer):
+                raise PartitionError(
+                    f"layer {name!r}, a {type(layer).__name__}, takes no state, so that it would "
+                    "see each piece of a split sequence alone. Let its forward take state=None "
+                    "and return (output, state); or, if it treats every position by itself, give "
+                    "it the attribute positionwise = True"
+                )
+        self._stateful = frozenset(name for name, layer in layers.items() if takes_state(layer))
+
+    def forward(self, value: Any, state: tuple[Any, ...] | None = None) -> Any:
+        """Run the layers one after the other, each with its own state of the chunk before."""
+        states: list[Any] = []
+        for i, (name, layer) in enumerate(self.layers.items()):
+            if name in self._stateful:
+                value, new = layer(value, state=None if state is None else state[i])
+            else:
+                value, new = layer(value), None
+            states.append(new)
+        return value if self.last else (value,), tuple(states)
+
+
+def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """The stages for sequence chunks, made of the stages for whole sequences.
+
+    Args:
+        modules: the stages of the model, as they were cut.
+
+    Raises:
+        PartitionError: the model was not cut layer by layer, or a layer takes no state.
+    """
+    stages = []
+    for module in modules:
+        if not isinstance(module, SequentialStage):
+            raise PartitionError(
+                "where sequences are split, the model is a list of layers or an nn.Sequential of "
+                "them, each of which takes the state of the piece before; or pass PipelineStages"
+            )
+        stages.append(StatefulSequentialStage(module))
+    return tuple(stages)
+
+
+def _is_positionwise(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Sequential):
+        return all(map(_is_positionwise, layer))
+    return type(layer) in _POSITIONWISE or getattr(layer, "positionwise", False) is True
+
+
+def is_sequence(model: Any) -> bool:
+    """True for an ``nn.Sequential`` or a list of layers."""
     return not isinstance(model, nn.Module) or isinstance(model, nn.Sequential)
 
 
@@ -107,7 +206,7 @@ def even_split(num_layers: int, num_stages: int) -> list[int]:
     return [whole + (stage < rest) for stage in range(num_stages)]
 
 
-def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[LayerRow]:
+def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[SequentialStage]:
     """Cut layers into stages.
 
     Args:
@@ -115,7 +214,7 @@ def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[LayerRow]:
         split: per stage either the number of its layers, or their names.
 
     Returns:
-        One chain per stage.
+        One module per stage.
 
     Raises:
         PartitionError: the split leaves layers out, names unknown ones, or has empty stages.
@@ -136,7 +235,7 @@ def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[LayerRow]:
         )
     last = len(groups) - 1
     return [
-        LayerRow({name: layers[name] for name in group}, last=i == last)
+        SequentialStage({name: layers[name] for name in group}, last=i == last)
         for i, group in enumerate(groups)
     ]
 

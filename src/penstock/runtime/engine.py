@@ -19,8 +19,7 @@ from torch import Tensor
 from penstock.cause import message_of
 from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.parallel.tied_params import Sharing
-from penstock.partition.shared_buffers import SharedBuffers
-from penstock.partition.tied import Tie, refuse_shared_statistics
+from penstock.partition.ties import SharedBuffers, Tie, refuse_shared_statistics
 from penstock.runtime.act import Act
 from penstock.runtime.agreement import digest, hold_together
 from penstock.runtime.batch import Batch
@@ -72,7 +71,7 @@ class Engine:
         stages: this process's stages, by index.
         transports: one per rank that this process plays, in rank order.
         options: how it runs.
-        ties: the parameters that stages share (see ``penstock.partition.tied``), beside those of
+        ties: the parameters that stages share (see ``penstock.partition.ties``), beside those of
             a model that is there in several copies.
 
     Attributes:
@@ -203,7 +202,7 @@ class Engine:
             share_step_seed(self.stages.values(), self.transports, self.program.placement)
         with ExitStack() as around:
             if train:
-                around.enter_context(self.shared_buffers.watched())
+                around.enter_context(self.shared_buffers.guarded())
                 around.enter_context(self._sharing.summed())
             self._play(act)
         losses = act.close(batch)

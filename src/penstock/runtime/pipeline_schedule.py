@@ -18,7 +18,7 @@ from penstock.compat.announcing import announced, default_group
 from penstock.compat.stage import PipelineStage
 from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError
-from penstock.partition.tied import Tie
+from penstock.partition.ties import Tie
 from penstock.runtime.batching import Batching, Passed, Specs
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.c10d import C10dTransport

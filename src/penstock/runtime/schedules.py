@@ -13,7 +13,7 @@ from typing import Any
 from penstock.compat.announcing import announced
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
-from penstock.partition.tied import Tie
+from penstock.partition.ties import Tie
 from penstock.runtime.given import group_of
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, PipelineSchedule
 from penstock.runtime.role import LossFn

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.plan import shortened
-from penstock.partition.tied import Tie, all_names, first_name
+from penstock.partition.ties import Tie, all_names, first_name
 from penstock.runtime.comm.process_group import gather_state, objects_group
 from penstock.runtime.together import together
 from penstock.schedule.placement import Placement
@@ -36,7 +36,7 @@ class ModelState:
     Args:
         stages: the stages.
         placement: which stages are copies of each other.
-        ties: the parameters that stages have in common (see ``penstock.partition.tied``).
+        ties: the parameters that stages have in common (see ``penstock.partition.ties``).
         group: the ranks; None where all of them are in this process.
         names: the names in the whole model's state, as far as other ranks' are known; None where
             they are not, and any name may be one of theirs.

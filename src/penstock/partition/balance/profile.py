@@ -32,7 +32,7 @@ from penstock.partition.balance.rehearsal import Rehearsal, rehearse
 from penstock.partition.balance.subject import Chained, Subject
 from penstock.partition.calls import Example
 from penstock.partition.forward.between_blocks import cross_between
-from penstock.partition.sequential import is_row
+from penstock.partition.sequential import is_sequence
 from penstock.stage.generators import undrawn
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.weight_grad.compiled import keep_compiled
@@ -94,7 +94,7 @@ def profile(
         for i, block in enumerate(blocks)
     ]
     return Profile(
-        blocks=tuple(costs if is_row(model_or_stages) else as_sent_by_module(costs, subject)),
+        blocks=tuple(costs if is_sequence(model_or_stages) else as_sent_by_module(costs, subject)),
         model=name,
         machine=machine_of(subject.device),
         example=described(example),

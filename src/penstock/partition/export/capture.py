@@ -33,7 +33,7 @@ from penstock.partition.export.call_form import CallForm
 from penstock.partition.export.captured import CONSTANTS, Captured, OutputForm
 from penstock.partition.export.not_captured import LostInGraph, NotCaptured
 from penstock.partition.export.regions import Region, region_of
-from penstock.partition.tensor_names import named_tensors, names_by_tensor
+from penstock.partition.ties import named_tensors, names_by_tensor
 
 __all__ = ["MODEL", "Called", "capture", "place_in_user_code", "warn_of_writes"]
 

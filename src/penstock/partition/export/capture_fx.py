@@ -21,7 +21,7 @@ from penstock.partition.export.call_form import CallForm
 from penstock.partition.export.capture import MODEL, Called, place_in_user_code, warn_of_writes
 from penstock.partition.export.captured import Captured
 from penstock.partition.export.markers import MARK, SplitPoint, label_of, listening
-from penstock.partition.tensor_names import named_tensors
+from penstock.partition.ties import named_tensors
 
 __all__ = ["capture_modules"]
 

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from penstock.compat.traced_stage import TracedStage, build_stage
 from penstock.errors import PartitionError
-from penstock.partition.tied import Tie, tell_ties
+from penstock.partition.ties import Tie, record_ties
 
 __all__ = ["Pipe", "PipeInfo", "SplitPolicy"]
 
@@ -72,7 +72,7 @@ class Pipe(nn.Module):
         self.num_stages = num_stages
         self.has_loss_and_backward = has_loss_and_backward
         self.loss_spec = loss_spec
-        self.shared = tell_ties([self.get_stage_module(i) for i in range(num_stages)])
+        self.shared = record_ties([self.get_stage_module(i) for i in range(num_stages)])
         self.crossing: tuple[tuple[str, ...], ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from penstock.partition.export.not_captured import LostInGraph, NotCaptured
 from penstock.partition.export.pipe import Pipe, SplitPolicy
 from penstock.partition.export.stage_build import Mode, build_modules
 from penstock.partition.huggingface import install_hooks
-from penstock.partition.tensor_names import named_tensors
+from penstock.partition.ties import named_tensors
 
 __all__ = ["Places", "pipe_at", "pipeline"]
 

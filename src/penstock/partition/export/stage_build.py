@@ -16,7 +16,7 @@ from penstock.partition.export.captured import CONSTANTS, Captured
 from penstock.partition.export.graph_cut import Assignment, nodes_in, stages_that_write
 from penstock.partition.export.regions import Region, weave
 from penstock.partition.export.stage_module import StageCode, StageModule, compile_graph
-from penstock.partition.tensor_names import named_tensors, names_by_tensor
+from penstock.partition.ties import named_tensors, names_by_tensor
 
 __all__ = ["Mode", "build_modules"]
 

@@ -22,7 +22,7 @@ from penstock.partition.forward.by_module import run_first
 from penstock.partition.forward.homes import CutSpec, try_cut
 from penstock.partition.forward.recorded import DryRun
 from penstock.partition.forward.units import find_units
-from penstock.partition.tensor_names import named_tensors
+from penstock.partition.ties import named_tensors
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["cross_between"]

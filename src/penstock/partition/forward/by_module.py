@@ -33,7 +33,7 @@ from penstock.partition.forward.other_cuts import around_more, between_the_same
 from penstock.partition.forward.recorded import DryRun
 from penstock.partition.forward.units import NotByModule, Units, find_units
 from penstock.partition.huggingface import install_hooks
-from penstock.partition.tied import tell_ties
+from penstock.partition.ties import record_ties
 
 __all__ = [
     "Cuts",
@@ -140,7 +140,7 @@ def split_by_module(
         ModuleStage(parts, own[i], i, num_stages, None if i else find, device)
         for i in range(num_stages)
     )
-    tell_ties(stages)
+    record_ties(stages)
     if example is not None and crossings is not None:
         stages[0].prepare(*as_call(example), crossings)
     return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)

@@ -23,7 +23,7 @@ from penstock.partition.forward.crossings import Crossings
 from penstock.partition.forward.find_crossings import Homes, find_crossings, first_uses
 from penstock.partition.forward.recorded import DryRun
 from penstock.partition.forward.units import Units, find_blocks
-from penstock.partition.tensor_names import names_by_tensor
+from penstock.partition.ties import names_by_tensor
 
 __all__ = ["CutSpec", "Cuts", "find_homes", "try_cut"]
 

@@ -27,7 +27,7 @@ from penstock.partition.forward.route import absent
 from penstock.partition.forward.shell import build_shell, own_tree, swap_kept
 from penstock.partition.forward.stage_player import Left, StagePlayer
 from penstock.partition.forward.units import Units
-from penstock.partition.tensor_names import names_by_tensor
+from penstock.partition.ties import names_by_tensor
 from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.tensor_meta import TensorMeta
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from penstock.partition.tensor_names import names_by_tensor
+from penstock.partition.ties import names_by_tensor
 
 __all__ = ["SharedParts", "find_shared", "home_of"]
 

@@ -31,7 +31,7 @@ from penstock._torch_compat import (
 from penstock.partition.forward.absent import Absent, Origin, Source, SourceKind, on_meta
 from penstock.partition.forward.units import Units
 from penstock.partition.huggingface import without_cache
-from penstock.partition.tensor_names import names_by_tensor
+from penstock.partition.ties import names_by_tensor
 
 __all__ = [
     "Play",

@@ -26,7 +26,7 @@ from penstock.partition.balance.blocks import units_of
 from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.plan import prefixes, shortened
 from penstock.partition.forward.shared_parts import SharedParts, find_shared
-from penstock.partition.tensor_names import named_tensors
+from penstock.partition.ties import named_tensors
 
 __all__ = ["NotByModule", "Units", "find_blocks", "find_units"]
 

@@ -1,0 +1,223 @@
+"""Parameters and buffers that have several names, or that several stages have in common.
+
+    stage 0   embed.weight ─┐
+    stage 3   head.weight ──┴─ one parameter      {0: "embed.weight", 3: "head.weight"}
+
+A tie maps each stage that holds the parameter to its name there. Each process has a copy of its
+own, and ``penstock.parallel.tied_params`` sums their gradients. State that a forward writes can't
+be summed: layers that write buffers in several stages are refused. This module knows no ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.stage.wrappers import named_plainly
+
+__all__ = [
+    "SharedBuffers",
+    "Tie",
+    "all_names",
+    "find_ties",
+    "first_name",
+    "named_tensors",
+    "names_by_tensor",
+    "record_ties",
+    "refuse_shared_statistics",
+]
+
+Tie: TypeAlias = Mapping[int, str]
+"""For each stage that holds it, the name of a parameter there; or of a module, for all of its."""
+
+_ADVICE = "give each stage its own layer, freeze it before (eval()), or put both uses in one stage"
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, then all buffers, each under every name that it has."""
+    params = model.named_parameters(remove_duplicate=False)
+    return {**dict(params), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def names_by_tensor(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """All names of each parameter and buffer, by id, in the order of the model's tree.
+
+    Example:
+        >>> shared = nn.Linear(1, 1, bias=False)
+        >>> list(names_by_tensor(nn.Sequential(shared, shared)).values())
+        [('0.weight', '1.weight')]
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    for name, tensor in named_tensors(model).items():
+        found[id(tensor)] = (*found.get(id(tensor), ()), name)
+    return found
+
+
+def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
+    """Parameters that are one object in several modules.
+
+    Args:
+        modules: the modules of all stages, in order.
+
+    Returns:
+        A tie for each such parameter, stages rising, in the order of the first stages' parameters.
+        A stage that has the parameter under several names goes by the first.
+
+    Example:
+        >>> embed, head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
+        >>> head.weight = embed.weight
+        >>> find_ties([embed, nn.Linear(2, 2), head])
+        ({0: 'weight', 2: 'weight'},)
+    """
+    ties: dict[int, dict[int, str]] = {}
+    for stage, module in enumerate(modules):
+        for name, param in named_plainly(module, buffers=False):
+            ties.setdefault(id(param), {})[stage] = name
+    return tuple(tie for tie in ties.values() if len(tie) > 1)
+
+
+def record_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
+    """Find the ties between stage modules, and set them as ``ties_of_stages`` on each.
+
+    A ``PipelineStage`` reads the attribute: a process that is given one stage can't see the others.
+
+    Args:
+        modules: the modules of all stages, in order, as a cut has made them.
+
+    Returns:
+        The ties.
+    """
+    ties = find_ties(modules)
+    for module in modules:
+        module.ties_of_stages = ties  # type: ignore[assignment]
+    return ties
+
+
+def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
+    """The names of a parameter in all stages that it is tied to.
+
+    Args:
+        ties: the ties of the model.
+        stage: the stage that holds the parameter.
+        name: its name there.
+
+    Example:
+        >>> all_names([{0: "embed", 3: "head"}], 3, "head.weight")
+        ['embed.weight', 'head.weight']
+    """
+    found = []
+    for tie in ties:
+        here = tie.get(stage)
+        if here is not None and (name == here or name.startswith(f"{here}.")):
+            found += [tie[at] + name.removeprefix(here) for at in sorted(tie)]
+    return found
+
+
+def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
+    """The plain model's name of a parameter of a stage: of a tied one, that in the first stage.
+
+    Args:
+        ties: the ties of the model.
+        stage: the stage that holds the parameter.
+        name: its name there.
+
+    Example:
+        >>> first_name([{0: "embed", 3: "head"}], 3, "head.weight")
+        'embed.weight'
+        >>> first_name([{0: "embed", 3: "head"}], 2, "norm.weight")
+        'norm.weight'
+    """
+    return next(iter(all_names(ties, stage, name)), name)
+
+
+def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse a layer with running statistics that several stages call.
+
+    One process runs each microbatch through all depths in turn; a pipeline runs many microbatches
+    through one depth first, and each process has statistics of its own.
+
+    Args:
+        modules: the modules of the model's stages, rising; those of other ranks may be missing.
+
+    Raises:
+        PartitionError: a layer that updates running statistics stands in several stages.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(4)
+        >>> refuse_shared_statistics({0: norm, 1: norm})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        penstock.errors.PartitionError: the BatchNorm1d of stage 0 is that of stage 1 too...
+        >>> refuse_shared_statistics({0: norm.eval(), 1: norm})
+    """
+    for first, stage, name, layer in _shared_layers(modules):
+        if layer.training and getattr(layer, "track_running_stats", False):
+            what = f"{type(layer).__name__} {name}".rstrip()
+            raise PartitionError(
+                f"the {what} of stage {first} is that of stage {stage} too, and updates its "
+                f"running statistics in each call, in another order than one process; {_ADVICE}"
+            )
+
+
+class SharedBuffers:
+    """Buffers of layers that stand in several stages, which no step may write.
+
+    Args:
+        modules: the modules of the model's stages, rising; those of other ranks may be missing.
+
+    Example:
+        >>> norm, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
+        >>> SharedBuffers({0: norm, 1: nn.Sequential(other, norm)}).names
+        ('running_mean', 'running_var', 'num_batches_tracked')
+        >>> SharedBuffers({0: norm, 1: other}).names
+        ()
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self._shared = [
+            (weakref.ref(layer), buffer, f"{name}.{buffer}".removeprefix("."), first, stage)
+            for first, stage, name, layer in _shared_layers(modules)
+            for buffer in layer._buffers
+        ]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names in the first stage that has each."""
+        return tuple(name for _, _, name, _, _ in self._shared)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Refuse a step that writes one of them.
+
+        Raises:
+            PartitionError: on leaving, if a buffer was written or replaced.
+        """
+        before = self._versions()
+        yield
+        for entry, was, now in zip(self._shared, before, self._versions(), strict=True):
+            if now[0] is not was[0] or now[1] != was[1]:
+                _, _, name, first, stage = entry
+                raise PartitionError(
+                    f"the buffer {name} of stage {first} is that of stage {stage} too, and is "
+                    f"written in each call, in another order than one process; {_ADVICE}"
+                )
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        layers = ((ref(), buffer) for ref, buffer, *_ in self._shared)
+        found = [None if layer is None else layer._buffers.get(name) for layer, name in layers]
+        return [(b, 0 if b is None or b.is_inference() else b._version) for b in found]
+
+
+def _shared_layers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, int, str, nn.Module]]:
+    """Layers of several stages: the first stage and another one, the name in the first, itself."""
+    seen: dict[int, tuple[int, str]] = {}
+    for stage, module in modules.items():
+        for name, layer in module.named_modules():
+            first, name_there = seen.setdefault(id(layer), (stage, name))
+            if first != stage:
+                yield first, stage, name_there, layer
