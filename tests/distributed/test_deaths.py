@@ -72,7 +72,7 @@ def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
         return None
     break_pairs(group, [0])
     try:
-        transport.receive_note(0)
+        transport.recv_metadata(0)
     except RuntimeError as error:
         return str(transport.fail(error))
     return "nothing was raised"

@@ -46,10 +46,10 @@ class Directed(C10dTransport):
         super()._give_up(groups)
         self.gave_up.set()
 
-    def introduce(self, peers: Iterable[int]) -> None:
+    def register_peers(self, peers: Iterable[int]) -> None:
         peers = set(peers)
         self.met += sorted(peers)
-        super().introduce(peers)
+        super().register_peers(peers)
 
 
 def take_the_way_of_nccl() -> list[str]:
@@ -183,7 +183,7 @@ def test_ranks_meet_on_the_host() -> None:
     transport: Any = object.__new__(C10dTransport)
     transport._watcher, transport._control = Watcher(1.0, noted.append), Group(noted)
     transport._limit, transport._calls = (), Calls()
-    transport.meet()
+    transport.barrier()
     assert noted == [torch.device("cpu")] and transport._calls.meetings == 1
 
 

@@ -304,13 +304,13 @@ def given_tensors(rank: int, num_ranks: int) -> dict[str, Any]:
     is set then does it too, and nobody sees that ahead.
     """
     notes: list[int] = []
-    send_note = C10dTransport.send_note
+    send_metadata = C10dTransport.send_metadata
 
     def counted(self: C10dTransport, *args: Any) -> None:
         notes[-1] += 1
-        send_note(self, *args)
+        send_metadata(self, *args)
 
-    C10dTransport.send_note = counted  # type: ignore[method-assign]
+    C10dTransport.send_metadata = counted  # type: ignore[method-assign]
     module = Masks(DIM, DIM) if rank == 1 else nn.Linear(DIM, DIM)
     stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, F.mse_loss, timeout_s=TIMEOUT_S)

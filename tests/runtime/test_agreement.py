@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.runtime.agreement import hold_together
+from penstock.runtime.agreement import agree
 
 
 class Recorder:
@@ -18,7 +18,7 @@ class Recorder:
         self.theirs = theirs
         self.notes: list[bytes] = []
 
-    def gather_notes(self, note: bytes) -> list[bytes]:
+    def all_gather_bytes(self, note: bytes) -> list[bytes]:
         self.notes.append(note)
         return [note, self.theirs.get(note, note)]
 
@@ -26,15 +26,15 @@ class Recorder:
 def test_facts_go_out_in_full_only_where_they_differ() -> None:
     what = "what stages share"
     alike: Any = Recorder({})
-    hold_together({what: "weight " * 10_000}, [alike], {})
+    agree({what: "weight " * 10_000}, [alike], {})
     assert sum(map(len, alike.notes)) < 100
 
     briefs = []
     for each in "one", "two":
         alike = Recorder({})
-        hold_together({what: each}, [alike], {})
+        agree({what: each}, [alike], {})
         briefs += alike.notes
     full = [json.dumps([{what: each}] * 2).encode() for each in ("one", "two")]
     unlike: Any = Recorder(dict([briefs, full]))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="rank 0: one, rank 1: two"):
-        hold_together({what: "one"}, [unlike], {})
+        agree({what: "one"}, [unlike], {})

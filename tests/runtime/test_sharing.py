@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from penstock import PartitionError, Pipeline, PipelineStage, StageError
 from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.parallel.counted import counts_here
-from penstock.parallel.tied_params import Sharing
+from penstock.parallel.tied_params import SharedParams
 from penstock.runtime.comm.loopback import loopback
 from penstock.schedule.placement import bidirectional
 from tests.agreement import ROUNDING, Twins
@@ -239,10 +239,10 @@ def test_statistics_of_copies_in_several_processes_are_warned_of(
     placement = bidirectional(2)
     modules = [nn.BatchNorm1d(4), nn.Linear(4, 4)]
     stages = {i: PipelineStage(modules[i % 2], i, 4, CPU) for i in placement.stages_of(0)}
-    Sharing([], placement, stages, loopback(2)[:1])
+    SharedParams([], placement, stages, loopback(2)[:1])
     assert "the 2 copies of a batch norm each keep the statistics" in caplog.text
     # All in one process, they are one module, which all microbatches pass.
     caplog.clear()
     every = {i: PipelineStage(modules[i % 2], i, 4, CPU) for i in range(4)}
-    Sharing([], placement, every, loopback(2))
+    SharedParams([], placement, every, loopback(2))
     assert not caplog.records

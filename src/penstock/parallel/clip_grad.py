@@ -21,7 +21,7 @@ from penstock.compat.announcing import own_group
 from penstock.errors import StageError
 from penstock.parallel.counted import counts_here, pipeline_size
 from penstock.runtime.comm.process_group import objects_group
-from penstock.runtime.together import gather_numbers, together
+from penstock.runtime.together import all_gather_ints, together
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import in_full, is_spread, largest
 
@@ -154,7 +154,7 @@ def _over_ranks(
     on_device = device.type != "cpu"
     told = _TOLD.pack(0.0 if on_device else norm.item(), on_device, code)
     number = int.from_bytes(told, "little")
-    everyones = gather_numbers(objects_group(made), "clip_grad_norm_()", number)
+    everyones = all_gather_ints(objects_group(made), "clip_grad_norm_()", number)
     norms, any_on_device, codes = zip(
         *(_TOLD.unpack(each.to_bytes(_TOLD.size, "little")) for each in everyones), strict=True
     )

@@ -53,7 +53,7 @@ def _compare(
     mine = [[*shared.title, _described(t), shared.label] for shared in every for t in shared.here]
     notes = [json.dumps(mine).encode()]
     if transport is not None:
-        notes = transport.gather_notes(notes[0])
+        notes = transport.all_gather_bytes(notes[0])
     # By title and rank: what it is there, and what it is called.
     told: dict[tuple[int, str], dict[int, tuple[str, str]]] = {}
     for rank, note in enumerate(notes):

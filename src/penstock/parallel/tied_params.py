@@ -34,12 +34,12 @@ from penstock.runtime.comm.flat import flat_meta, flatten_tensors, unflatten_ten
 from penstock.schedule.placement import Placement
 from penstock.stage.stage import Stage
 
-__all__ = ["Sharing"]
+__all__ = ["SharedParams"]
 
 _log = logging.getLogger(__name__)
 
 
-class Sharing:
+class SharedParams:
     """What this process's stages share with each other and with other ranks.
 
     Args:
@@ -68,16 +68,16 @@ class Sharing:
         self._params: tuple[Shared, ...] = ()
         self._tied: list[Shared] = []
         self._told_of_hooks = False
-        self._introduce()
+        self._register_peers()
         self._resolve()
         self._tell()
 
-    def _introduce(self) -> None:
+    def _register_peers(self) -> None:
         if self._transport is not None:
             for number in range(len(self._groups.every)):
                 ranks = set(self._groups.ranks(number, self._placement))
                 if self._transport.rank in ranks:
-                    self._transport.introduce(ranks - {self._transport.rank})
+                    self._transport.register_peers(ranks - {self._transport.rank})
 
     def _tell(self) -> None:
         """Say once, in the process of the first stage, which way is taken."""
@@ -150,7 +150,7 @@ class Sharing:
     # --- a step ------------------------------------------------------------------------------
 
     @contextmanager
-    def summed(self) -> Iterator[None]:
+    def reduced(self) -> Iterator[None]:
         """A training step runs in this: at its end shared gradients are whole in every place.
 
         Raises:

@@ -25,7 +25,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.blocks import BlockFunction, played_by
 from penstock.runtime.call import Call
 from penstock.runtime.comm.base import Transport
-from penstock.runtime.comm.recv_queue import Inbox
+from penstock.runtime.comm.recv_queue import RecvQueue
 from penstock.runtime.executor import Executor
 from penstock.runtime.lanes import Lanes, can_overlap, has_blocks, why_in_turn
 from penstock.runtime.outputs import join_outputs
@@ -147,10 +147,10 @@ class Act:
             stages = [self._stages[i] for i in placement.stages_of(transport.rank)]
             around = [placement.neighbour(s.stage_index, d) for s in stages for d in (-1, 1)]
             peers = {placement.rank_of(other) for other in around if other is not None}
-            transport.introduce(peers - {transport.rank})
+            transport.register_peers(peers - {transport.rank})
             # In one process nothing is on its way: what is sent has arrived.
             arrived = {} if self._is_alone else acknowledgements(program, transport.rank)
-            inboxes = {p: Inbox(transport, p, stages[0].device) for p in peers}
+            inboxes = {p: RecvQueue(transport, p, stages[0].device) for p in peers}
             for stage in stages:
                 players[stage.stage_index] = Player(
                     stage,
@@ -224,7 +224,7 @@ class Act:
         digest = self._shapes.digest(ids) if self._compares_inputs else 0
         looks = (0, 0) if self._has_looked else looks_of(batch)
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
-            shared = transport.share_numbers([*header, digest, *looks, *ids], self._first_rank)
+            shared = transport.broadcast_ints([*header, digest, *looks, *ids], self._first_rank)
             if shared[:4] != header:
                 raise ScheduleError(
                     f"rank {self._first_rank} is at {_moment(shared)}, rank {transport.rank} at "
@@ -240,7 +240,9 @@ class Act:
             )
         self._is_fresh = self._shapes.learn(batch.shape_ids)
         for transport in self._transports:
-            transport.relax(self._is_fresh or self._is_restless or self.role.dynamic_shapes)
+            transport.allow_unbounded_sends(
+                self._is_fresh or self._is_restless or self.role.dynamic_shapes
+            )
         for player in self.players.values():
             player.batch = batch
             if self._is_restless or self._shapes.forgot:
@@ -254,7 +256,7 @@ class Act:
         (transport,) = self._transports
         # What the first rank is given, is among the inputs.
         beside = () if transport.rank == self._first_rank else batch.kwargs
-        return tuple(transport.gather_numbers(self._shapes.condition(seen, beside)))
+        return tuple(transport.all_gather_ints(self._shapes.condition(seen, beside)))
 
     def _check_batch(self, batch: Batch, under: tuple[int, ...]) -> list[int]:
         """The shape ids, where the inputs are here; zeros elsewhere."""
@@ -302,7 +304,7 @@ class Act:
         inputs = batch.shape_ids[0]
         if inputs not in self._loss_dtypes or not self.role.train:
             code = _DTYPES.index(mine.dtype) if mine is not None else -1
-            (code,) = transport.share_numbers([code], self._last_rank)
+            (code,) = transport.broadcast_ints([code], self._last_rank)
             self._loss_dtypes[inputs] = _DTYPES[code] if code >= 0 else None
         dtype = self._loss_dtypes[inputs]
         # Put up from what is on the device: numbers from the host would be waited for there.
@@ -311,7 +313,7 @@ class Act:
         if self._is_fresh:
             rows.append(zero + self._has_seen_restless(batch))
         table = torch.stack(rows)
-        transport.add_up(table)
+        transport.all_reduce(table)
         if self._is_fresh:
             self._is_restless |= bool(table[-1])
             table = table[:-1]
@@ -319,10 +321,10 @@ class Act:
 
     def _end_without_losses(self, batch: Batch, transport: Transport) -> None:
         if not self._is_fresh:
-            transport.meet()
+            transport.barrier()
             return
         seen = torch.tensor([self._has_seen_restless(batch)], dtype=torch.int64, device="cpu")
-        transport.add_up(seen)
+        transport.all_reduce(seen)
         self._is_restless |= bool(seen)
 
     def _has_seen_restless(self, batch: Batch) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.errors import ScheduleError
 from penstock.runtime.comm.base import Transport
 
-__all__ = ["digest", "hold_together"]
+__all__ = ["digest", "agree"]
 
 
 def digest(text: str) -> str:
@@ -26,7 +26,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def hold_together(
+def agree(
     facts: Mapping[str, Any], transports: Sequence[Transport], shown: Mapping[str, str]
 ) -> None:
     """Compare what every rank says; every rank calls.
@@ -44,9 +44,9 @@ def hold_together(
     brief = digest(json.dumps(facts)).encode()
     for transport in transports:
         # Facts may be long and ranks many: they are told in full where they differ alone.
-        if len(set(transport.gather_notes(brief))) == 1:
+        if len(set(transport.all_gather_bytes(brief))) == 1:
             continue
-        everyones = [json.loads(note) for note in transport.gather_notes(mine)]
+        everyones = [json.loads(note) for note in transport.all_gather_bytes(mine)]
         for what in facts:
             values = [theirs[what] for theirs, _ in everyones]
             if any(value != values[0] for value in values):

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from penstock.cause import message_of
 from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
-from penstock.parallel.tied_params import Sharing
+from penstock.parallel.tied_params import SharedParams
 from penstock.partition.ties import SharedBuffers, Tie, refuse_shared_statistics
 from penstock.runtime.act import Act
-from penstock.runtime.agreement import digest, hold_together
+from penstock.runtime.agreement import agree, digest
 from penstock.runtime.batch import Batch
 from penstock.runtime.blocks import BlockFunction
 from penstock.runtime.call import Call
@@ -107,7 +107,7 @@ class Engine:
         self._digest = digest(to_json(replace(program, name="")))
         self._check_stages(program)
         make_streams(self.stages, program.placement, wanted=options.microbatch_rng)
-        self._sharing = Sharing(ties, program.placement, self.stages, self.transports)
+        self._sharing = SharedParams(ties, program.placement, self.stages, self.transports)
         # By the model's stages: copies of one are equal.
         number = program.placement.model_stage
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
@@ -203,7 +203,7 @@ class Engine:
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
-                around.enter_context(self._sharing.summed())
+                around.enter_context(self._sharing.reduced())
             self._play(act)
         losses = act.close(batch)
         for player in act.players.values():
@@ -228,8 +228,8 @@ class Engine:
                 for each in replicas:
                     each.begin()
             for transport in self.transports:
-                transport.join_replicas([group for each in replicas for group in each.groups])
-            with self.transports[0].among_replicas():
+                transport.watch_replicas([group for each in replicas for group in each.groups])
+            with self.transports[0].waiting_for_replicas():
                 for each in replicas:
                     each.share_buffers()
             with torch.set_grad_enabled(act.role.train):
@@ -308,9 +308,7 @@ class Engine:
             "having a loss_fn": self.options.loss_fn is not None,
             "what stages share": self._sharing.facts,
         }
-        hold_together(
-            facts, self.transports, {"the program": f"{self.program.name} {self._digest}"}
-        )
+        agree(facts, self.transports, {"the program": f"{self.program.name} {self._digest}"})
         self._sharing.agree()
         self._agreed = True
 
@@ -327,7 +325,7 @@ class Engine:
             self._refuse_after_failure()
             with _Guard(self._failed):
                 self._begin("trace()")
-                notes = transport.gather_notes(encode_spans(spans))
+                notes = transport.all_gather_bytes(encode_spans(spans))
                 transport.end()
             spans = [span for note in notes for span in decode_spans(note)]
         trace = merge_spans(self.program.name, self.program.num_ranks, spans)

@@ -44,9 +44,9 @@ def join_outputs(
     tensors = spec.pack(spec.tensors(mine))
     others = sorted(leaving.keys() - {transport.rank})
     for peer in others:
-        transport.send_note(peer, spec.encode())
+        transport.send_metadata(peer, spec.encode())
     for peer in others:
-        theirs = BoundarySpec.decode(transport.receive_note(peer))
+        theirs = BoundarySpec.decode(transport.recv_metadata(peer))
         receipt = transport.receive(peer, theirs.metas, device)
         transport.send(peer, tensors)
         outputs = theirs.arguments(theirs.unpack(receipt.wait()))

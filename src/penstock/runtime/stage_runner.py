@@ -17,7 +17,7 @@ from penstock.parallel.data_parallel import Replicas
 from penstock.runtime.batch import Batch
 from penstock.runtime.call import Call
 from penstock.runtime.comm.base import Transport
-from penstock.runtime.comm.recv_queue import Inbox
+from penstock.runtime.comm.recv_queue import RecvQueue
 from penstock.runtime.ending import Ending
 from penstock.runtime.keeping import Keeper
 from penstock.runtime.lanes import Lanes
@@ -57,7 +57,7 @@ class Player:
         role: Role,
         num_microbatches: int,
         transport: Transport,
-        inboxes: dict[int, Inbox],
+        inboxes: dict[int, RecvQueue],
         done: Mapping[Op, Set[int]],
         arrived: Mapping[Action, int],
         lanes: Lanes | None = None,
@@ -81,8 +81,8 @@ class Player:
         # Each neighbour is on this rank, with its slots, or a peer with its inbox, or neither.
         self._before: Sequence[Slot] | None = None
         self._after: Sequence[Slot] | None = None
-        self._before_peer: Inbox | None = None
-        self._after_peer: Inbox | None = None
+        self._before_peer: RecvQueue | None = None
+        self._after_peer: RecvQueue | None = None
         # By shape id: what comes in, what goes out, and which gradients come back.
         self._in_specs: dict[int, BoundarySpec] = {}
         self._out_specs: dict[int, BoundarySpec] = {}
@@ -182,7 +182,7 @@ class Player:
 
     def _unshard(self) -> None:
         if self.replicas is not None:
-            with self._transport.among_replicas():
+            with self._transport.waiting_for_replicas():
                 self.replicas.unshard()
 
     def _reshard(self) -> None:
@@ -191,7 +191,7 @@ class Player:
 
     def _reduce_grads(self) -> None:
         if self.replicas is not None:
-            with self._transport.among_replicas():
+            with self._transport.waiting_for_replicas():
                 self.replicas.reduce_grads()
 
     # --- forward -----------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Player:
         peer = self._after_peer
         assert peer is not None and slot.outgoing is not None and slot.spec is not None
         if slot.note is not None:
-            self._transport.send_note(peer.peer, slot.note)
+            self._transport.send_metadata(peer.peer, slot.note)
             slot.note = None
         self._transport.send(peer.peer, slot.spec.pack(slot.outgoing))
         slot.outgoing = None
@@ -343,7 +343,7 @@ class Player:
         present = self._grads_out.get(shape_id)
         if present is None or self._role.dynamic_shapes:
             present = self._grads_out[shape_id] = tuple(g is not None for g in grads)
-            self._transport.send_note(peer.peer, bytes(present))
+            self._transport.send_metadata(peer.peer, bytes(present))
         self._transport.send(peer.peer, self._present_grads(slot, grads, present))
 
     def _present_grads(

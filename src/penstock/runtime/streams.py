@@ -49,7 +49,7 @@ def share_step_seed(
     first = placement.rank_of(placement.entries[0])
     seed = draw_step_seed()
     for transport in sorted(transports, key=lambda t: t.rank != first):
-        (seed,) = transport.share_numbers([seed], first)
+        (seed,) = transport.broadcast_ints([seed], first)
     for stage in stages:
         assert stage.random is not None
         stage.random.step_seed = seed

@@ -23,7 +23,7 @@ from penstock.runtime.comm.control_plane import head_of, numbers_in
 from penstock.runtime.group_log import NOBODY, calls_over
 from penstock.runtime.watcher import Others
 
-__all__ = ["gather_numbers", "together"]
+__all__ = ["all_gather_ints", "together"]
 
 # So long a small message is waited for without a thread that watches.
 QUICK_S = 0.05
@@ -52,12 +52,12 @@ def together(
         yield
         return
     with _watched(group, what, alike) as transport:
-        transport.gather_numbers(0)
-        with transport.among_ranks():
+        transport.all_gather_ints(0)
+        with transport.waiting_for_ranks():
             yield
 
 
-def gather_numbers(group: dist.ProcessGroup, what: str, number: int) -> list[int]:
+def all_gather_ints(group: dist.ProcessGroup, what: str, number: int) -> list[int]:
     """Every rank's number, by rank, over a group that takes CPU tensors.
 
     Args:

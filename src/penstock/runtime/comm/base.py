@@ -18,10 +18,10 @@ from torch import Tensor
 from penstock.errors import PenstockError
 from penstock.stage.tensor_meta import TensorMeta
 
-__all__ = ["Receipt", "Transport", "empty_tensors"]
+__all__ = ["PendingReceive", "Transport", "empty_tensors"]
 
 
-class Receipt(Protocol):
+class PendingReceive(Protocol):
     """A receive that has been posted."""
 
     def wait(self) -> Sequence[Tensor]:
@@ -63,44 +63,46 @@ class Transport(Protocol):
         have arrived."""
         ...
 
-    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Receipt:
+    def receive(
+        self, peer: int, metas: Sequence[TensorMeta], device: torch.device
+    ) -> PendingReceive:
         """Post the receive of the next tensors from ``peer``, into buffers made now."""
         ...
 
-    def send_note(self, peer: int, note: bytes) -> None:
+    def send_metadata(self, peer: int, note: bytes) -> None:
         """Send a note to ``peer``."""
         ...
 
-    def receive_note(self, peer: int) -> bytes:
+    def recv_metadata(self, peer: int) -> bytes:
         """The next note from ``peer``; blocks until it is here."""
         ...
 
-    def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+    def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
         """``numbers`` as ``root`` has them; every rank passes equally many, and blocks."""
         ...
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` on every rank by the sum of all; waits for all, as ``meet``."""
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` on every rank by the sum of all; waits for all, as ``barrier``."""
         ...
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank is here, so that none leaves a step in which another one fails."""
         ...
 
-    def gather_numbers(self, number: int) -> list[int]:
+    def all_gather_ints(self, number: int) -> list[int]:
         """Every rank's number, by rank; every rank calls it."""
         ...
 
-    def gather_notes(self, note: bytes) -> list[bytes]:
+    def all_gather_bytes(self, note: bytes) -> list[bytes]:
         """Every rank's note, by rank; every rank calls it."""
         ...
 
-    def introduce(self, peers: Iterable[int]) -> None:
+    def register_peers(self, peers: Iterable[int]) -> None:
         """Messages will go to and come from these ranks, each of which is told so as well: be
         connected with them before the next step."""
         ...
 
-    def relax(self, relaxed: bool) -> None:
+    def allow_unbounded_sends(self, relaxed: bool) -> None:
         """Whether sends may pile up: while receives are posted late, waiting for one could
         block both ends."""
         ...
@@ -109,12 +111,12 @@ class Transport(Protocol):
         """Wait until all that was sent is gone."""
         ...
 
-    def join_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Share failures with the ranks of these groups, too: stages here are replicated or
         sharded over them."""
         ...
 
-    def among_replicas(self) -> AbstractContextManager[None]:
+    def waiting_for_replicas(self) -> AbstractContextManager[None]:
         """What is waited for within is those ranks: by torch, under the eye of this transport."""
         ...
 

@@ -31,7 +31,7 @@ from penstock.runtime.comm.answer import poll
 from penstock.runtime.comm.base import empty_tensors
 from penstock.runtime.comm.breaking import abort_all, break_pairs, is_closed
 from penstock.runtime.comm.control_plane import ControlPlane
-from penstock.runtime.comm.in_flight_sends import Held
+from penstock.runtime.comm.in_flight_sends import InFlightSends
 from penstock.runtime.comm.large_messages import MIN_LARGE_BYTES, LargeMessage
 from penstock.runtime.comm.nccl import as_wire, make_connections
 from penstock.runtime.failure import Board, Place
@@ -61,7 +61,7 @@ MAX_OVERTIME_S = 5.0
 MAX_TIMEOUT_S = 1e7
 
 
-class _Receipt:
+class _Receive:
     __slots__ = ("_peer", "_tensors", "_transport", "_works")
 
     def __init__(
@@ -107,10 +107,10 @@ class C10dTransport(ControlPlane):
         self._up = self._down = self._control = group
         # Whether the groups are made, and all ranks are connected over them.
         self._connected = self._is_joined = False
-        self._held: defaultdict[int, Held] = defaultdict(Held)
+        self._held: defaultdict[int, InFlightSends] = defaultdict(InFlightSends)
         self._notes: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # Ranks with which connections are still to be made.
-        self._strangers: set[int] = set()
+        self._unconnected: set[int] = set()
         self._is_relaxed = False
         self.number = number
         self._calls = calls_over(group)
@@ -158,11 +158,11 @@ class C10dTransport(ControlPlane):
         timeout_s = min(2 * self._watcher.timeout_s + 60, MAX_TIMEOUT_S)
         return _torch_compat.make_group(self._processes, backend, name, timeout_s=timeout_s)
 
-    def introduce(self, peers: Iterable[int]) -> None:
-        self._strangers.update(peers)
+    def register_peers(self, peers: Iterable[int]) -> None:
+        self._unconnected.update(peers)
 
-    def _meet_strangers(self) -> None:
-        strangers, self._strangers = self._strangers, set()
+    def _connect_peers(self) -> None:
+        strangers, self._unconnected = self._unconnected, set()
         if self._on_cuda and strangers:
             make_connections(
                 self.rank, strangers, self._up, self._down, self._device, self._watched
@@ -206,7 +206,7 @@ class C10dTransport(ControlPlane):
             self.wait_for((sends[0][1],), peer)  # no wait: the tensor has arrived
             held.drop_first()
 
-    def _drop_sent(self, held: Held, peer: int) -> None:
+    def _drop_sent(self, held: InFlightSends, peer: int) -> None:
         """Let go of what the device has sent; the host waits for it where it is far ahead."""
         while held.sends:
             work = held.sends[0][1]
@@ -218,14 +218,14 @@ class C10dTransport(ControlPlane):
                 self._watched(lambda work=work: _until(work.is_completed), peer)  # type: ignore[misc]
             held.drop_first()
 
-    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receipt:
+    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> _Receive:
         group = self._up if peer < self.rank else self._down
         tensors = empty_tensors(metas, device)
         wires = map(as_wire, tensors) if self._on_cuda else tensors
         works = [self.post(partial(group.recv, [t], peer, DATA_TAG), peer) for t in wires]
-        return _Receipt(self, peer, tensors, works)
+        return _Receive(self, peer, tensors, works)
 
-    def relax(self, relaxed: bool) -> None:
+    def allow_unbounded_sends(self, relaxed: bool) -> None:
         self._is_relaxed = relaxed
 
     def drain(self) -> None:
@@ -259,15 +259,15 @@ class C10dTransport(ControlPlane):
             works = (LargeMessage(works, partial(is_closed, self._group, peer)),)
         self.wait_for(works, peer)
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         group = self._up if tensor.is_cuda else self._control
         self._collect(lambda: group.allreduce([tensor]), (tensor,))
         if tensor.is_cuda:
-            self.meet()  # the streams have been told to wait for all, and the host has not waited
+            self.barrier()  # the streams wait for all ranks, and the host has not waited
 
     # --- failure -----------------------------------------------------------------------------
 
-    def join_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
         groups = tuple(group for group in groups if group.size() > 1)
         if groups != self._replicas:
             self._replicas = groups
@@ -275,13 +275,13 @@ class C10dTransport(ControlPlane):
             self._watcher.look_at(self._cause.board.aside(), always=bool(groups) or self._on_cuda)
 
     @contextlib.contextmanager
-    def among_replicas(self) -> Iterator[None]:
+    def waiting_for_replicas(self) -> Iterator[None]:
         self._watcher.waiting_for = ((), Others.REPLICAS)
         yield
         self._watcher.waiting_for = None
 
     @contextlib.contextmanager
-    def among_ranks(self) -> Iterator[None]:
+    def waiting_for_ranks(self) -> Iterator[None]:
         """What is waited for within is the other ranks: by torch, under the watcher's eye."""
         self._watcher.waiting_for = ((), Others.RANKS)
         try:
@@ -352,7 +352,7 @@ class C10dTransport(ControlPlane):
         withdraw(self._group)
         self.connect()
         self._watcher.start()
-        self._meet_strangers()
+        self._connect_peers()
 
     def end(self) -> None:
         self._cause.note_success()

@@ -57,7 +57,7 @@ class ControlPlane(ABC):
         self._collected = tensors
         self._await(start, Others.RANKS)
 
-    def send_note(self, peer: int, note: bytes) -> None:
+    def send_metadata(self, peer: int, note: bytes) -> None:
         # The first message has a fixed size and names the note's length; a longer note goes on
         # in a second message.
         head = len(note).to_bytes(8, "little") + note[: NOTE_BYTES - 8]
@@ -74,7 +74,7 @@ class ControlPlane(ABC):
         work = self.post(lambda: self._control.send([tensor], peer, tag), peer)
         self._notes[peer].append((work, tensor))
 
-    def receive_note(self, peer: int) -> bytes:
+    def recv_metadata(self, peer: int) -> bytes:
         head = self._receive_bytes(peer, NOTE_BYTES)
         length = int.from_bytes(head[:8], "little")
         note = head[8 : 8 + length]
@@ -85,7 +85,7 @@ class ControlPlane(ABC):
         self._await(lambda: self._control.recv([tensor], peer, NOTE_TAG), peer)
         return bytes(tensor.tolist())
 
-    def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+    def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
         # From rank to rank, as the first microbatch will go: no rank waits for later ones.
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         before, after = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
@@ -96,14 +96,14 @@ class ControlPlane(ABC):
         shared: list[int] = tensor.tolist()
         return shared
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         # Of a group that has NCCL, too, a barrier of the host's, not of the device's.
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
         self._calls.meetings += 1
         self._await(lambda: self._control.barrier(options), Others.RANKS)
 
-    def gather_numbers(self, number: int) -> list[int]:
+    def all_gather_ints(self, number: int) -> list[int]:
         """Every rank's number, by rank; every rank calls it.
 
         Ranks in different calls would gather what does not match, over which gloo ends processes:
@@ -114,8 +114,8 @@ class ControlPlane(ABC):
         """
         return numbers_in(self._gather(head_of(number, self._calls.what)))
 
-    def gather_notes(self, note: bytes) -> list[bytes]:
-        lengths = self.gather_numbers(len(note))
+    def all_gather_bytes(self, note: bytes) -> list[bytes]:
+        lengths = self.all_gather_ints(len(note))
         padded = torch.frombuffer(bytearray(note.ljust(max(lengths), b"\0")), dtype=torch.uint8)
         gathered = self._gather(padded)
         return [_bytes(t)[:length] for t, length in zip(gathered, lengths, strict=True)]

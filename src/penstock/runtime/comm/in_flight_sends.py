@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Held"]
+__all__ = ["InFlightSends"]
 
 
-class Held:
+class InFlightSends:
     """Sends to one peer that are on their way, oldest first, and how many messages went before."""
 
     __slots__ = ("num_bytes", "num_sent", "sends")

@@ -38,7 +38,7 @@ class _Fabric:
     numbers: defaultdict[Edge, deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
 
 
-class _LoopbackReceipt:
+class _LoopbackReceive:
     __slots__ = ("_edge", "_fabric", "_number")
 
     def __init__(self, fabric: _Fabric, edge: Edge, number: int) -> None:
@@ -83,19 +83,19 @@ class LoopbackTransport:
 
     def receive(
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
-    ) -> _LoopbackReceipt:
+    ) -> _LoopbackReceive:
         edge = (peer, self.rank)
         number = self._fabric.num_posted[edge]
         self._fabric.num_posted[edge] = number + 1
-        return _LoopbackReceipt(self._fabric, edge, number)
+        return _LoopbackReceive(self._fabric, edge, number)
 
-    def send_note(self, peer: int, note: bytes) -> None:
+    def send_metadata(self, peer: int, note: bytes) -> None:
         self._fabric.notes[self.rank, peer].append(note)
 
-    def receive_note(self, peer: int) -> bytes:
+    def recv_metadata(self, peer: int) -> bytes:
         return self._fabric.notes[peer, self.rank].popleft()
 
-    def share_numbers(self, numbers: Sequence[int], root: int) -> list[int]:
+    def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
         if self.rank != root:
             return self._fabric.numbers[root, self.rank].popleft()
         for peer in range(self.num_ranks):
@@ -103,34 +103,34 @@ class LoopbackTransport:
                 self._fabric.numbers[root, peer].append(list(numbers))
         return list(numbers)
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         # Each rank in turn would need what later ones have; who plays all ranks adds up itself.
         raise InternalError("nothing is added up over ranks in one process")
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         pass
 
     # One process: every rank is built from the same arguments, so all would say the same.
 
-    def gather_numbers(self, number: int) -> list[int]:
+    def all_gather_ints(self, number: int) -> list[int]:
         return [number] * self.num_ranks
 
-    def gather_notes(self, note: bytes) -> list[bytes]:
+    def all_gather_bytes(self, note: bytes) -> list[bytes]:
         return [note] * self.num_ranks
 
-    def introduce(self, peers: Iterable[int]) -> None:
+    def register_peers(self, peers: Iterable[int]) -> None:
         pass
 
-    def relax(self, relaxed: bool) -> None:
+    def allow_unbounded_sends(self, relaxed: bool) -> None:
         pass
 
     def drain(self) -> None:
         pass
 
-    def join_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
         pass
 
-    def among_replicas(self) -> AbstractContextManager[None]:
+    def waiting_for_replicas(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def fail(self, error: BaseException) -> PenstockError | None:

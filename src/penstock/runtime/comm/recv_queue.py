@@ -14,32 +14,32 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.runtime.comm.base import Receipt, Transport
+from penstock.runtime.comm.base import PendingReceive, Transport
 from penstock.stage.slots import Slot
 from penstock.stage.tensor_meta import TensorMeta
 
-__all__ = ["Arrival", "Inbox"]
+__all__ = ["DeferredReceive", "RecvQueue"]
 
 # For a microbatch's slot, what will come, if known; if not, asked again with the peer's note.
 Expect: TypeAlias = Callable[[Slot, bytes | None], Sequence[TensorMeta] | None]
 
 
-class Arrival:
+class DeferredReceive:
     """A message whose receive can't be posted yet."""
 
     __slots__ = ("_expect", "_inbox", "_receipt", "_slot")
 
-    def __init__(self, inbox: Inbox, expect: Expect, slot: Slot) -> None:
+    def __init__(self, inbox: RecvQueue, expect: Expect, slot: Slot) -> None:
         self._inbox = inbox
         self._expect = expect
         self._slot = slot
-        self._receipt: Receipt | None = None
+        self._receipt: PendingReceive | None = None
 
     def post(self) -> None:
         """Post the receive, reading the peer's note first where that is needed."""
         metas = self._expect(self._slot, None)
         if metas is None:
-            note = self._inbox.transport.receive_note(self._inbox.peer)
+            note = self._inbox.transport.recv_metadata(self._inbox.peer)
             metas = self._expect(self._slot, note)
         assert metas is not None
         self._receipt = self._inbox.receive(metas)
@@ -51,7 +51,7 @@ class Arrival:
         return self._receipt.wait()
 
 
-class Inbox:
+class RecvQueue:
     """The receives from one peer.
 
     Args:
@@ -64,18 +64,18 @@ class Inbox:
         self.transport = transport
         self.peer = peer
         self._device = device
-        self._waiting: deque[Arrival] = deque()
+        self._waiting: deque[DeferredReceive] = deque()
 
-    def expect(self, expect: Expect, slot: Slot) -> Receipt:
+    def expect(self, expect: Expect, slot: Slot) -> PendingReceive:
         """Announce the next message: its receive is posted now if that is possible."""
         metas = None if self._waiting else expect(slot, None)
         if metas is not None:
             return self.receive(metas)
-        arrival = Arrival(self, expect, slot)
+        arrival = DeferredReceive(self, expect, slot)
         self._waiting.append(arrival)
         return arrival
 
-    def receive(self, metas: Sequence[TensorMeta]) -> Receipt:
+    def receive(self, metas: Sequence[TensorMeta]) -> PendingReceive:
         """Post one receive."""
         return self.transport.receive(self.peer, metas, self._device)
 
