@@ -52,12 +52,17 @@ class PenstockError(Exception):
     Args:
         message: what happened and what to do next.
         where: the place of the failure; shown before the message when known.
+        parameter: the argument at fault, such as ``"microbatches"`` or a field of ``Costs``, so
+            that a command line can name its flag; None where no single argument is.
     """
 
-    def __init__(self, message: str, *, where: Where = NOWHERE) -> None:
+    def __init__(
+        self, message: str, *, where: Where = NOWHERE, parameter: str | None = None
+    ) -> None:
         place = str(where)
         super().__init__(f"{place}: {message}" if place else message)
         self.where = where
+        self.parameter = parameter
 
     def locate(self, where: Where) -> None:
         """Say where it happened, unless that is known already; the message begins with it.

@@ -208,7 +208,8 @@ def build(
         raise ScheduleError(
             f"{chosen.name}: ranks={ranks} and microbatches={microbatches} do not work, it takes "
             f"{chosen.rule}; the nearest that do are ranks={near_ranks} and "
-            f"microbatches={near_microbatches}"
+            f"microbatches={near_microbatches}",
+            parameter="ranks",
         )
     if chosen.virtuals is not None and virtual not in chosen.virtuals:
         near = " or ".join(map(str, chosen.virtuals_near(virtual)))
@@ -216,7 +217,8 @@ def build(
         nearest = "" if near == works else f" (the nearest: {near})"
         raise ScheduleError(
             f"{chosen.name}: virtual={virtual} stages per rank do not work; {works} does{nearest}, "
-            f"and any number does with {_any_virtual()}"
+            f"and any number does with {_any_virtual()}",
+            parameter="virtual",
         )
     if chosen.virtuals is None or len(chosen.virtuals) > 1:
         options = {"virtual": virtual, **options}

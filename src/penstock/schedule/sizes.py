@@ -33,7 +33,9 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
     numbers: list[int] = []
     for what, number in sizes.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ScheduleError(f"{asker}: {what}={number!r} must be a whole number from 1 on")
+            raise ScheduleError(
+                f"{asker}: {what}={number!r} must be a whole number from 1 on", parameter=what
+            )
         numbers.append(number)
     if prod(numbers) > MOST_FORWARDS:
         given = ", ".join(f"{what}={_shown(n)}" for what, n in zip(sizes, numbers, strict=True))

@@ -54,7 +54,7 @@ def problems_of(
     least = min(max(problem.least_memory) for problem in problems)
     relieved = {relief.name: least_relieved(problems, relief) for relief in allowed}
     if min(least, *relieved.values(), least) > limit + slack(limit):
-        raise ScheduleError(_too_little(problems, limit, least, relieved))
+        raise ScheduleError(_too_little(problems, limit, least, relieved), parameter="memory_limit")
     return tuple(problem for problem in problems if allowed or problem.can_be_met)
 
 
@@ -84,7 +84,9 @@ def can_offload(costs: Costs) -> bool:
 def _limit(memory_limit: float) -> float:
     limit = as_number(memory_limit)
     if not limit >= 0:
-        raise ScheduleError(f"search: memory_limit={memory_limit!r} is not a number ≥ 0")
+        raise ScheduleError(
+            f"search: memory_limit={memory_limit!r} is not a number ≥ 0", parameter="memory_limit"
+        )
     return limit if limit <= _NO_LIMIT else math.inf
 
 

@@ -104,7 +104,8 @@ def search(
         raise ScheduleError(f"search: costs={costs!r} are no penstock.Costs; leave them out for 1")
     if not (isinstance(time_limit_s, (int, float)) and 0 < time_limit_s < math.inf):
         raise ScheduleError(
-            f"search: time_limit_s={time_limit_s!r} must be a finite number above 0"
+            f"search: time_limit_s={time_limit_s!r} must be a finite number above 0",
+            parameter="time_limit_s",
         )
     if exact and find_spec("ortools") is None:
         raise ScheduleError(
@@ -114,7 +115,8 @@ def search(
     if offload and not can_offload(costs):
         raise ScheduleError(
             "search: offload=True, but costs say nothing of it; pass Costs(offload=..., "
-            "reload=...), or activation_bytes and offload_bandwidth"
+            "reload=...), or activation_bytes and offload_bandwidth",
+            parameter="offload",
         )
     allowed = reliefs(recompute=recompute, offload=offload)
     budget = Budget(time_limit_s)

@@ -74,7 +74,9 @@ def simulate(
         )
     share = as_number(jitter)
     if not 0 <= share < math.inf:
-        raise ScheduleError(f"simulate: jitter={jitter!r} must be a finite number ≥ 0")
+        raise ScheduleError(
+            f"simulate: jitter={jitter!r} must be a finite number ≥ 0", parameter="jitter"
+        )
     plain = tabulate(program, costs)
     tables = add_messages(add_copies(plain, program, costs), program, costs)
     tables = add_jitter(tables, share, seed) if share else tables
