@@ -56,9 +56,7 @@ def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Pat
     )
     blocked = penstock("check", str(path))
     assert blocked.code == 1
-    assert "the shortest circle of waiting" in blocked.out
-    for model in ("1", "2", "unbounded"):
-        assert penstock("check", str(path), "--channels", model).code == 0
+    assert "deadlock: waits for rank 1 to post 1RECV_F1" in blocked.out
     # A receive posted early blocks a pair of ranks that keeps one order.
     path.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     assert penstock("check", str(path)).code == 0
@@ -66,8 +64,8 @@ def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Pat
     # Where there are no transfers yet, they are placed for the channels that are asked for.
     path.write_text("0F0,0B0\n1F0,1B0\n")
     assert penstock("check", str(path), "--per-pair").code == 0
-    wrong = penstock("check", str(path), "--channels", "many")
-    assert (wrong.code, "expected rendezvous, unbounded" in wrong.err) == (2, True)
+    # The runtime needs a program that ends without room for messages; nothing less is proven.
+    assert penstock("check", str(path), "--channels", "unbounded").code == 2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import penstock
 from penstock import Pipeline, StageError
 from penstock.schedule.action import Op
 from penstock.schedule.catalog import family
-from penstock.schedule.passes import forward_only, remove_transfers
+from penstock.schedule.passes import forward_only
 from penstock.schedule.rules import COMPUTE, prerequisites
 from tests.agreement import TRAINING
 from tests.models import features, mlp
@@ -86,7 +86,7 @@ def test_an_evaluation_is_traced_as_one() -> None:
     inputs, target = features(6, 0)
     pipe.step(inputs, target=target)
     pipe.eval(inputs)
-    wanted = forward_only(remove_transfers(pipe.program))
+    wanted = forward_only(pipe.program)
     spans = [s for s in pipe.trace().spans if s.action.op in COMPUTE]
     assert {s.action for s in spans} == set(wanted.actions())
     assert {s.action.op for s in spans} == {Op.FORWARD}

@@ -31,6 +31,16 @@ def is_right(program: Program, plays: Callable[[Program], bool] | None = None) -
     )
 
 
+def without_transfers(program: Program) -> Program:
+    """The program without its sends and receives."""
+    return program.with_ranks(
+        tuple(
+            tuple(step for step in steps if not any(a.op in TRANSFERS for a in step.parts))
+            for steps in program.ranks
+        )
+    )
+
+
 def _is_well_formed(program: Program) -> bool:
     for rank, steps in enumerate(program.ranks):
         for step in steps:

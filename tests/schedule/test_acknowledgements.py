@@ -8,7 +8,7 @@ from hypothesis import given
 from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.catalog import Family, build, schedules
-from penstock.schedule.order import global_order
+from penstock.schedule.check import global_order
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.testing.programs import computed_programs

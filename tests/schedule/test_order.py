@@ -7,7 +7,7 @@ from hypothesis import given
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.order import global_order
+from penstock.schedule.check import global_order
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COVERS, prerequisites

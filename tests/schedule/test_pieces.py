@@ -67,7 +67,7 @@ def test_pieces_out_of_order_are_refused_by_the_checker_and_the_simulator(
                 num_splits=2,
                 ranks=build("chimera", ranks=2, microbatches=4).ranks,
             ),
-            "the pieces of one sequence go through the same stages",
+            "the chunks of one sequence go through the same stages",
         ),
     ],
 )

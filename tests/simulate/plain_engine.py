@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.coding import WHOLE_STAGE
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COVERS, prerequisites
+from penstock.schedule.rules import COVERS, WHOLE_STAGE, prerequisites
 from penstock.simulate.costs import Costs, PerEdge
 
 

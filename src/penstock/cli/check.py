@@ -10,29 +10,20 @@ from penstock.cli.setting import Setting
 from penstock.cli.sources import is_file, load
 from penstock.cli.terminal import stdout
 from penstock.errors import ScheduleError
-from penstock.schedule.channels import Channels
+from penstock.schedule.check import Channels
 from penstock.schedule.check import check as prove
+from penstock.schedule.messages import number_of, numbers_of
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
-from penstock.schedule.words import number_of, numbers_of
 from penstock.trace import Trace
 
 __all__ = ["check"]
-
-_CAPACITIES: dict[str, int | None] = {"rendezvous": 0, "unbounded": None}
 
 
 def check(
     file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form, or as JSON.")],
     *,
-    channels: Annotated[
-        str,
-        typer.Option(
-            help="How many messages may be sent before they are received: rendezvous (none), a "
-            "number, or unbounded."
-        ),
-    ] = "rendezvous",
     per_pair: Annotated[
         bool,
         typer.Option("--per-pair", help="One channel per pair of ranks, as NCCL's, not two."),
@@ -44,7 +35,7 @@ def check(
             f"{file!r} is no file; check takes a program as *.csv or *.json, and any other with "
             f"its folder, as ./{file}"
         )
-    model = Channels(capacity=_capacity(channels), per_pair=per_pair)
+    model = Channels(per_pair=per_pair)
     program = load(file, Setting())
     if isinstance(program, Trace):
         raise ScheduleError(f"{file}: a trace of what ran; check takes a program")
@@ -59,14 +50,6 @@ def check(
         console.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(f"[bold green]ok[/] {_summary(program)}", soft_wrap=True)
-
-
-def _capacity(text: str) -> int | None:
-    if text in _CAPACITIES:
-        return _CAPACITIES[text]
-    if text.isdecimal():
-        return int(text)
-    raise ScheduleError(f"--channels {text!r}: expected rendezvous, unbounded or a whole number")
 
 
 def _summary(program: Program) -> str:

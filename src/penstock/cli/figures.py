@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.cli.terminal import number, percent
-from penstock.schedule.words import number_of
+from penstock.schedule.messages import number_of
 from penstock.simulate.result import Simulation
 
 _ROUNDING = 1e-9

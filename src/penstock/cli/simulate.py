@@ -11,7 +11,7 @@ from penstock.cli.figures import figures_json, figures_text, over_limit, peaks_t
 from penstock.cli.setting import Setting, takes_setting
 from penstock.cli.sources import load_program
 from penstock.cli.terminal import stdout, warn
-from penstock.schedule.words import numbers_of
+from penstock.schedule.messages import numbers_of
 from penstock.simulate.result import Simulation
 
 __all__ = ["simulate"]

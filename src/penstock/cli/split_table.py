@@ -10,7 +10,7 @@ from penstock.cli.terminal import percent, print_table, stdout, table
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.plan import Plan
 from penstock.partition.balance.terms import Terms
-from penstock.schedule.words import numbers_of
+from penstock.schedule.messages import numbers_of
 
 __all__ = ["show"]
 

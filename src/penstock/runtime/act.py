@@ -35,7 +35,7 @@ from penstock.runtime.shape_cache import ShapeBook, conditions
 from penstock.runtime.stage_runner import Player
 from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Op
-from penstock.schedule.order import global_order
+from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram
 from penstock.stage.device_streams import DeviceStreams
 from penstock.stage.pytree import flatten

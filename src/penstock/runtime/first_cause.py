@@ -18,7 +18,7 @@ from penstock.runtime.comm.answer import Answer, poll
 from penstock.runtime.failure import Board
 from penstock.runtime.group_log import Calls
 from penstock.runtime.watcher import Others, Wait, Watcher, Whom
-from penstock.schedule.words import runs_of
+from penstock.schedule.messages import runs_of
 
 __all__ = ["FirstCause"]
 

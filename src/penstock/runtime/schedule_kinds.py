@@ -24,9 +24,9 @@ from penstock.runtime.blocks import BlockFunction
 from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, PipelineSchedule
 from penstock.runtime.role import LossFn
 from penstock.schedule.action import Overlap, Step
+from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, save_csv
-from penstock.schedule.words import number_of
 
 __all__ = ["PipelineScheduleMulti", "PipelineScheduleRuntime", "PipelineScheduleSingle"]
 

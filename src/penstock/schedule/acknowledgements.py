@@ -1,28 +1,28 @@
-"""Which messages are certain to have arrived, known without asking.
+"""Acknowledgements that need no message: which sends a received message proves to have arrived.
 
-    rank 0   F0 S F1 S F2 S      B0 ◄─ once B0's gradient is here, F0's message has arrived:
+    rank 0   F0 S F1 S F2 S      B0 ◄─ once the gradient for B0 is here, F0's message has arrived:
     rank 1         F0 B0 S ─────┘      rank 1 has computed on it before it sent
 
-A rank holds what it sends until it has arrived. Programs are known on every rank, so a message
-that comes also tells what its sender had received before; no rank needs to ask, or to wait.
+A rank holds a sent tensor until it has arrived. Every rank knows the program, so a message that
+comes also tells which messages its sender had received before: no rank needs to ask, or to wait.
 """
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Op, action
-from penstock.schedule.placement import Placement
+from penstock.schedule.action import Action
+from penstock.schedule.index import ActionIndex, index_program
 from penstock.schedule.program import Program
-from penstock.schedule.rules import RECEIVE_FOR, REQUIRES, SEND_OF, SENDS
+from penstock.schedule.rules import SENDS
 
 __all__ = ["acknowledgements"]
 
 
 def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
-    """What each message that ``rank`` waits for says about those that it has sent.
+    """The number of own sends that each received message acknowledges.
 
     Args:
         program: a checked program with its transfers.
-        rank: whose sends are asked about.
+        rank: the rank that sends and receives.
 
     Returns:
         For each computation of ``rank`` that waits for a message: how many of the messages that
@@ -36,55 +36,57 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
         >>> {str(a): n for a, n in acknowledgements(program, 0).items()}
         {'0B0': 1, '0B1': 2, '0B2': 3}
     """
-    known = {
-        peer: _known_at_sends(program, rank, peer)
-        for peer in range(program.num_ranks)
-        if peer != rank
-    }
+    indexed = index_program(program)
+    index, width = indexed.index, program.num_microbatches
+    target = _targets(index)
+    awaited = _awaited_sends(index)
+    orders = [[part for step in queue for part in indexed.parts(step)] for queue in indexed.queues]
+    own = orders[rank]
+    arrived: list[dict[int, int]] = []
+    for peer, order in enumerate(orders):
+        sent = (number for number in own if target[number // width] == peer != rank)
+        place = {number: count for count, number in enumerate(sent, 1)}
+        arrived.append(_arrived_at_sends(order, place, target, awaited, width))
     found: dict[Action, int] = {}
-    for step in program.ranks[rank]:
-        for act in step.parts:
-            for send, peer in _waits_for(act, program.placement):
-                found[act] = known[peer].get(send, 0)
+    for number in own:
+        for offset in awaited[number // width]:
+            send = number + offset
+            sender = index.placement.rank_of(index.op_and_stage(send // width)[1])
+            found[index.action(number)] = arrived[sender].get(send, 0)
     return found
 
 
-def _known_at_sends(program: Program, rank: int, peer: int) -> dict[Action, int]:
-    """For each send of ``peer``, how many messages of ``rank`` it has waited for by then."""
-    numbers: dict[Action, int] = {}
-    for act in (a for step in program.ranks[rank] for a in step.parts):
-        if _goes_to(act, program.placement) == peer:
-            numbers[act] = len(numbers) + 1
-    known: dict[Action, int] = {}
+def _arrived_at_sends(
+    order: list[int],
+    place: dict[int, int],
+    target: list[int | None],
+    awaited: list[tuple[int, ...]],
+    width: int,
+) -> dict[int, int]:
+    """For each send of a rank, how many of the numbered messages it has waited for by then."""
+    known: dict[int, int] = {}
     arrived = 0
-    for act in (a for step in program.ranks[peer] for a in step.parts):
-        if act.op in SENDS:
-            known[act] = arrived
-        for send, _ in _waits_for(act, program.placement):
-            # Messages between two ranks arrive in order: one that is here says so of all before.
-            arrived = max(arrived, numbers.get(send, 0))
+    for number in order:
+        if target[number // width] is not None:
+            known[number] = arrived
+        for offset in awaited[number // width]:
+            # Messages between two ranks arrive in order: one acknowledges all before it.
+            arrived = max(arrived, place.get(number + offset, 0))
     return known
 
 
-def _waits_for(act: Action, placement: Placement) -> list[tuple[Action, int]]:
-    """The sends on other ranks that ``act`` waits for, and who sends."""
-    found = []
-    for op, offset in REQUIRES[act.op]:
-        receive = RECEIVE_FOR.get((op, offset))
-        other = placement.neighbour(act.stage, offset)
-        if receive is not None and other is not None and not placement.same_rank(act.stage, other):
-            send = action(other, SEND_OF[receive], act.microbatch)
-            found.append((send, placement.rank_of(other)))
-    return found
+def _targets(index: ActionIndex) -> list[int | None]:
+    """For each row of a send, the rank that it sends to; None for all other rows."""
+    peers = (index.peer(op, stage) if op in SENDS else None for op, stage in index.rows())
+    return [None if peer is None else index.placement.rank_of(peer[1]) for peer in peers]
 
 
-def _goes_to(act: Action, placement: Placement) -> int | None:
-    match act.op:
-        case Op.SEND_F:
-            other = placement.neighbour(act.stage, +1)
-        case Op.SEND_B:
-            other = placement.neighbour(act.stage, -1)
-        case _:
-            return None
-    assert other is not None, "a checked program sends to stages that exist"
-    return placement.rank_of(other)
+def _awaited_sends(index: ActionIndex) -> list[tuple[int, ...]]:
+    """For each row, the offsets of the sends on other ranks that its actions wait for."""
+    table = []
+    for (op, stage), receives in zip(index.rows(), index.receives(), strict=True):
+        first = index.id(op, stage)
+        rows = ((first + offset) // index.num_microbatches for offset in receives)
+        peers = (index.peer(*index.op_and_stage(row)) for row in rows)
+        table.append(tuple(index.offset(op, stage, peer) for peer in peers if peer is not None))
+    return table

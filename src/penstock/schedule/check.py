@@ -1,69 +1,86 @@
-"""Finds every problem of a program; what has none is a ``CheckedProgram``, the only kind that runs.
+"""Checks programs: a program without problems is a ``CheckedProgram``, the only kind that runs.
 
 Proven of a checked program:
 
 - every action names a stage and microbatch that exist, on the rank that holds the stage;
-- the pieces of a split sequence go forward in their order, and backward in reverse;
+- the chunks of a split sequence go forward in their order, and backward in reverse;
 - each forward runs once; so does each backward, whole (B) or in two (I, W), or there is none;
 - sends and receives stand exactly where a value crosses ranks, once each, and every directed pair
   of ranks has them in the same order at both ends;
-- all ranks play to their end, each action after what it needs, even where a send waits until the
-  matching receive is posted; or over channels of another kind, if asked (``Channels``);
+- all ranks run to their end, each action after its prerequisites, even where a send blocks until
+  the matching receive is posted, over the channels asked for (``Channels``);
 - a stage that is ever unsharded is so whenever it computes, and resharded at the end;
-- what a forward keeps is there when the backward asks for it: recomputed where it is recomputed at
-  all, and reloaded where it was offloaded;
+- activations are present when the backward needs them: recomputed where they are recomputed at
+  all, and reloaded where they were offloaded;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
 It follows that every received value is used, and so can be freed, exactly once: it has one
-receive, one action asks for it, and that action runs once.
+receive, one action needs it, and that action runs once.
 
-How a problem is worded is the affair of ``penstock.schedule.diagnosis``; how a deadlock is drawn,
-that of ``penstock.schedule.counterexample``.
+The checker decides in integers, fast. Only for a wrong program it looks at every action, to name
+the place.
 """
 
 from __future__ import annotations
 
-from penstock.errors import ScheduleError, Where
-from penstock.schedule.action import Op
-from penstock.schedule.channels import TWO_WAY, Channels, waits
-from penstock.schedule.coding import Coded, MessageOrders
-from penstock.schedule.counterexample import circle_of, disorder_of
-from penstock.schedule.diagnosis import (
-    Problem,
-    count_problems,
-    malformed,
-    order_problems,
-    size_problems,
-    stuck_problems,
-    text_of,
-)
-from penstock.schedule.encoding import encode
-from penstock.schedule.play import ProgramPlayer
-from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
-from penstock.schedule.rules import COPIES, COVERS, RECEIVE_FOR, SEND_OF, TRANSFERS
-from penstock.schedule.upkeep import keeping_problems, reduction_problems, sharding_problems
+from collections.abc import Iterator
 
-__all__ = ["Problem", "check", "problems"]
+from penstock.errors import ScheduleError, Where
+from penstock.schedule.action import Action, Op, Step, action
+from penstock.schedule.deadlock import (
+    TWO_WAY,
+    Channels,
+    message_orders,
+    order_problems,
+    places_of,
+    problem_at,
+    replay_of,
+    stuck_problems,
+)
+from penstock.schedule.index import IndexedProgram, fault_of, index_program
+from penstock.schedule.messages import Problem, number_of
+from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
+from penstock.schedule.rules import (
+    COMPUTE,
+    COPIES,
+    INPUT_GRADS,
+    RECEIVE_FOR,
+    SEND_OF,
+    TRANSFERS,
+    WEIGHT_GRADS,
+    prerequisites,
+)
+
+__all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_steps", "problems"]
 
 _SHOWN = 20
+# op → the state of the activations that it needs, and the state that it leaves.
+_ACTIVATIONS = {
+    Op.FORWARD: ("not made yet", "kept"),
+    Op.RECOMPUTE: ("dropped", "kept"),
+    Op.OFFLOAD: ("kept", "away"),
+    Op.RELOAD: ("away", "kept"),
+    Op.INPUT_GRAD: ("kept", "used up"),
+    Op.FULL_BACKWARD: ("kept", "used up"),
+}
+_REDUCTION = frozenset({Op.REDUCE_GRAD})
 
 
 def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
-    """Prove that a program is right, or say all that is wrong with it.
+    """Prove that a program is right, or raise with all its problems.
 
     Args:
         program: any program, with or without transfers.
         channels: how messages travel; by default as the runtime needs it to be right: a send
-            waits until its receive is posted, one channel for each direction. Without transfers
-            there is nothing that travels (``penstock.schedule.passes.lower`` adds them).
+            blocks until its receive is posted, one channel for each direction. A program without
+            transfers has no messages (``penstock.schedule.passes.lower`` adds them).
 
     Returns:
         The same program, as the type that runs.
 
     Raises:
-        ScheduleError: it has problems. The message lists the first twenty and counts the rest,
-            and draws the smallest part of the program that shows a deadlock; the error's place
-            is that of the first. Or what is given is no program.
+        ScheduleError: it has problems. The message lists the first twenty and counts the rest;
+            the error's place is that of the first. Or ``program`` is no program.
 
     Example:
         >>> from penstock.schedule.text import parse_csv
@@ -75,11 +92,14 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
           rank 1, step 0 (1B0): 1B0 needs 1F0, which comes only at step 1
           rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1B0 (its step 0), ...
     """
-    found, drawn = _examine(program, channels)
+    found = problems(program, channels)
     if found:
         number = "a problem" if len(found) == 1 else f"{len(found)} problems"
+        lines = [f"  {problem}" for problem in found[:_SHOWN]]
+        if len(found) > _SHOWN:
+            lines.append(f"  and {len(found) - _SHOWN} more")
         raise ScheduleError(
-            f"program {program.name!r} has {number}:\n{text_of(found, _SHOWN)}{drawn}",
+            "\n".join([f"program {program.name!r} has {number}:", *lines]),
             where=Where(rank=found[0].rank, action=found[0].action),
         )
     return CheckedProgram(
@@ -94,8 +114,8 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
 def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, ...]:
     """Everything that is wrong with a program.
 
-    What makes the rest meaningless comes first and alone: steps that can't be, then actions that
-    are doubled, missing or without need, then the order.
+    Problems that make the rest meaningless come first and alone: impossible steps, then actions
+    that are doubled, missing or without need, then the order.
 
     Args:
         program: any program, with or without transfers.
@@ -104,128 +124,306 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
     Returns:
         The problems; none for a program that ``check`` accepts.
     """
-    return tuple(_examine(program, channels)[0])
-
-
-def _examine(program: Program, channels: Channels) -> tuple[list[Problem], str]:
-    """The problems, and a drawing of what can't be told in a line."""
     refuse_no_program(program, "check()")
     if not isinstance(channels, Channels):
         raise ScheduleError(
-            f"channels={channels!r}: expected Channels of penstock.schedule.channels, such as "
-            "Channels(capacity=1)"
+            f"channels={channels!r}: expected Channels of penstock.schedule.check, such as "
+            "Channels(per_pair=True)"
         )
-    found = size_problems(program)
+    found = [Problem(rank=None, step=None, action=None, message=m) for m in _sizes(program)]
     if found:
-        return found, ""
+        return tuple(found)
     try:
-        coded = encode(program)
+        indexed = index_program(program)
     except ScheduleError:
-        return malformed(program), ""
-    seen, complete = _tally(coded)
+        return tuple(_impossible_steps(program))
+    seen, complete = _tally(indexed)
     if not complete:
-        return count_problems(program), ""
-    return _examine_order(program, channels, coded, seen)
-
-
-def _examine_order(
-    program: Program, channels: Channels, coded: Coded, seen: bytearray
-) -> tuple[list[Problem], str]:
-    coding = coded.coding
-    used = {op for op in Op if 1 in seen[coding.section(op)]}
-    found: list[Problem] = []
-    drawn = ""
-    if used.isdisjoint(TRANSFERS):
-        player = ProgramPlayer(coded, coding.needs(transfers=False))
-    else:
-        orders = _message_orders(coded)
+        return tuple(_count_problems(program))
+    index = indexed.index
+    used = {op for op in Op if 1 in seen[index.section(op)]}
+    transfers = not used.isdisjoint(TRANSFERS)
+    if transfers:
+        orders = message_orders(indexed)
         if any(sent != posted for sent, posted in orders.values()):
-            found += order_problems(program, orders, coding)
-            drawn += disorder_of(orders, coding)
-        player = ProgramPlayer(coded, *waits(coded, channels))
-    if not player.play():
-        found += stuck_problems(program, player, coding)
-        drawn += circle_of(program, player, coding)
+            found += order_problems(program, orders, index)
+    replay = replay_of(indexed, channels, transfers=transfers)
+    if not replay.run():
+        found += stuck_problems(program, replay, index)
     if Op.UNSHARD in used or Op.RESHARD in used:
-        found += sharding_problems(program)
+        found += _sharding_problems(program)
     if used & {Op.RECOMPUTE, *COPIES}:
-        found += keeping_problems(program)
+        found += _activation_problems(program)
     if Op.REDUCE_GRAD in used:
-        found += reduction_problems(program)
-    return found, drawn
+        found += _reduction_problems(program)
+    return tuple(found)
 
 
-def _tally(coded: Coded) -> tuple[bytearray, bool]:
-    """A mark for every code that occurs, and whether each that must does so, once."""
-    coding = coded.coding
-    seen = bytearray(coding.size)
+def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
+    """All steps of all ranks in one sequence without waits: the order in which one process runs.
+
+        rank 0   0F0 0F1 . . 0B0 0B1         (rank 0) 0F0 0F1, (rank 1) 1F0 1B0 1F1 1B1,
+        rank 1   .  1F0 1B0 1F1 1B1          (rank 0) 0B0 0B1
+
+    Each rank goes as far as it can before the next one goes on, so the order of a rank's own steps
+    is kept and the result is the same on every machine. A send comes after its receive was posted,
+    and the use of a received value after its send.
+
+    Args:
+        program: a program; one that is not a ``CheckedProgram`` is checked first.
+
+    Returns:
+        Pairs of a rank and its step.
+
+    Raises:
+        ScheduleError: the program has problems.
+
+    Example:
+        >>> from penstock.schedule.text import parse_csv
+        >>> program = parse_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n")
+        >>> " ".join(f"{rank}:{step}" for rank, step in global_order(program))
+        '0:0F0 0:0F1 1:1F0 1:1B0 1:1F1 1:1B1 0:0B0 0:0B1'
+    """
+    checked = program if isinstance(program, CheckedProgram) else check(program)
+    replay = replay_of(index_program(checked), TWO_WAY, transfers=checked.has_transfers)
+    ended = replay.run()
+    assert ended, "a checked program runs to its end"
+    return tuple(
+        (rank, step)
+        for rank, first, stop in replay.runs
+        for step in checked.ranks[rank][first:stop]
+    )
+
+
+def last_steps(steps: tuple[Step, ...], ops: frozenset[Op], num_stages: int) -> dict[int, int]:
+    """For each stage of a rank, the index of its last step with one of ``ops``, if there is one."""
+    last: dict[int, int] = {}
+    for number in range(len(steps) - 1, -1, -1):
+        for act in steps[number].parts:
+            if act.op in ops:
+                last.setdefault(act.stage, number)
+        if len(last) == num_stages:
+            break
+    return last
+
+
+def _sizes(program: Program) -> Iterator[str]:
+    """Numbers of ranks, microbatches and chunks that can't be."""
+    microbatches = number_of(program.num_microbatches, "microbatch")
+    if program.num_ranks != program.placement.num_ranks:
+        ranks = number_of(program.num_ranks, "rank")
+        yield f"steps for {ranks}, but the placement has {program.placement.num_ranks}"
+    if program.num_microbatches < 1:
+        yield f"{microbatches}; a step takes at least one"
+    elif program.num_microbatches < program.placement.copies:
+        copies = number_of(program.placement.copies, "copy")
+        yield f"{microbatches} for {copies} of the model; each copy takes at least one"
+    if program.num_splits < 1 or program.num_microbatches % program.num_splits:
+        yield (
+            f"{microbatches} for num_splits={program.num_splits}: each sequence is so many of "
+            "them, at least one"
+        )
+    elif program.num_splits > 1 and program.placement.copies > 1:
+        yield (
+            "sequences are split and the model is there in several copies; the chunks of one "
+            "sequence go through the same stages"
+        )
+
+
+def _impossible_steps(program: Program) -> Iterator[Problem]:
+    for rank, steps in enumerate(program.ranks):
+        for number, step in enumerate(steps):
+            fault = fault_of(step, rank, program)
+            if fault is not None:
+                yield problem_at(program, (rank, number), fault)
+
+
+def _tally(program: IndexedProgram) -> tuple[bytearray, bool]:
+    """A mark for every id that occurs, and whether each id that must occur does so, once."""
+    index = program.index
+    seen = bytearray(index.size)
     repeated: set[int] = set()
-    for queue in coded.queues:
-        for code in queue:
-            if code < 0:
-                for part in coded.parts(code):
+    for queue in program.queues:
+        for step in queue:
+            if step < 0:
+                for part in program.parts(step):
                     if seen[part]:
                         repeated.add(part)
                     seen[part] = 1
                 continue
-            if seen[code]:
-                repeated.add(code)
-            seen[code] = 1
-    once = not any(coding.action(code).op not in (Op.UNSHARD, Op.RESHARD) for code in repeated)
-    return seen, once and _computes_all(coded, seen) and _transfers_all(coded, seen)
+            if seen[step]:
+                repeated.add(step)
+            seen[step] = 1
+    once = all(index.action(number).op in (Op.UNSHARD, Op.RESHARD) for number in repeated)
+    return seen, once and _computes_all(program, seen) and _transfers_all(program, seen)
 
 
-def _computes_all(coded: Coded, seen: bytearray) -> bool:
-    section = coded.coding.section
+def _computes_all(program: IndexedProgram, seen: bytearray) -> bool:
+    section = program.index.section
     forward, full = seen[section(Op.FORWARD)], seen[section(Op.FULL_BACKWARD)]
     by_input, by_weight = seen[section(Op.INPUT_GRAD)], seen[section(Op.WEIGHT_GRAD)]
     has_backward = 1 in full or 1 in by_input or 1 in by_weight
-    expected = coded.coding.passing()
+    expected = program.index.passing()
     # In bytes of 0 and 1: each of full and by_input where the other is not.
     either = int.from_bytes(full) ^ int.from_bytes(by_input)
     whole = by_input == by_weight and either == int.from_bytes(expected)
     return forward == expected and (whole or not has_backward)
 
 
-def _transfers_all(coded: Coded, seen: bytearray) -> bool:
-    coding = coded.coding
-    if not any(1 in seen[coding.section(op)] for op in TRANSFERS):
+def _transfers_all(program: IndexedProgram, seen: bytearray) -> bool:
+    index = program.index
+    if not any(1 in seen[index.section(op)] for op in TRANSFERS):
         return True
-    size, passing = coding.num_microbatches, coding.passing()
+    size, passing = index.num_microbatches, index.passing()
+    has_backward = any(1 in seen[index.section(op)] for op in INPUT_GRADS)
     for (value, _), receive in RECEIVE_FOR.items():
-        makers = (value, *(op for op, covered in COVERS.items() if value in covered))
-        made = any(1 in seen[coding.section(op)] for op in makers)
+        made = value is Op.FORWARD or has_backward
         for op in (receive, SEND_OF[receive]):
-            for stage in range(coding.placement.num_stages):
-                start = coding.code(op, stage)
-                needed = made and coding.partner(op, stage) is not None
-                # How many there are is enough: of what does not pass a stage, none is seen.
+            for stage in range(index.placement.num_stages):
+                start = index.id(op, stage)
+                needed = made and index.peer(op, stage) is not None
+                # Their number is enough: none is seen of microbatches that don't pass the stage.
                 wanted = passing[stage * size : stage * size + size].count(1) if needed else 0
                 if seen[start : start + size].count(1) != wanted:
                     return False
     return True
 
 
-def _message_orders(coded: Coded) -> MessageOrders:
-    coding = coded.coding
-    num_microbatches = coding.num_microbatches
-    orders: MessageOrders = {}
-    # By key: where to note a transfer, and how far the receive is from it.
-    notes: list[tuple[list[int], int] | None] = []
-    for transfer in coding.transfers_by_key():
-        partner = None if transfer is None else coding.partner(*transfer)
-        if transfer is None or partner is None:
-            notes.append(None)
+def _count_problems(program: Program) -> Iterator[Problem]:
+    """The actions that are doubled, missing, or without need."""
+    places: dict[Action, tuple[int, int]] = {}
+    for act, place in places_of(program):
+        if act not in places:
+            places[act] = place
+        elif act.op not in (Op.UNSHARD, Op.RESHARD):
+            first = places[act][1]
+            message = f"{act} again, first done at step {first}; once is enough"
+            yield problem_at(program, place, message)
+    yield from _compute_problems(program, places)
+    if any(act.op in TRANSFERS for act in places):
+        yield from _transfer_problems(program, places)
+
+
+def _compute_problems(program: Program, places: dict[Action, tuple[int, int]]) -> Iterator[Problem]:
+    backwards = (Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+    has_backward = program.has_backward
+    for stage in range(program.num_stages):
+        for microbatch in range(program.num_microbatches):
+            if not program.placement.passes(microbatch, stage):
+                continue
+            forward = action(stage, Op.FORWARD, microbatch)
+            if forward not in places:
+                yield _missing(program, forward, f"{forward} is missing")
+            if not has_backward:
+                continue
+            full, by_input, by_weight = (action(stage, op, microbatch) for op in backwards)
+            halves = [act for act in (by_input, by_weight) if act in places]
+            if full in places:
+                for act in halves:
+                    message = f"{act} is done already, as a part of {full}"
+                    yield problem_at(program, places[act], message)
+            elif not halves:
+                message = f"the backward is missing: {full}, or {by_input} and {by_weight}"
+                yield _missing(program, full, message)
+            elif len(halves) == 1:
+                other = by_weight if halves[0] is by_input else by_input
+                message = f"{other} is missing: {halves[0]} is half of a backward"
+                yield _missing(program, other, message)
+
+
+def _transfer_problems(
+    program: Program, places: dict[Action, tuple[int, int]]
+) -> Iterator[Problem]:
+    wanted: dict[Action, Action] = {}
+    for act in places:
+        if act.op in COMPUTE:
+            for receive in prerequisites(act, program.placement, transfers=True):
+                if receive.op in TRANSFERS:
+                    wanted[receive] = act
+                    sends = prerequisites(receive, program.placement, transfers=True)
+                    wanted.update(dict.fromkeys(sends, act))
+    for transfer, user in wanted.items():
+        if transfer not in places:
+            holder = program.placement.rank_of(user.stage)
+            message = f"{transfer} is missing: {user} on rank {holder} needs what it carries"
+            yield _missing(program, transfer, message)
+    for act, place in places.items():
+        if act.op in TRANSFERS and act not in wanted:
+            message = f"{act} carries nothing that another rank needs; leave it out"
+            yield problem_at(program, place, message)
+
+
+def _missing(program: Program, act: Action, message: str) -> Problem:
+    rank = program.placement.rank_of(act.stage)
+    return Problem(rank=rank, step=None, action=str(act), message=message)
+
+
+def _sharding_problems(program: Program) -> Iterator[Problem]:
+    """The steps whose stage is sharded where it must be whole, or the other way round."""
+    managed = {a.stage for a in program.actions() if a.op in (Op.UNSHARD, Op.RESHARD)}
+    for rank, steps in enumerate(program.ranks):
+        present: set[int] = set()
+        for number, step in enumerate(steps):
+            for act in step.parts:
+                message = None
+                if act.op is Op.UNSHARD:
+                    if act.stage in present:
+                        message = f"stage {act.stage} is unsharded already"
+                    present.add(act.stage)
+                elif act.op is Op.RESHARD:
+                    if act.stage not in present:
+                        message = f"stage {act.stage} is not unsharded here"
+                    present.discard(act.stage)
+                elif act.op in COMPUTE and act.stage in managed and act.stage not in present:
+                    message = f"{act} needs the parameters: put {act.stage}UNSHARD before it"
+                if message is not None:
+                    yield problem_at(program, (rank, number), message)
+        for stage in sorted(present):
+            text = f"{stage}RESHARD"
+            message = f"stage {stage} is left unsharded; put {text} at the end"
+            yield Problem(rank=rank, step=None, action=text, message=message)
+
+
+def _activation_problems(program: Program) -> Iterator[Problem]:
+    """The steps whose activations are recomputed or offloaded, and not present when needed.
+
+    F ──► kept ──OFFLOAD──► away ──RELOAD──► kept ──► I or B
+    F ──► dropped ──RECOMPUTE──► kept ──► I or B
+    """
+    dropped = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
+    states: dict[tuple[int, int | None], str] = {}
+    for act, place in places_of(program):
+        if act.op not in _ACTIVATIONS:
             continue
-        here, there = (coding.placement.rank_of(stage) for _, stage in (transfer, partner))
-        if transfer[0] in RECEIVE_FOR.values():
-            notes.append((orders.setdefault((there, here), ([], []))[1], 0))
-        else:
-            distance = coding.code(*partner) - coding.code(*transfer)
-            notes.append((orders.setdefault((here, there), ([], []))[0], distance))
-    for queue in coded.queues:
-        for code in queue:
-            note = notes[code // num_microbatches] if code >= 0 else None
-            if note is not None:
-                note[0].append(code + note[1])
-    return orders
+        key = (act.stage, act.microbatch)
+        state = states.get(key, "not made yet")
+        wanted, states[key] = _ACTIVATIONS[act.op]
+        if act.op is Op.FORWARD:
+            states[key] = "dropped" if key in dropped else "kept"
+        elif state != wanted:
+            name = f"{act.stage}F{act.microbatch}"
+            message = f"the activations of {name} are {state} here; {act} needs them {wanted}"
+            yield problem_at(program, place, message)
+
+
+def _reduction_problems(program: Program) -> Iterator[Problem]:
+    """The stages whose gradients are reduced too early, or not though others' are."""
+    for rank, steps in enumerate(program.ranks):
+        stages = program.placement.stages_of(rank)
+        made = last_steps(steps, WEIGHT_GRADS, len(stages))
+        reduced = last_steps(steps, _REDUCTION, len(stages))
+        for stage in stages:
+            text = f"{stage}REDUCE_GRAD"
+            step = reduced.get(stage)
+            if step is None and stage in made:
+                message = f"{text} is missing: gradients are reduced for all stages or for none"
+            elif step is not None and stage not in made:
+                message = f"stage {stage} has no weight gradient to reduce"
+            elif step is not None and step < made[stage]:
+                message = (
+                    f"reduced before the last weight gradient of stage {stage}, at step "
+                    f"{made[stage]} ({steps[made[stage]]})"
+                )
+            else:
+                continue
+            yield Problem(rank=rank, step=step, action=text, message=message)

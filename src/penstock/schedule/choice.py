@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import build, family
+from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program
-from penstock.schedule.words import number_of
 
 __all__ = ["DEFAULT_MICROBATCHES", "choose_program", "copies_of"]
 

@@ -19,9 +19,9 @@ from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.catalog import add, refuse_no_name
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family
+from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program
 from penstock.schedule.sizes import refuse_sizes
-from penstock.schedule.words import number_of
 
 __all__ = ["schedule"]
 

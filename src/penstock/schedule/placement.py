@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from operator import index
 
 from penstock.errors import ScheduleError
-from penstock.schedule.words import number_of
+from penstock.schedule.messages import number_of
 
 __all__ = ["Placement", "bidirectional", "linear", "looped", "v_shape", "wave"]
 

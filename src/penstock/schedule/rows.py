@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Step
+from penstock.schedule.messages import quoted
 from penstock.schedule.step_text import parse_step
-from penstock.schedule.words import quoted
 
 __all__ = ["cells_of", "lines_of", "read_row", "refuse"]
 

@@ -1,6 +1,7 @@
-"""What must be done before an action may start: the only copy of that rule.
+"""The readiness rules: the actions that must be complete before an action may start.
 
-The checker, the passes, the simulator and the runtime all read these tables.
+Every part that asks when an action is ready reads these tables, through ``required`` or through
+the integer form of it in ``penstock.schedule.index``.
 
                  stage s−1      stage s                     stage s+1
     forward      F ─────────►   F ──────────────────────►   F
@@ -8,20 +9,19 @@ The checker, the passes, the simulator and the runtime all read these tables.
     backward     I ◄─────────   I ◄──────────────────────   I
                                 └► W
 
-What F keeps for the backward may be dropped and made again (RECOMPUTE), or be copied to the host
-and back (OFFLOAD, RELOAD), both between F and the backward on the same rank.
+The activations of F may be dropped and recomputed (RECOMPUTE), or be copied to the host and back
+(OFFLOAD, RELOAD), both between F and the backward on the same rank.
 
-Where sequences are split (``Program.num_splits``), the pieces of one sequence follow each other
-in every stage: forward in their order, since a piece looks back at those before it, and backward
-in reverse (k = 2, microbatch 1):
+With sequence chunks (``Program.num_splits``), the chunks of one sequence run in order in every
+stage: forwards rising, since a chunk attends to those before it, and backwards falling (k = 2,
+microbatch 1):
 
     forward      F2 ───► F3
     backward     I2 ◄─── I3
 
-A full backward B stands for I and W at once. Which stages are neighbours, the placement says
-(``Placement.neighbour``). Between stages on different ranks an arrow is a pair SEND (on the
-producer's rank) and RECV (on the consumer's): RECV posts the receive, and what needs the value
-waits for it.
+A full backward B counts as I and W at once. ``Placement.neighbour`` says which stages are
+neighbours. Between stages on different ranks an arrow is a pair of SEND (on the producer's rank)
+and RECV (on the consumer's): RECV posts the receive, and the action that uses the value waits.
 """
 
 from __future__ import annotations
@@ -42,21 +42,24 @@ __all__ = [
     "SEND_OF",
     "TRANSFERS",
     "WEIGHT_GRADS",
-    "next_piece",
+    "WHOLE_STAGE",
+    "next_chunk",
     "prerequisites",
+    "required",
 ]
 
 COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.RECOMPUTE})
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
-# What computes input gradients, weight gradients, either.
+WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+# The ops that compute input gradients, weight gradients, either.
 INPUT_GRADS = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD})
 WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 BACKWARDS = INPUT_GRADS | WEIGHT_GRADS
 
-# op → (required op, stage offset), for the same microbatch. A full backward fulfils what asks
-# for an input gradient or a weight gradient (COVERS). A requirement on a stage that does not
-# exist (before the first, after the last) is none.
+# op → (required op, stage offset), for the same microbatch. A full backward fulfils a requirement
+# of an input gradient or a weight gradient (COVERS). A requirement on a stage that does not exist
+# (before the first, after the last) is none.
 REQUIRES: dict[Op, tuple[tuple[Op, int], ...]] = {
     Op.FORWARD: ((Op.FORWARD, -1),),
     Op.FULL_BACKWARD: ((Op.FORWARD, 0), (Op.INPUT_GRAD, +1)),
@@ -74,14 +77,14 @@ REQUIRES: dict[Op, tuple[tuple[Op, int], ...]] = {
     Op.RELOAD: ((Op.OFFLOAD, 0),),
 }
 
-# op → (required op, offset of the piece), for the same stage, among the pieces of one sequence.
+# op → (required op, offset of the chunk), for the same stage, within one sequence.
 IN_SEQUENCE: dict[Op, tuple[Op, int]] = {
     Op.FORWARD: (Op.FORWARD, -1),
     Op.FULL_BACKWARD: (Op.INPUT_GRAD, +1),
     Op.INPUT_GRAD: (Op.INPUT_GRAD, +1),
 }
 
-# What an action counts as, beside itself.
+# The ops that an action counts as, beside its own.
 COVERS: dict[Op, tuple[Op, ...]] = {Op.FULL_BACKWARD: (Op.INPUT_GRAD, Op.WEIGHT_GRAD)}
 
 # The receive (at the consumer's stage) that stands for a requirement on another rank.
@@ -90,16 +93,45 @@ RECEIVE_FOR: dict[tuple[Op, int], Op] = {
     (Op.INPUT_GRAD, +1): Op.RECV_B,
 }
 
-# receive → the send that it meets.
+# receive → the matching send.
 SEND_OF: dict[Op, Op] = {receive: REQUIRES[receive][0][0] for receive in RECEIVE_FOR.values()}
 SENDS = frozenset(SEND_OF.values())
 
 
-def next_piece(microbatch: int, offset: int, num_splits: int) -> int | None:
-    """The piece of a sequence that lies ``offset`` from another; None past the sequence's ends.
+def required(
+    op: Op, stage: int, placement: Placement, *, transfers: bool = False
+) -> tuple[tuple[Op, int], ...]:
+    """The ops and stages that must be complete, for the same microbatch, before an op may start.
+
+    Args:
+        op: the op that is to start.
+        stage: its stage.
+        placement: the rank of every stage.
+        transfers: whether the program spells out its sends and receives: then a requirement on
+            another rank is this rank's receive, else the producing op itself.
 
     Example:
-        >>> next_piece(2, +1, 2), next_piece(3, +1, 2), next_piece(2, -1, 2)
+        >>> from penstock.schedule.placement import linear
+        >>> required(Op.INPUT_GRAD, 1, linear(3))
+        ((<Op.FORWARD: 'F'>, 1), (<Op.INPUT_GRAD: 'I'>, 2))
+    """
+    found: list[tuple[Op, int]] = []
+    for needed, offset in REQUIRES[op]:
+        other = placement.neighbour(stage, offset)
+        if other is not None:
+            receive = RECEIVE_FOR.get((needed, offset)) if transfers else None
+            if receive is not None and not placement.same_rank(stage, other):
+                found.append((receive, stage))
+            else:
+                found.append((needed, other))
+    return tuple(found)
+
+
+def next_chunk(microbatch: int, offset: int, num_splits: int) -> int | None:
+    """The chunk ``offset`` away in the same sequence; None past the ends of the sequence.
+
+    Example:
+        >>> next_chunk(2, +1, 2), next_chunk(3, +1, 2), next_chunk(2, -1, 2)
         (3, None, None)
     """
     other = microbatch + offset
@@ -109,37 +141,28 @@ def next_piece(microbatch: int, offset: int, num_splits: int) -> int | None:
 def prerequisites(
     act: Action, placement: Placement, *, transfers: bool = False, num_splits: int = 1
 ) -> tuple[Action, ...]:
-    """The actions that must be complete before ``act`` may start.
+    """The actions that must be complete before ``act`` may start: ``required``, as actions.
 
     Args:
-        act: the action asked about.
-        placement: which rank holds which stage.
-        transfers: whether the program spells out its sends and receives: then what is needed
-            from another rank is this rank's receive, else the producing action itself.
-        num_splits: into how many pieces the program splits sequences.
+        act: the action that is to start.
+        placement: the rank of every stage.
+        transfers: as ``required`` takes it.
+        num_splits: sequence chunks per microbatch of the program.
 
     Returns:
-        The required actions, none twice. An INPUT_GRAD or WEIGHT_GRAD among them is also
-        fulfilled by the FULL_BACKWARD of the same stage and microbatch (see ``COVERS``).
+        The required actions, each once. An INPUT_GRAD or WEIGHT_GRAD among them is also fulfilled
+        by the FULL_BACKWARD of the same stage and microbatch (see ``COVERS``).
 
     Example:
         >>> from penstock.schedule.placement import linear
         >>> [str(a) for a in prerequisites(action(1, Op.INPUT_GRAD, 0), linear(3))]
         ['1F0', '2I0']
     """
-    found: list[Action] = []
-    for op, offset in REQUIRES[act.op]:
-        stage = placement.neighbour(act.stage, offset)
-        if stage is None:
-            continue
-        receive = RECEIVE_FOR.get((op, offset))
-        if transfers and receive is not None and not placement.same_rank(act.stage, stage):
-            found.append(action(act.stage, receive, act.microbatch))
-        else:
-            found.append(action(stage, op, act.microbatch))
+    needed = required(act.op, act.stage, placement, transfers=transfers)
+    found = [action(stage, op, act.microbatch) for op, stage in needed]
     if num_splits > 1 and act.op in IN_SEQUENCE and act.microbatch is not None:
         op, offset = IN_SEQUENCE[act.op]
-        other = next_piece(act.microbatch, offset, num_splits)
+        other = next_chunk(act.microbatch, offset, num_splits)
         if other is not None:
             found.append(action(act.stage, op, other))
     return tuple(found)

@@ -11,9 +11,8 @@ import re
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.coding import WHOLE_STAGE
-from penstock.schedule.rules import COMPUTE
-from penstock.schedule.words import quoted
+from penstock.schedule.messages import quoted
+from penstock.schedule.rules import COMPUTE, WHOLE_STAGE
 
 __all__ = ["format_step", "parse_action", "parse_step"]
 

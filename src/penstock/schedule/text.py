@@ -17,12 +17,12 @@ from typing import TypeVar
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Step
+from penstock.schedule.messages import number_of, quoted, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rows import cells_of, lines_of, read_row, refuse
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.step_text import format_step, parse_action, parse_step
-from penstock.schedule.words import number_of, quoted, runs_of
 
 __all__ = [
     "format_csv",

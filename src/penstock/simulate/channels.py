@@ -89,7 +89,7 @@ def _with_rows_of_messages(
             rank that it goes to.
     """
     size, width, placement = tables.num_stages, tables.width, program.placement
-    key = tables.coding.key
+    key = tables.coding.row
     first = len(tables.durations)
     needs, durations = list(tables.needs), [0.0] * size
     for stage in range(size):
@@ -134,7 +134,7 @@ def add_copies(tables: Tables, program: Program, costs: Costs) -> Tables:
         return (before - row) * width, 0.0
 
     stages = range(size)
-    begins = [[tables.coding.key(op, stage) for stage in stages] for op in _COPIES]
+    begins = [[tables.coding.row(op, stage) for stage in stages] for op in _COPIES]
     needs = [
         *[(after(out[s], begins[0][s]),) for s in stages],
         # A copy back waits for its copy out as well: they have channels of their own.
@@ -197,7 +197,7 @@ def add_jitter(tables: Tables, jitter: float, seed: int) -> Tables:
         Tables with a row for each action.
     """
     width, random = tables.width, Random(seed).random
-    computing = {row for row, (op, _) in enumerate(tables.coding.entries()) if op in COMPUTE}
+    computing = {row for row, (op, _) in enumerate(tables.coding.rows()) if op in COMPUTE}
     # Rows after those of the ops are messages and copies, which keep their time.
     durations = tuple(
         cost * (1 + jitter * random()) if row in computing else cost
@@ -289,7 +289,7 @@ def _entries(
 
 def _with_slow_sends(tables: Tables, program: Program, costs: Costs) -> Tables:
     """Sends that are steps of their rank take the transfer's time; its receive, the latency."""
-    size, placement, key = tables.num_stages, program.placement, tables.coding.key
+    size, placement, key = tables.num_stages, program.placement, tables.coding.row
     needs, durations = list(tables.needs), list(tables.durations)
     for receive, send, offset in ((Op.RECV_F, Op.SEND_F, -1), (Op.RECV_B, Op.SEND_B, +1)):
         for stage in range(size):

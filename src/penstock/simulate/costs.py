@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
+from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement
-from penstock.schedule.words import number_of
 
 __all__ = ["Cost", "Costs", "MessageCost", "PerEdge", "as_number"]
 

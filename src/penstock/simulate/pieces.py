@@ -34,7 +34,7 @@ def join_pieces(tables: Tables, program: Program) -> Tables:
     needs = list(tables.needs)
     row, joined = -1, needs[0]
     # An action's slot is its code; those of one stage that do the same need the same.
-    for code, other in tables.coding.needs_in_sequence().items():
+    for code, other in tables.coding.required_chunks().items():
         if code // program.num_microbatches != row:
             row, joined = code // program.num_microbatches, (*needs[code], (other - code, 0.0))
         needs[code] = joined

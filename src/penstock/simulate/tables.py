@@ -1,6 +1,6 @@
 """A program and its costs as integers, for the engine's loop: rules are read once, not per action.
 
-    row    a key of ``Coding``      what all microbatches of an (op, stage) have in common
+    row    a key of ``ActionIndex``      what all microbatches of an (op, stage) have in common
     slot   its code                 one action
 
 A prerequisite is the same microbatch of another row, so from an action's slot it lies at a fixed
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.coding import WHOLE_STAGE, Coding
+from penstock.schedule.index import ActionIndex
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COVERS, SENDS, prerequisites
+from penstock.schedule.rules import COMPUTE, COVERS, SENDS, WHOLE_STAGE, prerequisites
 from penstock.simulate.costs import Costs
 
 __all__ = ["Entry", "Tables", "tabulate"]
@@ -49,7 +49,7 @@ class Tables:
         shown_as: rows beside the ranks whose times are those of an action: the action's row.
     """
 
-    coding: Coding
+    coding: ActionIndex
     width: int
     entries: tuple[list[Entry], ...]
     needs: tuple[tuple[tuple[int, float], ...], ...]
@@ -82,7 +82,7 @@ def tabulate(program: Program, costs: Costs) -> Tables:
     Raises:
         ScheduleError: costs for another number of stages, or for edges that the program lacks.
     """
-    coding = Coding(
+    coding = ActionIndex(
         placement=program.placement,
         num_microbatches=program.num_microbatches,
         num_splits=program.num_splits,
@@ -90,7 +90,7 @@ def tabulate(program: Program, costs: Costs) -> Tables:
     num_stages, width = program.num_stages, program.num_microbatches
     costs.refuse_misfits(program.placement)
     ops = {s.op for steps in program.ranks for s in steps if isinstance(s, Action)}
-    rows = list(coding.entries())
+    rows = list(coding.rows())
     first = {row: number * width for number, row in enumerate(rows)}
     overlap: tuple[float | None, ...] = (None,) * num_stages
     if costs.overlap is not None:

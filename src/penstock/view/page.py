@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
-from penstock.schedule.words import numbers_of
+from penstock.schedule.messages import numbers_of
 from penstock.trace import Trace
 from penstock.view.boxes import Drawable, trace_of
 from penstock.view.style import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.errors import PenstockError
 from penstock.schedule.action import Op
-from penstock.schedule.words import number_of
+from penstock.schedule.messages import number_of
 from penstock.trace import Trace
 from penstock.view.boxes import Columns, Drawing, arrange
 from penstock.view.lanes import drawn

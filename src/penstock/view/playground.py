@@ -24,7 +24,7 @@ from bokeh.server.server import Server
 
 from penstock.errors import PenstockError
 from penstock.schedule.catalog import family, schedules
-from penstock.schedule.words import numbers_of
+from penstock.schedule.messages import numbers_of
 from penstock.simulate.result import Simulation
 from penstock.view.comparison import Row, table_html
 from penstock.view.scene import Scene, read_options, shown_message

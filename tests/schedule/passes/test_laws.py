@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule import passes
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.channels import Channels
-from penstock.schedule.check import check, problems
+from penstock.schedule.check import Channels, check, problems
 from penstock.schedule.passes import (
-    defer_receives,
     forward_only,
     insert_sharding,
     insert_transfers,
@@ -22,13 +20,13 @@ from penstock.schedule.passes import (
     offload,
     recompute,
     reduce_gradients,
-    remove_transfers,
 )
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
 from penstock.schedule.text import format_csv, parse_csv
 from penstock.testing.programs import computed_programs
 from tests.schedule.plain_channels import plays_over
+from tests.schedule.plain_check import without_transfers
 
 # For each transfer: where the stage at its other end lies, and what receives there or here.
 MEETS = {
@@ -46,9 +44,9 @@ def without(steps: tuple[Step, ...], ops: frozenset[Op]) -> tuple[Step, ...]:
 
 @given(computed_programs(max_splits=3))
 def test_transfers_are_inserted_around_the_steps_as_they_are(program: Program) -> None:
-    assert remove_transfers(insert_transfers(program)) == program
+    assert without_transfers(insert_transfers(program)) == program
     reduced = reduce_gradients(program)
-    assert remove_transfers(insert_transfers(reduced)) == reduced
+    assert without_transfers(insert_transfers(reduced)) == reduced
 
 
 @given(computed_programs(max_splits=3))
@@ -86,12 +84,11 @@ ONE_CHANNEL = Channels(per_pair=True)
 @given(computed_programs(max_splits=3))
 def test_one_channel_per_pair_of_ranks_is_used_in_one_order_at_both_ends(program: Program) -> None:
     lowered = insert_transfers(program, channels=ONE_CHANNEL)
-    assert remove_transfers(lowered) == program
-    for capacity in (0, 1, None):
-        for per_pair in (False, True):
-            channels = Channels(capacity=capacity, per_pair=per_pair)
-            assert problems(lowered, channels) == ()
-            assert plays_over(lowered, channels)
+    assert without_transfers(lowered) == program
+    for per_pair in (False, True):
+        channels = Channels(per_pair=per_pair)
+        assert problems(lowered, channels) == ()
+        assert plays_over(lowered, channels)
     used: dict[frozenset[int], dict[int, list[Action]]] = {}
     for rank, steps in enumerate(lowered.ranks):
         for act in (act for step in steps for act in step.parts):
@@ -115,7 +112,6 @@ def test_over_one_channel_a_receive_stands_where_its_message_is_sent() -> None:
     )
     # One step earlier, as over two channels, ranks wait for each other at the first message.
     assert problems(insert_transfers(program), ONE_CHANNEL)
-    assert problems(insert_transfers(program), Channels(capacity=None, per_pair=True))
 
 
 def test_a_receive_is_hoisted_no_further_than_where_ranks_would_wait_for_each_other() -> None:
@@ -194,14 +190,13 @@ def test_a_pass_over_a_checked_program_proves_nothing() -> None:
         insert_transfers(checked),
         merge_backward(checked),
         reduce_gradients(checked),
-        remove_transfers(checked),
     ):
         assert not isinstance(made, CheckedProgram)
 
 
 def test_transfers_are_not_inserted_twice() -> None:
     lowered = insert_transfers(parse_csv("0F0\n1F0\n"))
-    with pytest.raises(ScheduleError, match="has transfers already; remove_transfers takes them"):
+    with pytest.raises(ScheduleError, match="has transfers already; take its sends and"):
         insert_transfers(lowered)
 
 
@@ -239,18 +234,11 @@ def test_activations_are_kept_otherwise_around_the_steps_as_they_are(
     ahead = data.draw(st.integers(1, 4))
     changed = offload(recompute(program, stages=stages), stages=others, ahead=ahead)
     assert tuple(without(steps, KEEPING) for steps in changed.ranks) == program.ranks
-    assert remove_transfers(check(insert_transfers(changed))) == changed
+    assert without_transfers(check(insert_transfers(changed))) == changed
     ops = [act.op for act in changed.actions() if act.stage in stages]
     assert ops.count(Op.RECOMPUTE) == ops.count(Op.FORWARD)
     away = [act.op for act in changed.actions() if act.op in (Op.OFFLOAD, Op.RELOAD)]
     assert away.count(Op.OFFLOAD) == away.count(Op.RELOAD)
-
-
-@given(computed_programs(max_splits=3))
-def test_receives_can_be_deferred_again_and_again(program: Program) -> None:
-    deferred = defer_receives(insert_transfers(program))
-    assert defer_receives(deferred) == deferred
-    assert remove_transfers(deferred) == program
 
 
 def test_what_has_no_forward_is_not_offloaded() -> None:

@@ -1,6 +1,6 @@
 """All ranks in one process and one thread: messages are kept in lists until they are asked for.
 
-The runtime plays the ranks in an order in which nothing ever waits (``schedule.order``); a
+The runtime plays the ranks in an order in which nothing ever waits (``check.global_order``); a
 message that is not there when it is waited for is therefore a fault of ours, not a delay.
 """
 

@@ -42,9 +42,9 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.families.common import first_microbatches, split_in_loops
+from penstock.schedule.messages import number_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
-from penstock.schedule.words import number_of
 
 __all__ = ["gis", "gis_h"]
 

@@ -37,9 +37,9 @@ from penstock.schedule.families.common import (
     first_microbatches,
     looped_order,
 )
+from penstock.schedule.messages import number_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
-from penstock.schedule.words import number_of
 
 __all__ = ["interleaved_1f1b"]
 

@@ -31,8 +31,8 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.families.v_blocks import Hops, repeated_v
+from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program
-from penstock.schedule.words import number_of
 
 __all__ = ["one_f_one_b_v"]
 

@@ -1,6 +1,5 @@
 """Pure functions from program to program; what goes in stays as it is."""
 
-from penstock.schedule.passes.defer_receives import defer_receives
 from penstock.schedule.passes.forward_only import forward_only
 from penstock.schedule.passes.insert_sharding import insert_sharding
 from penstock.schedule.passes.insert_transfers import insert_transfers
@@ -9,10 +8,8 @@ from penstock.schedule.passes.merge_backward import merge_backward
 from penstock.schedule.passes.offload import offload
 from penstock.schedule.passes.recompute import recompute
 from penstock.schedule.passes.reduce_gradients import reduce_gradients
-from penstock.schedule.passes.remove_transfers import remove_transfers
 
 __all__ = [
-    "defer_receives",
     "forward_only",
     "insert_sharding",
     "insert_transfers",
@@ -21,5 +18,4 @@ __all__ = [
     "offload",
     "recompute",
     "reduce_gradients",
-    "remove_transfers",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.action import Op
-from penstock.schedule.channels import TWO_WAY, Channels
+from penstock.schedule.check import TWO_WAY, Channels
 from penstock.schedule.passes.insert_sharding import insert_sharding
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.passes.reduce_gradients import reduce_gradients

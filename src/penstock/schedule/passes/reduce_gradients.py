@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
+from penstock.schedule.check import last_steps
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import WEIGHT_GRADS
-from penstock.schedule.upkeep import last_steps
 
 __all__ = ["reduce_gradients"]
 

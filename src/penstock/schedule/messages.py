@@ -1,13 +1,48 @@
-"""Numbers of things and long texts, in messages. This module knows no message."""
+"""Wording that messages share: numbers of things, long texts, and the problems of a program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["number_of", "numbers_of", "quoted", "runs_of"]
+__all__ = ["Problem", "is_count", "number_of", "numbers_of", "quoted", "runs_of"]
 
 # Characters of a text, and runs of numbers, beyond which a message is cut.
 _MOST_TEXT, _MOST_RUNS = 60, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A fault of a program, with its place.
+
+    Args:
+        rank: the rank that it shows on; None if it is about the whole program.
+        step: index, from 0, of the step on that rank; None if it is about no one step.
+        action: the step in text form, or the missing action; None if there is none.
+        message: what was expected, what was found.
+    """
+
+    rank: int | None
+    step: int | None
+    action: str | None
+    message: str
+
+    def __str__(self) -> str:
+        """``rank 1, step 3 (1F0): ...``, without the parts of the place that are None."""
+        place = [] if self.rank is None else [f"rank {self.rank}"]
+        if self.step is not None:
+            place.append(f"step {self.step} ({self.action})")
+        return f"{', '.join(place)}: {self.message}" if place else self.message
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether a value is a whole number from ``least`` on; True and False are none.
+
+    Example:
+        >>> is_count(2), is_count(0), is_count(True), is_count(1.0)
+        (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def number_of(number: int, thing: str) -> str:
@@ -42,7 +77,7 @@ def numbers_of(**numbers: int) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text in quotes, cut where it is long.
+    """A text in quotes, cut if it is long.
 
     Example:
         >>> quoted("0Q0"), quoted("9" * 1000)[:4], quoted("9" * 1000)[-24:]
@@ -54,7 +89,7 @@ def quoted(text: str) -> str:
 
 
 def runs_of(numbers: Sequence[int]) -> str:
-    """Rising numbers: the first few runs of those that follow one another, and how many are left.
+    """Rising numbers: the first few runs of consecutive ones, and how many are left.
 
     Example:
         >>> runs_of([1]), runs_of([0, 2, 3]), runs_of(range(1, 999))

@@ -1,0 +1,218 @@
+"""Deadlocks: the message order of both ends of a channel, and ranks that wait in a circle.
+
+    one channel per direction        one channel per pair of ranks (Channels(per_pair=True))
+    rank 0  ══ F0 F1 ══►  rank 1     rank 0  ══ F0 B0 F1 B1 ══  rank 1
+            ◄══ B0 B1 ══             what is posted first goes first, either way
+
+A send blocks until the matching receive is posted. Posting a receive never blocks; the action that
+uses the message does. Over one channel per pair, such as a communicator of NCCL that runs
+what it is given in order, a send also waits for the messages of the receives that its own rank has
+posted before it over the same channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, action
+from penstock.schedule.index import ActionIndex, IndexedProgram
+from penstock.schedule.messages import Problem
+from penstock.schedule.program import Program
+from penstock.schedule.replay import DependencyReplay, Timing, timing_of
+from penstock.schedule.rules import COVERS, SEND_OF, SENDS, TRANSFERS, prerequisites
+
+__all__ = [
+    "TWO_WAY",
+    "Channels",
+    "MessageOrders",
+    "message_orders",
+    "order_problems",
+    "places_of",
+    "problem_at",
+    "replay_of",
+    "stuck_problems",
+]
+
+MessageOrders: TypeAlias = dict[tuple[int, int], tuple[list[int], list[int]]]
+"""For each directed pair of ranks (from, to) the ids of its receives: in the order of their
+sends, and in the order in which they are posted."""
+
+StepPlace: TypeAlias = tuple[int, int]
+"""A rank, and the index of a step there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """The channels that messages between ranks travel over.
+
+    Args:
+        per_pair: whether a pair of ranks has one channel for both directions, which keeps the
+            order in which either end uses it; if not, one for each direction.
+
+    Raises:
+        ScheduleError: ``per_pair`` is neither True nor False.
+    """
+
+    per_pair: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.per_pair, bool):
+            raise ScheduleError(f"Channels(per_pair={self.per_pair!r}): expected True or False")
+
+
+TWO_WAY = Channels()
+"""The runtime's need: it counts neither on room for messages nor on one order for both ways."""
+
+
+def replay_of(program: IndexedProgram, channels: Channels, *, transfers: bool) -> DependencyReplay:
+    """A replay of a program in which sends block, yet to be run.
+
+    Args:
+        program: the program.
+        channels: how messages travel.
+        transfers: whether the program spells out its sends and receives.
+    """
+    index = program.index
+    timing = timing_of(index, index.blocking() if transfers else index.required())
+    if transfers and channels.per_pair:
+        timing = _with_turns(timing, program)
+    return DependencyReplay(program, timing)
+
+
+def _with_turns(timing: Timing, program: IndexedProgram) -> Timing:
+    """Let each send wait for the message of the last receive before it over the same pair."""
+    transfers, width = _transfers(program.index), program.index.num_microbatches
+    more: dict[int, tuple[int, ...]] = {}
+    for queue in program.queues:
+        awaited: dict[int, int] = {}
+        for number in queue:
+            transfer = transfers[number // width] if number >= 0 else None
+            if transfer is not None:
+                peer, offset, sends = transfer
+                if not sends:
+                    awaited[peer] = number + offset
+                elif peer in awaited:
+                    more[number] = (awaited[peer],)
+    return timing.with_required(more)
+
+
+def message_orders(program: IndexedProgram) -> MessageOrders:
+    """The messages of each directed pair of ranks, in the order of both ends."""
+    index, width = program.index, program.index.num_microbatches
+    orders: MessageOrders = {}
+    # By row of transfers: the list that its ids go to, and the offset to the receive.
+    lists: list[tuple[list[int], int] | None] = []
+    for (_, stage), transfer in zip(index.rows(), _transfers(index), strict=True):
+        if transfer is None:
+            lists.append(None)
+            continue
+        here, (there, offset, sends) = index.placement.rank_of(stage), transfer
+        pair = (here, there) if sends else (there, here)
+        found = orders.setdefault(pair, ([], []))
+        lists.append((found[0], offset) if sends else (found[1], 0))
+    for queue in program.queues:
+        for number in queue:
+            target = lists[number // width] if number >= 0 else None
+            if target is not None:
+                target[0].append(number + target[1])
+    return orders
+
+
+def _transfers(index: ActionIndex) -> list[tuple[int, int, bool] | None]:
+    """For each row of a transfer: the peer's rank, the offset to its id there, and if it sends."""
+    found: list[tuple[int, int, bool] | None] = []
+    for op, stage in index.rows():
+        peer = index.peer(op, stage)
+        if peer is None:
+            found.append(None)
+        else:
+            rank = index.placement.rank_of(peer[1])
+            found.append((rank, index.offset(op, stage, peer), op in SENDS))
+    return found
+
+
+def order_problems(
+    program: Program, orders: MessageOrders, index: ActionIndex
+) -> Iterator[Problem]:
+    """The first difference of order between the two ends of each directed pair of ranks."""
+    places = dict(places_of(program))
+    for (source, target), (sent, posted) in sorted(orders.items()):
+        for k, (by_send, by_post) in enumerate(zip(sent, posted, strict=True)):
+            if by_send != by_post:
+                receive, expected = index.action(by_post), index.action(by_send)
+                send = prerequisites(expected, program.placement, transfers=True)[0]
+                message = (
+                    f"{receive} is posted as number {k} of the messages from rank {source}, "
+                    f"which sends {send} (its step {places[send][1]}) as number {k}; post "
+                    f"{expected} here, so that both ends have the same order"
+                )
+                yield problem_at(program, (target, places[receive][1]), message)
+                break
+
+
+def stuck_problems(
+    program: Program, replay: DependencyReplay, index: ActionIndex
+) -> Iterator[Problem]:
+    """The actions that stand before a prerequisite on their own rank, then the waits of ranks.
+
+    Args:
+        program: the program.
+        replay: its replay, stuck.
+        index: the ids of its actions.
+    """
+    # By action: the action that completes it (itself, or B for I and W), and its place.
+    providers: dict[Action, tuple[Action, StepPlace]] = {}
+    for act, place in places_of(program):
+        providers[act] = act, place
+        for op in COVERS.get(act.op, ()):
+            providers[action(act.stage, op, act.microbatch)] = act, place
+    told = set()
+    for place, message in _too_early(program, providers):
+        told.add(place)
+        yield problem_at(program, place, message)
+    for rank, awaited in enumerate(replay.missing):
+        place = rank, replay.positions[rank]
+        if awaited is None or place in told:
+            continue
+        wanted, (other, there) = providers[index.action(awaited)]
+        reached = replay.positions[other]
+        verb = "post" if wanted.op in SEND_OF else "do"
+        message = (
+            f"deadlock: waits for rank {other} to {verb} {wanted} (its step {there}), and "
+            f"rank {other} is stuck at step {reached} ({program.ranks[other][reached]})"
+        )
+        yield problem_at(program, place, message)
+
+
+def _too_early(
+    program: Program, providers: dict[Action, tuple[Action, StepPlace]]
+) -> Iterator[tuple[StepPlace, str]]:
+    transfers = any(act.op in TRANSFERS for act in providers)
+    for act, (rank, step) in places_of(program):
+        for needed in prerequisites(
+            act, program.placement, transfers=transfers, num_splits=program.num_splits
+        ):
+            if needed not in providers:
+                yield (rank, step), f"{act} needs {needed}, which is not in the program"
+                continue
+            provider, (other, there) = providers[needed]
+            if other == rank and there >= step:
+                late = "is in the same pair" if there == step else f"comes only at step {there}"
+                yield (rank, step), f"{act} needs {provider}, which {late}"
+
+
+def places_of(program: Program) -> Iterator[tuple[Action, StepPlace]]:
+    """Every action with its rank and step, rank by rank."""
+    for rank, steps in enumerate(program.ranks):
+        for number, step in enumerate(steps):
+            for act in step.parts:
+                yield act, (rank, number)
+
+
+def problem_at(program: Program, place: StepPlace, message: str) -> Problem:
+    """A problem of the step at a place."""
+    rank, step = place
+    return Problem(rank=rank, step=step, action=str(program.ranks[rank][step]), message=message)

@@ -1,0 +1,315 @@
+"""The integer index of a program: actions as dense ids, the readiness rules as offsets.
+
+    id  = (op number · stages + stage) · microbatches + microbatch       one action
+    row = id // microbatches                                             an op and a stage
+
+A program may hold hundreds of thousands of actions. Whatever reads all of them (the checker, the
+passes, the simulator, the search) works on these ids. A prerequisite is the same microbatch of
+another row, so it lies at a fixed offset from an action's id: one table entry per row serves all
+microbatches. The tables come from ``penstock.schedule.rules``; no rule stands here.
+
+An overlapped pair is ``~i``, a negative number, for pair i of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.errors import ScheduleError, Where
+from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.rules import (
+    COMPUTE,
+    COVERS,
+    IN_SEQUENCE,
+    RECEIVE_FOR,
+    REQUIRES,
+    SEND_OF,
+    WHOLE_STAGE,
+    next_chunk,
+    required,
+)
+
+__all__ = ["ActionIndex", "IndexedProgram", "Offsets", "fault_of", "index_program"]
+
+Offsets: TypeAlias = list[tuple[int, ...]]
+"""For each row, offsets from the id of an action to the ids that the table is about."""
+
+_OPS = tuple(Op)
+_NUMBER = {op: number for number, op in enumerate(_OPS)}
+_RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
+# Offset from the stage of a transfer to the stage at its other end.
+_TO_PEER = {receive: offset for (_, offset), receive in RECEIVE_FOR.items()}
+_TO_PEER |= {SEND_OF[receive]: -offset for receive, offset in _TO_PEER.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionIndex:
+    """The ids of all actions that a placement and a number of microbatches allow.
+
+    Args:
+        placement: the rank of every stage.
+        num_microbatches: microbatches per step, at least 1.
+        num_splits: sequence chunks per microbatch.
+
+    Example:
+        >>> from penstock.schedule.placement import linear
+        >>> index = ActionIndex(placement=linear(2), num_microbatches=4)
+        >>> index.id(Op.FORWARD, 1, 3), str(index.action(7)), index.required()[1]
+        (7, '1F3', (-4,))
+    """
+
+    placement: Placement
+    num_microbatches: int
+    num_splits: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ids; every id lies below."""
+        return len(_OPS) * self.placement.num_stages * self.num_microbatches
+
+    def row(self, op: Op, stage: int) -> int:
+        """The row of an op and a stage."""
+        return _NUMBER[op] * self.placement.num_stages + stage
+
+    def id(self, op: Op, stage: int, microbatch: int | None = None) -> int:
+        """The id of an action; operations on a whole stage have that of microbatch 0."""
+        return self.row(op, stage) * self.num_microbatches + (microbatch or 0)
+
+    def op_and_stage(self, row: int) -> tuple[Op, int]:
+        """The op and the stage of a row."""
+        number, stage = divmod(row, self.placement.num_stages)
+        return _OPS[number], stage
+
+    def action(self, number: int) -> Action:
+        """The action with an id."""
+        row, microbatch = divmod(number, self.num_microbatches)
+        op, stage = self.op_and_stage(row)
+        return action(stage, op, None if op in WHOLE_STAGE else microbatch)
+
+    def rows(self) -> Iterator[tuple[Op, int]]:
+        """The op and the stage of each row, in order."""
+        return ((op, stage) for op in _OPS for stage in range(self.placement.num_stages))
+
+    def section(self, op: Op) -> slice:
+        """The ids of all actions with ``op``."""
+        return slice(self.id(op, 0), self.id(op, self.placement.num_stages))
+
+    def passing(self) -> bytes:
+        """For each id of one op's section, 1 if the microbatch goes through the stage."""
+        placement, size = self.placement, self.num_microbatches
+        rows = (
+            bytes(placement.passes(microbatch, entry) for microbatch in range(size))
+            for entry in placement.entries
+        )
+        return b"".join(row * placement.num_model_stages for row in rows)
+
+    def offset(self, op: Op, stage: int, to: tuple[Op, int]) -> int:
+        """The offset from an action of one row to that of another, for the same microbatch."""
+        return self.id(*to) - self.id(op, stage)
+
+    def peer(self, op: Op, stage: int) -> tuple[Op, int] | None:
+        """The op and stage at the other end of a transfer.
+
+        None if ``op`` is no transfer, or if the other stage does not exist or has the same rank.
+        """
+        if op not in _TO_PEER:
+            return None
+        other = self.placement.neighbour(stage, _TO_PEER[op])
+        if other is None or self.placement.same_rank(stage, other):
+            return None
+        return SEND_OF.get(op) or _RECEIVE_OF[op], other
+
+    def required(self, *, transfers: bool = False) -> Offsets:
+        """The actions that must be complete before each action may start.
+
+        Args:
+            transfers: whether the program spells out its sends and receives.
+        """
+        return [
+            tuple(
+                self.offset(op, stage, needed)
+                for needed in required(op, stage, self.placement, transfers=transfers)
+            )
+            for op, stage in self.rows()
+        ]
+
+    def blocking(self) -> Offsets:
+        """As ``required(transfers=True)``, where a send blocks until its receive is posted.
+
+        Posting a receive needs nothing, a send needs its receive to be posted, and an action that
+        uses a received value needs the send to be complete.
+        """
+        table: Offsets = []
+        for op, stage in self.rows():
+            needed: list[tuple[Op, int]] = []
+            if op not in SEND_OF:
+                local = required(op, stage, self.placement, transfers=True)
+                needed = [self.peer(*each) or each for each in local]
+                posted = self.peer(op, stage)
+                needed += [] if posted is None else [posted]
+            table.append(tuple(self.offset(op, stage, each) for each in needed))
+        return table
+
+    def required_chunks(self) -> dict[int, int]:
+        """By id, beside the tables by row: the sequence chunk that must be complete before.
+
+        Empty if sequences are whole. Unlike all other requirements this is no fixed offset.
+        """
+        found: dict[int, int] = {}
+        if self.num_splits > 1:
+            for op, (wanted, offset) in IN_SEQUENCE.items():
+                for microbatch in range(self.num_microbatches):
+                    other = next_chunk(microbatch, offset, self.num_splits)
+                    if other is not None:
+                        for stage in range(self.placement.num_stages):
+                            found[self.id(op, stage, microbatch)] = self.id(wanted, stage, other)
+        return found
+
+    def fulfilled(self) -> Offsets:
+        """The actions that are complete when each action is: itself, and those that it covers."""
+        return [
+            tuple(self.offset(op, stage, (each, stage)) for each in (op, *COVERS.get(op, ())))
+            for op, stage in self.rows()
+        ]
+
+    def receives(self) -> Offsets:
+        """The receives, on an action's own rank, of the values that the action needs."""
+        return [
+            tuple(
+                self.offset(op, stage, each)
+                for each in required(op, stage, self.placement, transfers=True)
+                if each[0] in SEND_OF
+            )
+            for op, stage in self.rows()
+        ]
+
+    def sends(self) -> Offsets:
+        """The sends, on an action's own rank, of the values that the action makes."""
+        table: Offsets = []
+        for op, stage in self.rows():
+            made = {op, *COVERS.get(op, ())}
+            sends = [send for send in _RECEIVE_OF if REQUIRES[send][0][0] in made]
+            remote = [send for send in sends if self.peer(send, stage) is not None]
+            table.append(tuple(self.offset(op, stage, (send, stage)) for send in remote))
+        return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedProgram:
+    """A program as ids.
+
+    Args:
+        index: the ids.
+        queues: for each rank the ids of its steps; ``~i`` stands for overlapped pair i.
+        overlapped: for each overlapped pair the ids of its parts.
+    """
+
+    index: ActionIndex
+    queues: list[list[int]]
+    overlapped: list[tuple[int, ...]]
+
+    def parts(self, step: int) -> tuple[int, ...]:
+        """The ids of a step's actions."""
+        return (step,) if step >= 0 else self.overlapped[~step]
+
+
+def index_program(program: Program) -> IndexedProgram:
+    """The program as ids.
+
+    Args:
+        program: any program, right or wrong in its order.
+
+    Raises:
+        ScheduleError: an action that no place on its rank can make right (``fault_of``).
+
+    Example:
+        >>> from penstock.schedule.placement import linear
+        >>> steps = (action(0, Op.FORWARD, 0), action(0, Op.FULL_BACKWARD, 0))
+        >>> program = Program(
+        ...     name="one", placement=linear(1), num_microbatches=1, ranks=(steps,)
+        ... )
+        >>> index_program(program).queues
+        [[0, 1]]
+    """
+    index = ActionIndex(
+        placement=program.placement,
+        num_microbatches=program.num_microbatches,
+        num_splits=program.num_splits,
+    )
+    overlapped: list[tuple[int, ...]] = []
+    queues = [_index_rank(program, rank, index, overlapped) for rank in range(program.num_ranks)]
+    return IndexedProgram(index=index, queues=queues, overlapped=overlapped)
+
+
+def _index_rank(
+    program: Program, rank: int, index: ActionIndex, overlapped: list[tuple[int, ...]]
+) -> list[int]:
+    # The first id of each op and stage held here: an action that is not found is at fault, which
+    # costs less than a look into every field of every action.
+    held = program.placement.stages_of(rank)
+    starts = {op: {s: index.id(op, s) for s in held} for op in Op}
+    each = {op: {} if op in WHOLE_STAGE else starts[op] for op in Op}
+    whole = {op: starts[op] if op in WHOLE_STAGE else {} for op in Op}
+    num_microbatches, directions = program.num_microbatches, program.placement.copies
+    direction = {s: program.placement.copy_of(s) for s in held}
+    queue: list[int] = []
+    for step in program.ranks[rank]:
+        start: int | None = None
+        if type(step) is Action:
+            microbatch = step.microbatch
+            if microbatch is None:
+                start = whole[step.op].get(step.stage)
+            elif 0 <= microbatch < num_microbatches:
+                start = each[step.op].get(step.stage)
+                if start is not None:
+                    here = directions == 1 or microbatch % directions == direction[step.stage]
+                    start = start + microbatch if here else None
+        elif fault_of(step, rank, program) is None:
+            start = ~len(overlapped)
+            overlapped.append(tuple(index.id(a.op, a.stage, a.microbatch) for a in step.parts))
+        if start is None:
+            message = f"{fault_of(step, rank, program)}"
+            raise ScheduleError(message, where=Where(rank=rank, action=str(step)))
+        queue.append(start)
+    return queue
+
+
+def fault_of(step: Step, rank: int, program: Program) -> str | None:
+    """The fault that makes a step impossible anywhere on its rank, in words; None without one."""
+    if isinstance(step, Overlap):
+        if not step.parts:
+            return "an overlapped pair without actions"
+        others = [str(a) for a in step.parts if a.op not in COMPUTE]
+        if others:
+            return f"an overlapped pair holds computation only, and this has {', '.join(others)}"
+    placement = program.placement
+    for act in step.parts:
+        if not 0 <= act.stage < placement.num_stages:
+            return (
+                f"stage {act.stage} does not exist: the placement has stages 0 to "
+                f"{placement.num_stages - 1}"
+            )
+        if placement.rank_of(act.stage) != rank:
+            return f"stage {act.stage} lies on rank {placement.rank_of(act.stage)}, not here"
+        if act.op in WHOLE_STAGE:
+            if act.microbatch is not None:
+                return f"{act.op.value} is about a whole stage and takes no microbatch"
+        elif act.microbatch is None:
+            return f"{act.op.value} takes a microbatch, as in {act.stage}{act.op.value}0"
+        elif not 0 <= act.microbatch < program.num_microbatches:
+            return (
+                f"microbatch {act.microbatch} does not exist: the program has microbatches 0 to "
+                f"{program.num_microbatches - 1}"
+            )
+        elif not placement.passes(act.microbatch, act.stage):
+            copy = act.microbatch % placement.copies
+            return (
+                f"microbatch {act.microbatch} does not go through stage {act.stage}, but through "
+                f"copy {copy} of the model (stages {placement.entries[copy]} to "
+                f"{placement.exits[copy]})"
+            )
+    return None
