@@ -43,8 +43,10 @@ __all__ = [
     "autocast_enabled",
     "autocast_state",
     "broadcast_ddp_buffers",
+    "buffers_of",
     "by_positions",
     "children",
+    "children_of",
     "composable_syncs",
     "copied_shell",
     "ddp_casts",
@@ -72,9 +74,11 @@ __all__ = [
     "is_random",
     "is_sequential",
     "is_shared",
+    "is_view",
     "make_group",
     "mutated_arguments",
     "observe_grad",
+    "parameters_of",
     "pop_mode",
     "profiler_is_on",
     "push_mode",
@@ -91,6 +95,8 @@ __all__ = [
     "shape_text",
     "switch_ddp_sink",
     "takes_cpu_tensors",
+    "version_of",
+    "view_base",
     "watched_hooks",
     "without_hooks",
     "without_modes",
@@ -98,6 +104,45 @@ __all__ = [
     "without_torch_function",
     "wrapper_subclass",
 ]
+
+# -------------------- tensors and modules --------------------
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place writes to ``tensor``'s storage: ``_version``, which autograd checks.
+
+    There is no public counter of writes. Torch 2.11 to 2.15.
+    """
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a differentiable view: ``_is_view``. Torch 2.11 to 2.15."""
+    return tensor._is_view()
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``tensor`` is a view of: ``_base``. Torch 2.11 to 2.15."""
+    return tensor._base
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The registered submodules of ``module``, those set to None too: ``_modules``.
+
+    ``named_children`` omits None and repeated modules. Torch 2.11 to 2.15.
+    """
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The registered parameters of ``module`` itself: ``_parameters``. Torch 2.11 to 2.15."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The registered buffers of ``module`` itself: ``_buffers``. Torch 2.11 to 2.15."""
+    return module._buffers
+
 
 # -------------------- stages and the deferral of weight gradients --------------------
 # Where torch.compile and the wrapper of activation checkpointing hold the module that they wrap.
