@@ -27,10 +27,10 @@ from penstock import (
 )
 from penstock.errors import PenstockError
 from penstock.parallel import tied_places as shared
-from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.stage.wrappers import plain_name
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.training.checkpoint import load, save
+from penstock.training.clip import clip_grad_norm_
 from tests.agreement import BIDIRECTIONAL, ROUNDING
 from tests.models import CASES, Case, token_loss, tokens
 

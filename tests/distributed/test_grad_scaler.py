@@ -11,9 +11,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
+from penstock.training.clip import clip_grad_norm_
 
 SCALE, OVERFLOWING = 2.0**16, 1
 

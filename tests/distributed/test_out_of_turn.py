@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock import Pipeline
-from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.runtime import failure
 from penstock.training import checkpoint
+from penstock.training.clip import clip_grad_norm_
 from tests.distributed.attempts import DIM, SOON_S, Run, played
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.errors import PartitionError
-from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
+from penstock.training.clip import clip_grad_norm_
 from tests.distributed.replicas import WRAPS, make_meshes
 
 MICROBATCHES = 4

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, auto, pipeline, save_csv, schedule
 from penstock.errors import PenstockError
-from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.schedule.catalog import remove
 from penstock.training.checkpoint import load, save
+from penstock.training.clip import clip_grad_norm_
 from tests.generated.case import Case
 from tests.generated.failing import Boom
 from tests.generated.models import Batch, loss_of, make_batch, make_model

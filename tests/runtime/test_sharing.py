@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, PipelineStage, StageError
-from penstock.parallel.clip_grad import clip_grad_norm_
 from penstock.parallel.counted import counts_here
 from penstock.parallel.tied_params import SharedParams
 from penstock.runtime.comm.loopback import loopback
 from penstock.schedule.placement import bidirectional
+from penstock.training.clip import clip_grad_norm_
 from tests.agreement import ROUNDING, Twins
 from tests.models import token_loss, tokens
 
