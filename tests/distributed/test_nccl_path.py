@@ -25,7 +25,7 @@ from penstock.runtime.comm.c10d import C10dTransport
 from penstock.runtime.comm.nccl import as_wire, channels_of, pairs_of
 from penstock.runtime.group_log import Calls
 from penstock.runtime.watcher import Watcher
-from penstock.schedule.deadlock import TWO_WAY
+from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
 from tests.models import features, mlp

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock import Program
+from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
-from penstock.schedule.deadlock import Channels
 from penstock.schedule.passes import lower
 from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, Twins

@@ -1,6 +1,6 @@
 """Channels once more, as plainly as they can be said: by counting messages, one rank at a time.
 
-Written to disagree with ``penstock.schedule.deadlock`` where that is wrong: it knows nothing of
+Written to disagree with ``penstock.schedule.channels`` where that is wrong: it knows nothing of
 which message is which but their number on the way, and tries every rank again and again.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.deadlock import Channels
+from penstock.schedule.channels import Channels
 from penstock.schedule.program import Program
 from penstock.schedule.rules import prerequisites
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.catalog import Family, build, schedules
+from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program

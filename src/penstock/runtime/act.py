@@ -33,8 +33,8 @@ from penstock.runtime.role import Role
 from penstock.runtime.same_batch import looks_of, remark_on_others
 from penstock.runtime.shape_cache import ShapeBook, conditions
 from penstock.runtime.stage_runner import Player
-from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Op
+from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram
 from penstock.stage.device_streams import DeviceStreams

@@ -31,8 +31,8 @@ from penstock.runtime.recorder import decode_spans, encode_spans, merge_spans, s
 from penstock.runtime.role import LossFn, Role
 from penstock.runtime.streams import make_streams, share_step_seed
 from penstock.runtime.wrappers import Wrappers
+from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
-from penstock.schedule.deadlock import Channels
 from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS

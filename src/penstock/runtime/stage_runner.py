@@ -43,7 +43,7 @@ class Player:
         done: for each op that changes how forwards run, the microbatches for which the program
             has it: INPUT_GRAD leaves weight gradients to W, RECOMPUTE and OFFLOAD are the keeper's.
         arrived: for each action that waits for a message, how many of its rank's messages to the
-            sender have arrived by then (see ``schedule.acknowledgements``).
+            sender have arrived by then (see ``schedule.channels``).
         lanes: the streams that its calls run on, where there are several.
 
     Attributes:

@@ -27,14 +27,14 @@ from collections.abc import Iterator
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.deadlock import (
+from penstock.schedule.channels import (
     TWO_WAY,
     Channels,
+    blocking_replay,
     message_orders,
     order_problems,
     places_of,
     problem_at,
-    replay_of,
     stuck_problems,
 )
 from penstock.schedule.index import IndexedProgram, fault_of, index_program
@@ -127,7 +127,7 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
     refuse_no_program(program, "check()")
     if not isinstance(channels, Channels):
         raise ScheduleError(
-            f"channels={channels!r}: expected Channels of penstock.schedule.check, such as "
+            f"channels={channels!r}: expected Channels of penstock.schedule.channels, such as "
             "Channels(per_pair=True)"
         )
     found = [Problem(rank=None, step=None, action=None, message=m) for m in _sizes(program)]
@@ -147,8 +147,8 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
         orders = message_orders(indexed)
         if any(sent != posted for sent, posted in orders.values()):
             found += order_problems(program, orders, index)
-    replay = replay_of(indexed, channels, transfers=transfers)
-    if not replay.run():
+    replay = blocking_replay(indexed, channels, transfers=transfers)
+    if not replay.play():
         found += stuck_problems(program, replay, index)
     if Op.UNSHARD in used or Op.RESHARD in used:
         found += _sharding_problems(program)
@@ -185,8 +185,8 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
         '0:0F0 0:0F1 1:1F0 1:1B0 1:1F1 1:1B1 0:0B0 0:0B1'
     """
     checked = program if isinstance(program, CheckedProgram) else check(program)
-    replay = replay_of(index_program(checked), TWO_WAY, transfers=checked.has_transfers)
-    ended = replay.run()
+    replay = blocking_replay(index_program(checked), TWO_WAY, transfers=checked.has_transfers)
+    ended = replay.play()
     assert ended, "a checked program runs to its end"
     return tuple(
         (rank, step)

@@ -1,184 +1,191 @@
-"""The timeline kernel: replays all ranks of a program in their fixed orders.
+"""Replays a fixed order: every step starts as soon as its queue is free and its needs are complete.
 
-    rank 0   F0 F1 .  .  B0 B1         each rank runs its queue from the front, and stops at a step
-    rank 1   .  F0 B0 F1 B1            whose requirements are not complete yet; the action that
-                                       completes them lets the rank go on
+    queue 0   F0 ─► F1 ─► ·  ·  ·  B0       0 waits for the gradient of 1: it is parked, queue 1
+    queue 1      ╲► F0 ─► B0 ─╱             goes on, and the end of B0 wakes queue 0 again
 
-A queue is first in, first out, so the time of every step follows from the steps before it: no heap
-of events is needed, and the order in which ranks are looked at changes no time. With durations of
-zero the replay decides whether a program ends. The checker, the passes, the simulator and the
-search all stand on it. This module knows no costs, and judges nothing.
+Queues are those of ranks, and of channels between them if the caller adds such. A time follows
+from earlier times alone, and what can be reached does not depend on which queue goes first, so one
+replay decides whether a program ends, in which order, and when. The checker, the passes, the
+simulator and the search all replay with this class. It judges nothing and changes nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from itertools import repeat as again
-from math import inf
-from typing import TypeVar
+from typing import TypeAlias
 
-from penstock.schedule.index import ActionIndex, IndexedProgram, Offsets
+from penstock.schedule.index import IndexedProgram, Offsets
 
-__all__ = ["DependencyReplay", "Timing", "timing_of"]
+__all__ = ["DependencyReplay", "Needs", "replay_of"]
 
-T = TypeVar("T")
+Needs: TypeAlias = Sequence[Sequence[tuple[int, float]]]
+"""For each row, the offset of each prerequisite, and the delay from its end to its arrival."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """The requirements and durations of actions, in tables by row.
-
-    Args:
-        width: ids per row: as many as microbatches, or 1 where each action has its own row.
-        required: for each row, the offset of each requirement, and the delay from its completion
-            until its result is usable.
-        fulfilled: for each row, the offsets of all actions that are complete with this one.
-        durations: for each row, the duration.
-        pair_durations: for each overlapped pair, the duration; None for the sum of its parts.
-    """
-
-    width: int
-    required: Sequence[tuple[tuple[int, float], ...]]
-    fulfilled: Sequence[tuple[int, ...]]
-    durations: Sequence[float]
-    pair_durations: Sequence[float] | None = None
-
-    def per_action(self) -> Timing:
-        """The same timing with a row for each action."""
-        if self.width == 1:
-            return self
-
-        def each(rows: Sequence[T]) -> tuple[T, ...]:
-            return tuple(chain.from_iterable(map(again, rows, again(self.width))))
-
-        return replace(
-            self,
-            width=1,
-            required=each(self.required),
-            fulfilled=each(self.fulfilled),
-            durations=each(self.durations),
-        )
-
-    def with_required(self, more: Mapping[int, Sequence[int]]) -> Timing:
-        """The same timing with further requirements, without delay.
-
-        Args:
-            more: by id, the ids that must be complete before; those that the tables hold aside.
-        """
-        if not more:
-            return self
-        expanded = self.per_action()
-        required = list(expanded.required)
-        for number, others in more.items():
-            required[number] += tuple((other - number, 0.0) for other in others)
-        return replace(expanded, required=required)
-
-
-def timing_of(
-    index: ActionIndex, required: Offsets, *, durations: Sequence[float] | None = None
-) -> Timing:
-    """The timing of actions whose results are usable at once, sequence chunks included.
+def replay_of(
+    program: IndexedProgram,
+    required: Offsets,
+    *,
+    more: Mapping[int, Sequence[int]] | None = None,
+    durations: Sequence[float] | None = None,
+) -> DependencyReplay:
+    """A replay of a program whose results are usable at once, yet to be played.
 
     Args:
-        index: the ids.
-        required: for each row, the offsets of its requirements.
-        durations: for each row, the duration; None for zero.
+        program: the program.
+        required: by row, the offsets of the prerequisites; those between sequence chunks are
+            added here.
+        more: by id, further ids that must be complete before.
+        durations: by row; None if nothing takes time.
     """
-    timing = Timing(
-        width=index.num_microbatches,
-        required=[tuple((offset, 0.0) for offset in row) for row in required],
-        fulfilled=index.fulfilled(),
-        durations=[0.0] * len(required) if durations is None else durations,
+    width, fulfilled = program.index.num_microbatches, program.index.fulfilled()
+    needs: list[tuple[tuple[int, float], ...]]
+    needs = [tuple((offset, 0.0) for offset in row) for row in required]
+    chunks = program.index.required_chunks()
+    if more or chunks:
+        # These requirements differ from microbatch to microbatch: each gets a row of its own.
+        needs = [row for row in needs for _ in range(width)]
+        fulfilled = [row for row in fulfilled for _ in range(width)]
+        if durations is not None:
+            durations = [duration for duration in durations for _ in range(width)]
+        width = 1
+        for number, other in chunks.items():
+            needs[number] += ((other - number, 0.0),)
+        for number, others in (more or {}).items():
+            needs[number] += tuple((other - number, 0.0) for other in others)
+    return DependencyReplay(
+        program.queues,
+        program.overlapped,
+        num_ids=program.index.size,
+        width=width,
+        needs=needs,
+        fulfilled=fulfilled,
+        durations=durations,
     )
-    chunks = index.required_chunks()
-    return timing.with_required({number: (other,) for number, other in chunks.items()})
 
 
 class DependencyReplay:
-    """A replay of all ranks. ``run`` takes it on until each rank has ended or is stuck.
+    """A replay of all queues against each other.
 
     Args:
-        program: the queues; those of further channels may follow those of the ranks.
-        timing: the requirements and durations.
-        size: number of ids; None for those of the program's index.
+        queues: for each queue the ids of its steps; ``~i`` stands for overlapped pair i.
+        overlapped: for each overlapped pair the ids of its parts.
+        num_ids: number of ids; every id lies below.
+        width: ids per row.
+        needs: by row, the prerequisites of an action.
+        fulfilled: by row, the offsets of the ids that are complete when an action is.
+        durations: by row; None if nothing takes time.
+        overlap_durations: by row of a pair's first part, the time of the pair; None, or an entry
+            of None, if a pair takes as long as its parts one after the other.
+        parts_in_turn: whether the parts of a pair may fulfil each other's needs, as where they
+            run one after the other.
 
     Attributes:
-        starts: by id, the start of each action that has run; inf before.
-        ends: by id, the completion of each action, also of those covered by another; inf before.
-        clocks: for each queue, the end of its last step.
-        positions: for each queue, the index of its next step.
-        missing: for each queue, the id that it waits for, or None.
-        runs: steps taken without a break, as (queue, first, stop), in an order without waits.
+        done: by id, the end of the action; -1.0 as long as it is not complete.
+        starts: for each queue the start of each action in turn, pairs taken apart.
+        ends: likewise, the ends.
+        positions: for each queue the place of its next step.
+        awaits: for each queue the id that its next step waits for, or None.
+        runs: steps taken without a break, as (queue, start, stop), in an order in which nothing
+            waits.
+
+    Example:
+        >>> needs = [(), ((-2, 0.5),)]
+        >>> replay = DependencyReplay(
+        ...     [[0, 1], [2, 3]], [], num_ids=4, width=2, needs=needs, fulfilled=[(0,)] * 2,
+        ...     durations=[1.0, 2.0],
+        ... )
+        >>> replay.play(), replay.ends
+        (True, [[1.0, 2.0], [3.5, 5.5]])
     """
 
     __slots__ = (
+        "_durations",
+        "_fulfilled",
+        "_needs",
+        "_overlap_durations",
         "_overlapped",
+        "_parts_in_turn",
         "_queues",
         "_ready",
-        "_timing",
         "_waiting",
-        "clocks",
+        "_width",
+        "awaits",
+        "done",
         "ends",
-        "missing",
         "positions",
         "runs",
         "starts",
     )
 
-    def __init__(self, program: IndexedProgram, timing: Timing, size: int | None = None) -> None:
-        queues = range(len(program.queues))
-        size = program.index.size if size is None else size
-        self._queues, self._overlapped, self._timing = program.queues, program.overlapped, timing
+    def __init__(
+        self,
+        queues: Sequence[Sequence[int]],
+        overlapped: Sequence[Sequence[int]],
+        *,
+        num_ids: int,
+        width: int,
+        needs: Needs,
+        fulfilled: Sequence[Sequence[int]],
+        durations: Sequence[float] | None = None,
+        overlap_durations: Sequence[float | None] | None = None,
+        parts_in_turn: bool = False,
+    ) -> None:
+        self._queues, self._overlapped, self._width = queues, overlapped, width
+        self._needs, self._fulfilled = needs, fulfilled
+        self._durations = [0.0] * len(fulfilled) if durations is None else durations
+        self._overlap_durations = overlap_durations
+        self._parts_in_turn = parts_in_turn
+        # Id of a missing result → the queues that wait for it.
         self._waiting: dict[int, list[int]] = {}
-        self._ready = deque(queues)
-        self.starts = [inf] * size
-        self.ends = [inf] * size
-        self.clocks = [0.0 for _ in queues]
-        self.positions = [0 for _ in queues]
-        self.missing: list[int | None] = [None for _ in queues]
+        self._ready = deque(range(len(queues)))
+        self.done = [-1.0] * num_ids
+        self.starts: list[list[float]] = [[] for _ in queues]
+        self.ends: list[list[float]] = [[] for _ in queues]
+        self.positions = [0] * len(queues)
+        self.awaits: list[int | None] = [None] * len(queues)
         self.runs: list[tuple[int, int, int]] = []
 
-    def run(self) -> bool:
-        """Let all queues go on until each has ended or is stuck; True once all have ended."""
-        # The one hot loop of checking, planning and simulating: locals, and no calls for an
-        # action that is ready.
-        timing, ready, waiting = self._timing, self._ready, self._waiting
-        starts, ends, width = self.starts, self.ends, timing.width
-        required, fulfilled, durations = timing.required, timing.fulfilled, timing.durations
+    def play(self) -> bool:
+        """Runs each queue until it has ended or waits; True if all have ended."""
+        # Locals and no calls: the loop below runs once per action.
+        done, waiting, ready = self.done, self._waiting, self._ready
+        width, needs, fulfilled = self._width, self._needs, self._fulfilled
+        durations = self._durations
         while ready:
             number = ready.popleft()
-            queue = self._queues[number]
+            queue, starts, ends = self._queues[number], self.starts[number], self.ends[number]
             first = place = self.positions[number]
-            stop, now = len(queue), self.clocks[number]
+            stop, free = len(queue), ends[-1] if ends else 0.0
             missing: int | None = None
             while place < stop:
                 step = queue[place]
                 if step < 0:
-                    missing, now = self._run_pair(~step, now)
+                    missing = self._play_pair(number, ~step, free)
                     if missing is not None:
                         break
+                    free = ends[-1]
                     place += 1
                     continue
                 row = step // width
-                start = now
-                for offset, delay in required[row]:
-                    usable = ends[step + offset] + delay
-                    if usable > start:
-                        if usable == inf:
-                            missing = step + offset
-                            break
-                        start = usable
+                start = free
+                for offset, delay in needs[row]:
+                    arrival = done[step + offset]
+                    if arrival < 0.0:
+                        missing = step + offset
+                        break
+                    if arrival + delay > start:
+                        start = arrival + delay
                 else:
-                    starts[step] = start
-                    now = start + durations[row]
+                    free = start + durations[row]
+                    starts.append(start)
+                    ends.append(free)
                     for offset in fulfilled[row]:
-                        done = step + offset
-                        ends[done] = now
-                        if done in waiting:
-                            ready.extend(waiting.pop(done))
+                        result = step + offset
+                        done[result] = free
+                        if result in waiting:
+                            ready.extend(waiting.pop(result))
                     place += 1
                     continue
                 break
@@ -186,48 +193,58 @@ class DependencyReplay:
                 waiting.setdefault(missing, []).append(number)
             if place > first:
                 self.runs.append((number, first, place))
-            self.positions[number], self.clocks[number] = place, now
-            self.missing[number] = missing
-        return all(missing is None for missing in self.missing)
+            self.positions[number] = place
+            self.awaits[number] = missing
+        return self.positions == [len(queue) for queue in self._queues]
 
-    def complete(self, number: int, time: float = 0.0) -> None:
-        """Complete an action out of its turn, and let the queues that wait for it go on."""
-        for offset in self._timing.fulfilled[number // self._timing.width]:
-            done = number + offset
-            self.ends[done] = time
-            self._ready.extend(self._waiting.pop(done, ()))
+    def fulfil(self, step: int, time: float = 0.0) -> None:
+        """Completes an action out of its turn, and wakes the queues that wait for it."""
+        for offset in self._fulfilled[step // self._width]:
+            result = step + offset
+            self.done[result] = time
+            if result in self._waiting:
+                self._ready.extend(self._waiting.pop(result))
 
-    def lacking(self, queue: int) -> list[int]:
-        """All ids that the next step of a queue still waits for."""
-        steps, place = self._queues[queue], self.positions[queue]
-        if place == len(steps):
-            return []
-        step = steps[place]
-        return [
-            part + offset
-            for part in ((step,) if step >= 0 else self._overlapped[~step])
-            for offset, _ in self._timing.required[part // self._timing.width]
-            if self.ends[part + offset] == inf
-        ]
+    def lacking(self, number: int) -> list[int]:
+        """All ids that the next step of a queue waits for."""
+        queue, place = self._queues[number], self.positions[number]
+        return self._lacking(queue[place]) if place < len(queue) else []
 
-    def _run_pair(self, pair: int, now: float) -> tuple[int | None, float]:
-        """Run an overlapped pair, or name an id that it lacks.
+    def _lacking(self, step: int) -> list[int]:
+        parts = (step,) if step >= 0 else self._overlapped[~step]
+        inner = self._inner(parts)
+        needed = (part + offset for part in parts for offset, _ in self._needs[part // self._width])
+        return [each for each in needed if self.done[each] < 0.0 and each not in inner]
 
-        Its parts may run side by side: none of them completes a requirement of another.
-        """
-        timing, parts, start = self._timing, self._overlapped[pair], now
-        rows = [part // timing.width for part in parts]
-        for part, row in zip(parts, rows, strict=True):
-            for offset, delay in timing.required[row]:
-                usable = self.ends[part + offset] + delay
-                if usable == inf:
-                    return part + offset, now
-                start = max(start, usable)
-        if timing.pair_durations is None:
-            end = start + sum(timing.durations[row] for row in rows)
-        else:
-            end = start + timing.pair_durations[pair]
+    def _inner(self, parts: Sequence[int]) -> set[int]:
+        """The ids that the parts of a pair give to each other."""
+        if not self._parts_in_turn:
+            return set()
+        return {part + offset for part in parts for offset in self._fulfilled[part // self._width]}
+
+    def _play_pair(self, number: int, pair: int, free: float) -> int | None:
+        """Runs the parts of a pair together; returns an id that it lacks, if any."""
+        lacking = self._lacking(~pair)
+        if lacking:
+            return lacking[0]
+        parts, width, start = self._overlapped[pair], self._width, free
+        inner = self._inner(parts)
         for part in parts:
-            self.starts[part] = start
-            self.complete(part, end)
-        return None, end
+            for offset, delay in self._needs[part // width]:
+                if part + offset not in inner:
+                    start = max(start, self.done[part + offset] + delay)
+        durations = [self._durations[part // width] for part in parts]
+        serial, given = sum(durations), None
+        if self._overlap_durations is not None:
+            given = self._overlap_durations[parts[0] // width]
+        length = serial if given is None else given
+        end = start + length
+        for duration in durations:
+            # The time of the pair is shown in parts, in proportion to their own times.
+            self.starts[number].append(start)
+            start += (duration / serial if serial else 1 / len(parts)) * length
+            self.ends[number].append(start)
+        self.ends[number][-1] = end
+        for part in parts:
+            self.fulfil(part, end)
+        return None

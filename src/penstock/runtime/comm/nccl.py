@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.schedule.deadlock import Channels
+from penstock.schedule.channels import Channels
 
 __all__ = ["as_wire", "channels_of", "make_connections", "pairs_of"]
 

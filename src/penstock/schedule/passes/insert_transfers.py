@@ -20,8 +20,8 @@ from typing import TypeAlias
 
 from penstock.errors import InternalError, ScheduleError
 from penstock.schedule.action import Step, action
+from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay
 from penstock.schedule.check import check
-from penstock.schedule.deadlock import TWO_WAY, Channels, replay_of
 from penstock.schedule.index import ActionIndex, IndexedProgram, index_program
 from penstock.schedule.passes.pair_order import in_one_order
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
@@ -179,11 +179,11 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
     heap.
     """
     index = placed.index
-    replay = replay_of(placed, TWO_WAY, transfers=True)
+    replay = blocking_replay(placed, TWO_WAY, transfers=True)
     hoisted: list[dict[int, list[int]]] = [{} for _ in placed.queues]
     stopped: list[int] = []
     looked_at = 0
-    while not replay.run():
+    while not replay.play():
         # A rank comes to a send by taking the step before, so it is in a run since last time.
         for rank, _, _ in replay.runs[looked_at:]:
             heapq.heappush(stopped, rank)
@@ -191,14 +191,14 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
         receive = _unposted(replay, stopped, index)
         target = index.placement.rank_of(index.action(receive).stage)
         hoisted[target].setdefault(replay.positions[target], []).append(receive)
-        replay.complete(receive)
+        replay.fulfil(receive)
     return hoisted
 
 
 def _unposted(replay: DependencyReplay, stopped: list[int], index: ActionIndex) -> int:
     """The receive that the lowest rank stuck in a send waits for."""
     while stopped:
-        missing = replay.missing[heapq.heappop(stopped)]
+        missing = replay.awaits[heapq.heappop(stopped)]
         if missing is not None and index.action(missing).op in SEND_OF:
             return missing
     raise InternalError("a program that can be computed is stuck, and no rank waits in a send")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from penstock.schedule.action import Op
 from penstock.schedule.index import IndexedProgram
-from penstock.schedule.replay import DependencyReplay, timing_of
+from penstock.schedule.replay import replay_of
 
 __all__ = ["in_one_order"]
 
@@ -45,8 +45,8 @@ def in_one_order(
     """
     index, width = computed.index, computed.index.num_microbatches
     units = [_UNITS.get(op, 0) for op, _ in index.rows()]
-    replay = DependencyReplay(computed, timing_of(index, index.required(), durations=units))
-    ended = replay.run()
+    replay = replay_of(computed, index.required(), durations=units)
+    ended = replay.play()
     assert ended, "only a program that runs to its end is given transfers"
     # For each rank its transfers: time, the message (for ties), the transfer.
     transfers: list[list[tuple[float, int, int]]] = [[] for _ in computed.queues]
@@ -54,11 +54,11 @@ def in_one_order(
         for step in queue:
             for part in computed.parts(step):
                 for to_send, to_receive, target in sends[part // width]:
-                    end, message = replay.ends[part], part + to_receive
+                    end, message = replay.done[part], part + to_receive
                     transfers[rank].append((end, message, part + to_send))
                     transfers[target].append((end, message, message))
     return [
-        _merged(computed, queue, replay.starts, sorted(transfers[rank]))
+        _merged(computed, queue, replay.starts[rank], sorted(transfers[rank]))
         for rank, queue in enumerate(computed.queues)
     ]
 
@@ -72,8 +72,10 @@ def _merged(
     """The steps of a rank, each behind the transfers of messages sent until it starts."""
     merged: list[int] = []
     placed = 0
+    first = 0
     for step in queue:
-        start = starts[computed.parts(step)[0]]
+        start = starts[first]
+        first += len(computed.parts(step))
         while placed < len(transfers) and transfers[placed][0] <= start:
             merged.append(transfers[placed][2])
             placed += 1

@@ -1,4 +1,4 @@
-"""Deadlocks: the message order of both ends of a channel, and ranks that wait in a circle.
+"""Channels between ranks: message orders, deadlocks, and what a message acknowledges.
 
     one channel per direction        one channel per pair of ranks (Channels(per_pair=True))
     rank 0  ══ F0 F1 ══►  rank 1     rank 0  ══ F0 B0 F1 B1 ══  rank 1
@@ -18,21 +18,22 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, action
-from penstock.schedule.index import ActionIndex, IndexedProgram
+from penstock.schedule.index import ActionIndex, IndexedProgram, index_program
 from penstock.schedule.messages import Problem
 from penstock.schedule.program import Program
-from penstock.schedule.replay import DependencyReplay, Timing, timing_of
+from penstock.schedule.replay import DependencyReplay, replay_of
 from penstock.schedule.rules import COVERS, SEND_OF, SENDS, TRANSFERS, prerequisites
 
 __all__ = [
     "TWO_WAY",
     "Channels",
     "MessageOrders",
+    "acknowledgements",
+    "blocking_replay",
     "message_orders",
     "order_problems",
     "places_of",
     "problem_at",
-    "replay_of",
     "stuck_problems",
 ]
 
@@ -67,25 +68,26 @@ TWO_WAY = Channels()
 """The runtime's need: it counts neither on room for messages nor on one order for both ways."""
 
 
-def replay_of(program: IndexedProgram, channels: Channels, *, transfers: bool) -> DependencyReplay:
-    """A replay of a program in which sends block, yet to be run.
+def blocking_replay(
+    program: IndexedProgram, channels: Channels, *, transfers: bool
+) -> DependencyReplay:
+    """A replay of a program in which sends block, yet to be played.
 
     Args:
         program: the program.
         channels: how messages travel.
         transfers: whether the program spells out its sends and receives.
     """
-    index = program.index
-    timing = timing_of(index, index.blocking() if transfers else index.required())
-    if transfers and channels.per_pair:
-        timing = _with_turns(timing, program)
-    return DependencyReplay(program, timing)
+    if not transfers:
+        return replay_of(program, program.index.required())
+    more = _turns(program) if channels.per_pair else None
+    return replay_of(program, program.index.blocking(), more=more)
 
 
-def _with_turns(timing: Timing, program: IndexedProgram) -> Timing:
-    """Let each send wait for the message of the last receive before it over the same pair."""
+def _turns(program: IndexedProgram) -> dict[int, tuple[int, ...]]:
+    """For each send, the message of the last receive before it over the same pair of ranks."""
     transfers, width = _transfers(program.index), program.index.num_microbatches
-    more: dict[int, tuple[int, ...]] = {}
+    found: dict[int, tuple[int, ...]] = {}
     for queue in program.queues:
         awaited: dict[int, int] = {}
         for number in queue:
@@ -95,8 +97,8 @@ def _with_turns(timing: Timing, program: IndexedProgram) -> Timing:
                 if not sends:
                     awaited[peer] = number + offset
                 elif peer in awaited:
-                    more[number] = (awaited[peer],)
-    return timing.with_required(more)
+                    found[number] = (awaited[peer],)
+    return found
 
 
 def message_orders(program: IndexedProgram) -> MessageOrders:
@@ -173,7 +175,7 @@ def stuck_problems(
     for place, message in _too_early(program, providers):
         told.add(place)
         yield problem_at(program, place, message)
-    for rank, awaited in enumerate(replay.missing):
+    for rank, awaited in enumerate(replay.awaits):
         place = rank, replay.positions[rank]
         if awaited is None or place in told:
             continue
@@ -216,3 +218,84 @@ def problem_at(program: Program, place: StepPlace, message: str) -> Problem:
     """A problem of the step at a place."""
     rank, step = place
     return Problem(rank=rank, step=step, action=str(program.ranks[rank][step]), message=message)
+
+
+def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
+    """The number of own sends that each received message acknowledges.
+
+        rank 0   F0 S F1 S F2 S      B0 ◄─ when the gradient for B0 is here, F0's message arrived:
+        rank 1         F0 B0 S ─────┘      rank 1 has computed on it before it sent
+
+    A rank holds a sent tensor until it has arrived. Every rank knows the program, so a received
+    message also tells which messages its sender had received before: no rank needs to ask.
+
+    Args:
+        program: a checked program with its transfers.
+        rank: the rank that sends and receives.
+
+    Returns:
+        For each computation of ``rank`` that waits for a message: how many of the messages that
+        it has sent to that message's sender, counted from the step's start, have arrived once it
+        is here.
+
+    Example:
+        >>> from penstock.schedule.passes import lower
+        >>> from penstock.schedule.catalog import build
+        >>> program = lower(build("1f1b", ranks=2, microbatches=3))
+        >>> {str(a): n for a, n in acknowledgements(program, 0).items()}
+        {'0B0': 1, '0B1': 2, '0B2': 3}
+    """
+    indexed = index_program(program)
+    index, width = indexed.index, program.num_microbatches
+    target = _targets(index)
+    awaited = _awaited_sends(index)
+    orders = [[part for step in queue for part in indexed.parts(step)] for queue in indexed.queues]
+    own = orders[rank]
+    arrived: list[dict[int, int]] = []
+    for peer, order in enumerate(orders):
+        sent = (number for number in own if target[number // width] == peer != rank)
+        place = {number: count for count, number in enumerate(sent, 1)}
+        arrived.append(_arrived_at_sends(order, place, target, awaited, width))
+    found: dict[Action, int] = {}
+    for number in own:
+        for offset in awaited[number // width]:
+            send = number + offset
+            sender = index.placement.rank_of(index.op_and_stage(send // width)[1])
+            found[index.action(number)] = arrived[sender].get(send, 0)
+    return found
+
+
+def _arrived_at_sends(
+    order: list[int],
+    place: dict[int, int],
+    target: list[int | None],
+    awaited: list[tuple[int, ...]],
+    width: int,
+) -> dict[int, int]:
+    """For each send of a rank, how many of the numbered messages it has waited for by then."""
+    known: dict[int, int] = {}
+    arrived = 0
+    for number in order:
+        if target[number // width] is not None:
+            known[number] = arrived
+        for offset in awaited[number // width]:
+            # Messages between two ranks arrive in order: one acknowledges all before it.
+            arrived = max(arrived, place.get(number + offset, 0))
+    return known
+
+
+def _targets(index: ActionIndex) -> list[int | None]:
+    """For each row of a send, the rank that it sends to; None for all other rows."""
+    peers = (index.peer(op, stage) if op in SENDS else None for op, stage in index.rows())
+    return [None if peer is None else index.placement.rank_of(peer[1]) for peer in peers]
+
+
+def _awaited_sends(index: ActionIndex) -> list[tuple[int, ...]]:
+    """For each row, the offsets of the sends on other ranks that its actions wait for."""
+    table = []
+    for (op, stage), receives in zip(index.rows(), index.receives(), strict=True):
+        first = index.id(op, stage)
+        rows = ((first + offset) // index.num_microbatches for offset in receives)
+        peers = (index.peer(*index.op_and_stage(row)) for row in rows)
+        table.append(tuple(index.offset(op, stage, peer) for peer in peers if peer is not None))
+    return table
