@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.partition.balance.balance import balance
-    from penstock.partition.balance.plan import Plan
     from penstock.partition.balance.profile import profile
     from penstock.partition.export.markers import SplitPoint, annotate_split_points, pipe_split
     from penstock.partition.export.pipe import Pipe, PipeInfo
     from penstock.partition.export.split_model import pipeline
     from penstock.partition.forward.by_module import split_by_module
+    from penstock.partition.plan import Plan
     from penstock.pipeline import Pipeline
     from penstock.runtime.microbatch import (
         TensorChunkSpec,
@@ -151,7 +151,7 @@ _HOLDS = {
     "penstock.partition.forward.by_module": ("split_by_module",),
     "penstock.partition.export.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
     "penstock.partition.export.pipe": ("Pipe", "PipeInfo"),
-    "penstock.partition.balance.plan": ("Plan",),
+    "penstock.partition.plan": ("Plan",),
     "penstock.partition.balance.profile": ("profile",),
     "penstock.pipeline": ("Pipeline",),
     "penstock.runtime.microbatch": (

@@ -21,16 +21,11 @@ from torch import nn
 
 from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
-from penstock.partition.balance.plan import Plan
-from penstock.partition.calls import Example, own_loss
-from penstock.partition.cutting import (
-    ModelCut,
-    SplitSpec,
-    cut_model,
-    read_split,
-    stages_asked_for,
-)
+from penstock.partition.cutting import CutMethod, ModelCut, cut_model
 from penstock.partition.materialize import materialize
+from penstock.partition.plan import Plan
+from penstock.partition.sequential import is_sequence
+from penstock.partition.spec import Example, Split, SplitSpec, own_loss
 from penstock.partition.ties import SharedBuffers, Tie, find_ties, refuse_shared_statistics
 from penstock.runtime.comm.process_group import from_first_rank
 from penstock.schedule.choice import choose_program, copies_of
@@ -82,7 +77,8 @@ def assemble(
     n_microbatches: int | None,
     ranks: int | None,
     virtual: int | None,
-    split: SplitSpec | os.PathLike[str] | None,
+    split: Split | os.PathLike[str] | None,
+    method: CutMethod | None,
     example: Example | None,
     init_fn: Callable[[nn.Module], Any] | None,
     device: torch.device,
@@ -96,7 +92,7 @@ def assemble(
         ScheduleError: ranks, stages and microbatches do not fit the schedule.
     """
     _refuse_nothing(model)
-    split = read_split(split)
+    spec = None if split is None else SplitSpec.parse(split, sequence=is_sequence(model))
     if isinstance(schedule, os.PathLike):
         schedule = load_csv(schedule)
     forecast = None
@@ -105,10 +101,10 @@ def assemble(
 
         found = find_program(
             model,
-            split=split,
+            split=spec,
             example=example,
             loss_fn=loss_fn,
-            num_stages=_num_stages(model, split, copies=1),
+            num_stages=_num_stages(model, spec, copies=1),
             ranks=ranks,
             virtual=virtual,
             n_microbatches=n_microbatches,
@@ -116,7 +112,7 @@ def assemble(
             group=group,
             device=device,
         )
-        schedule, split, forecast = found.program, found.split, found.forecast
+        schedule, spec, forecast = found.program, found.split, found.forecast
     elif memory_limit is not None:
         raise ScheduleError(
             f"memory_limit={memory_limit:g} is for schedule='auto'; a schedule that is named "
@@ -124,7 +120,7 @@ def assemble(
         )
     program = choose_program(
         schedule,
-        num_stages=_num_stages(model, split, copies_of(schedule)),
+        num_stages=_num_stages(model, spec, copies_of(schedule)),
         n_microbatches=n_microbatches,
         ranks=ranks,
         virtual=virtual,
@@ -135,16 +131,16 @@ def assemble(
         stages, found_ties, names = _given_stages(tuple(model), program, group)  # type: ignore
         ties: Sequence[Tie] = shared or found_ties
     else:
-        cut = _cut(model, split, program, example, loss_fn, device, group)
+        cut = _cut(model, spec, program, example, loss_fn, device, group, method)
         refuse_shared_statistics(dict(enumerate(cut.modules)))
         ties = [*shared, *find_ties(cut.modules)]
         names = _state_names(cut.modules)
         try:
             stages = _stages(model, cut.modules, program, init_fn, device, group)
         except PartitionError as error:
-            if not cut.why:
+            if not cut.why_exported:
                 raise
-            told = f"{error}; it was captured as a graph, since {cut.why}"
+            told = f"{error}; it was cut by torch.export, since {cut.why_exported}"
             raise PartitionError(told) from error
     return Assembly(
         program=program,
@@ -166,18 +162,20 @@ def _cut(
     loss_fn: Callable[..., Any] | None,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    method: CutMethod | None,
 ) -> ModelCut:
     """The modules of all stages."""
     num = program.placement.num_model_stages
-    if isinstance(split, str):
+    if split is not None and split.auto:
         from penstock.partition.balance.auto_split import (
             balanced_plan,  # measures, which few ask for
         )
 
         plan = partial(balanced_plan, model, program, example, device=device, loss_fn=loss_fn)
         # On one rank: times come out differently on each.
-        split = Plan.from_json(from_first_rank(group, lambda: plan().to_json()))
-    cut = cut_model(model, split, num, example=example, device=device)
+        found = Plan.from_toml(from_first_rank(group, lambda: plan().to_toml()))
+        split = SplitSpec.parse(found)
+    cut = cut_model(model, split, num, example=example, device=device, method=method)
     if program.num_splits == 1:
         return cut
     from penstock.partition.sequential import with_states  # for pieces of sequences alone
@@ -248,7 +246,7 @@ def _refuse_nothing(model: object) -> None:
 def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> int | None:
     """Into how many stages the user cuts the model; None where that follows from the ranks."""
     if split is not None:
-        return stages_asked_for(model, split)
+        return None if split.auto else split.num_stages
     if isinstance(model, nn.Module):
         return None
     if _is_stages(model):

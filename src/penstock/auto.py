@@ -30,9 +30,9 @@ from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import costs_of
 from penstock.partition.balance.measuring import measure_model
-from penstock.partition.balance.plan import Plan, dealt
-from penstock.partition.calls import Example
-from penstock.partition.cutting import SplitSpec, cut_model
+from penstock.partition.cutting import cut_model
+from penstock.partition.plan import Plan, split_by_counts
+from penstock.partition.spec import Example, SplitSpec
 from penstock.runtime.comm.link import Link, measure_link
 from penstock.runtime.comm.process_group import from_first_rank, objects_group
 from penstock.runtime.together import together
@@ -176,7 +176,7 @@ def find_program(
     plan = document["plan"]
     return AutoChoice(
         program=from_json(document["program"]),
-        split=split if plan is None else Plan.from_json(plan),
+        split=split if plan is None else SplitSpec.parse(Plan.from_toml(plan)),
         forecast=Forecast(step_s=document["step_s"], alone_s=document["alone_s"]),
     )
 
@@ -198,10 +198,10 @@ def _find(
     num_stages = ranks * virtual
     measured = measure_model(model, example, device=device, loss_fn=loss_fn)
     plan: Plan | None = None
-    if isinstance(split, str):
+    if split is not None and split.auto:
         counts = balance(measured, num_stages).counts
         plan = measured.plan(counts, made="balanced on this machine")
-        groups = dealt(measured.blocks, counts)
+        groups = split_by_counts(measured.blocks, counts)
     else:
         groups = _by_stage(model, measured, split, num_stages, example, device)
     costs = costs_of(groups)
@@ -232,7 +232,7 @@ def _find(
     return json.dumps(
         {
             "program": to_json(result.program),
-            "plan": None if plan is None else plan.to_json(),
+            "plan": None if plan is None else plan.to_toml(),
             "step_s": result.simulation.makespan,
             "alone_s": result.simulation.busy,
         }

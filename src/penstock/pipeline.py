@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,7 @@ from penstock.training.model_state import ModelState
 
 if TYPE_CHECKING:
     from penstock.assembly import ModelOrStages
-    from penstock.partition.calls import Example
-    from penstock.partition.cutting import SplitSpec
+    from penstock.partition.spec import Example, Split
 
 __all__ = ["Pipeline"]
 
@@ -59,6 +58,8 @@ class Pipeline:
             ``nn.Sequential`` also the names of the modules with which stages after the first
             begin; a ``Plan`` or its file; or ``"auto"``, balanced by a measurement. Even counts
             if None.
+        method: ``"module"`` cuts by module, ``"export"`` by torch.export; None tries by module
+            first, and warns where it has to export.
         example: one microbatch, a tuple of positional or a dict of keyword arguments. With it,
             what can't be cut is found at once; ``"auto"`` and capture need it.
         init_fn: what initializes a module, for a model on the meta device, of which each rank
@@ -103,7 +104,8 @@ class Pipeline:
         n_microbatches: int | None = None,
         ranks: int | None = None,
         virtual: int | None = None,
-        split: SplitSpec | os.PathLike[str] | None = None,
+        split: Split | os.PathLike[str] | None = None,
+        method: Literal["module", "export"] | None = None,
         example: Example | None = None,
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
@@ -134,6 +136,7 @@ class Pipeline:
                 ranks=ranks,
                 virtual=virtual,
                 split=split,
+                method=method,
                 example=example,
                 init_fn=init_fn,
                 device=self.device,

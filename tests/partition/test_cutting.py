@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, Pipeline, ScheduleError, StageError
-from penstock.partition.balance.plan import Plan
+from penstock.partition.plan import Plan
 from penstock.partition.ties import find_ties
 from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, NetBase
@@ -40,10 +40,9 @@ def sizes(pipe: Pipeline) -> list[int]:
 
 
 def test_a_plan_and_its_file(tmp_path: Path) -> None:
-    for name in ("plan.toml", "plan.json"):
-        HALVES.save(tmp_path / name)
-        assert sizes(agrees(NetBase(), split=str(tmp_path / name))) == [2, 4]
-        assert sizes(agrees(NetBase(), split=tmp_path / name)) == [2, 4]
+    HALVES.save(tmp_path / "plan.toml")
+    assert sizes(agrees(NetBase(), split=str(tmp_path / "plan.toml"))) == [2, 4]
+    assert sizes(agrees(NetBase(), split=tmp_path / "plan.toml")) == [2, 4]
     assert sizes(agrees(NetBase(), split=HALVES)) == [2, 4]
     row = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
     assert sizes(agrees(row, split=Plan(stages=(("0", "1"), ("2",))))) == [2, 1]
@@ -140,14 +139,30 @@ def test_what_is_not_by_module_is_captured(caplog: pytest.LogCaptureFixture) -> 
     plain = copy.deepcopy(model := Again())
     with caplog.at_level(logging.INFO, "penstock"):
         pipe = Pipeline(model, loss_fn=square, ranks=2, example=(X[:3],), n_microbatches=2)
-    assert any(
-        line.startswith("Again: captured as a graph and cut into 2 stages, since not by module: b")
-        for line in caplog.messages
-    )
+    (warned,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    told = warned.getMessage()
+    assert told.startswith("Again: cut by torch.export, since it can't be cut by module: ")
+    assert "The stages run a fixed graph" in told and "method='export' accepts this" in told
     loss = pipe.step(X)
     assert torch.equal(loss, plain_step(plain, square, X, n_microbatches=2).loss)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+def test_the_method_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
+    options: Any = {"loss_fn": square, "ranks": 2, "example": (X[:3],), "n_microbatches": 2}
+    with pytest.raises(PartitionError, match="several times") as raised:
+        Pipeline(Again(), method="module", **options)
+    assert "torch.export" not in str(raised.value)
+    for model in (Again(), NetBase()):
+        plain = copy.deepcopy(model)
+        pipe = Pipeline(model, method="export", **options)
+        assert torch.equal(pipe.step(X), plain_step(plain, square, X, n_microbatches=2).loss)
+    assert not [each for each in caplog.records if each.levelno == logging.WARNING]
+    with pytest.raises(PartitionError, match="method='export' needs example="):
+        Pipeline(NetBase(), method="export", ranks=2)
+    with pytest.raises(PartitionError, match="method='fx': expected 'module', 'export' or None"):
+        Pipeline(NetBase(), method="fx", ranks=2)  # type: ignore[arg-type]
 
 
 class Backwards(NetBase):
@@ -260,7 +275,7 @@ def test_what_is_neither_says_both() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x.sum() > 0 else -x)
 
-    told = r"needs the value of input argument 0.*nor can it be captured: .*with torch\.where$"
+    told = r"needs the value of input argument 0.*nor by torch\.export: .*with torch\.where$"
     with pytest.raises(PartitionError, match=told):
         Pipeline(Worse(), ranks=2, example=(X[:3],), n_microbatches=2)
 

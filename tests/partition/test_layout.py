@@ -1,9 +1,6 @@
-"""Layout strings and rules: read, written, held against a model; errors point at the column."""
+"""Layout strings: read, written, held against a model; errors point at the column."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -12,8 +9,7 @@ from hypothesis import strategies as st
 from penstock import PartitionError
 from penstock.partition.balance.costs import BlockCosts, BlockKind
 from penstock.partition.balance.layout import Layout
-from penstock.partition.balance.rule import Rule, RuleKind
-from penstock.partition.sequential import even_split
+from penstock.partition.spec import SplitSpec
 
 
 def blocks(kinds: str) -> list[BlockCosts]:
@@ -129,63 +125,7 @@ def test_a_layout_for_another_model() -> None:
 # --- rules -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_blocks", "num_stages"), [(9, 4), (8, 4), (31, 7), (5, 5)])
-def test_uniform_is_the_even_split(num_blocks: int, num_stages: int) -> None:
-    counts = Rule.parse("uniform").counts([BlockCosts()] * num_blocks, num_stages=num_stages)
-    assert list(counts) == even_split(num_blocks, num_stages)
-
-
-def test_parameters_are_dealt_out_evenly() -> None:
-    sizes = [60, 10, 10, 10, 10, 10, 10, 50]
-    made = [BlockCosts(parameters=size) for size in sizes]
-    assert Rule.parse("parameters").counts(made, num_stages=3) == (1, 6, 1)
-
-
-@pytest.mark.parametrize("pattern", ["layer", "LAYER", "^Decoder", "coder.*r$"])
-def test_classes_are_dealt_out_evenly(pattern: str) -> None:
-    classes = ["Embedding", "DecoderLayer", "Norm", "DecoderLayer", "Norm", "DecoderLayer"]
-    made = [BlockCosts(classes=(name,)) for name in [*classes, "DecoderLayer", "Head"]]
-    counts = Rule.parse(f"type:{pattern}").counts(made, num_stages=2)
-    assert layers_of(classes[: counts[0]]) == 2
-
-
-def layers_of(classes: Sequence[str]) -> int:
-    return sum(name == "DecoderLayer" for name in classes)
-
-
-@pytest.mark.parametrize(
-    ("text", "column", "told"),
-    [
-        ("even", 1, "no rule begins with 'even'; known are uniform, parameters, type:regex"),
-        ("uniform:3", 8, "uniform takes nothing behind it"),
-        ("type", 5, "a regular expression is missing"),
-        ("type:", 6, "a regular expression is missing"),
-        ("type:(layer", 6, "no regular expression: missing )"),
-        ("type:a{2}b**", 12, "no regular expression: multiple repeat"),
-    ],
-)
-def test_what_is_no_rule(text: str, column: int, told: str) -> None:
-    with pytest.raises(PartitionError, match=re.escape(told)) as raised:
-        Rule.parse(text)
-    assert str(raised.value).startswith(f"column {column}: ")
-    assert str(raised.value).splitlines()[2] == f"    {' ' * (column - 1)}^"
-
-
-@pytest.mark.parametrize("text", ["uniform", "parameters", "type:Layer|Block"])
-def test_rules_are_written_as_they_are_read(text: str) -> None:
-    assert str(Rule.parse(text)) == text
-    assert Rule.parse(f" {text} ") == Rule.parse(text)
-
-
-def test_a_pattern_that_nothing_fits() -> None:
-    made = [BlockCosts(classes=("Linear",)), BlockCosts(classes=("ReLU",))]
-    with pytest.raises(PartitionError, match="fits none of the model's classes, which are Linear"):
-        Rule.parse("type:conv").counts(made, num_stages=2)
-    with pytest.raises(PartitionError, match="2 blocks can't make 3 stages"):
-        Rule.parse("uniform").counts(made, num_stages=3)
-
-
-@pytest.mark.parametrize(("kind", "pattern"), [(RuleKind.TYPE, ""), (RuleKind.UNIFORM, "layer")])
-def test_rules_that_say_nothing(kind: RuleKind, pattern: str) -> None:
-    with pytest.raises(PartitionError, match="pattern"):
-        Rule(kind=kind, pattern=pattern)
+@pytest.mark.parametrize("rule", ["uniform", "parameters", "type:Layer|Block", "Type: x"])
+def test_rules_of_deepspeed_are_refused(rule: str) -> None:
+    with pytest.raises(PartitionError, match=r"rules are not supported; .*penstock\.balance\("):
+        SplitSpec.parse(rule)

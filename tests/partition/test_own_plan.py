@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.partition.balance.blocks import find_trunks, units_of
-from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.profile import profile
+from penstock.partition.blocks import find_blocks, find_trunks, leaf_modules
 from penstock.partition.forward.by_module import split_by_module
-from penstock.partition.forward.units import find_blocks
+from penstock.partition.huggingface import HFPipelinePlan
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, RealModel, own_loss
@@ -42,9 +41,9 @@ def agrees(model: nn.Module, case: RealModel, **options: Any) -> Pipeline:
 
 def test_which_models_bring_a_plan() -> None:
     """A version of transformers in which others do is to be looked at."""
-    assert tuple(name for name, c in REAL_MODELS.items() if OwnPlan.of(c.model()).order) == tuple(
-        name for name in REAL_MODELS if name in PLANNED
-    )
+    assert tuple(
+        name for name, c in REAL_MODELS.items() if HFPipelinePlan.of(c.model()).order
+    ) == tuple(name for name in REAL_MODELS if name in PLANNED)
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -53,7 +52,7 @@ def test_the_plan_names_the_trunk_and_what_stands_around_it(
 ) -> None:
     case = REAL_MODELS[name]
     model = case.model()
-    own = OwnPlan.of(model)
+    own = HFPipelinePlan.of(model)
     [trunk] = own.trunks
     assert case.trunk == tuple(f"{trunk}.{i}" for i in range(len(case.trunk)))
     assert own.order[-1] == case.head
@@ -91,7 +90,7 @@ def test_a_trunk_that_would_be_found_otherwise() -> None:
     model = Decoys(case.model(), dim=32)
     assert find_trunks(model) == {"llm.model.layers", "adapters"}
     assert find_blocks(model) == [f"llm.model.layers.{i}" for i in range(4)]
-    assert [unit.name for unit in units_of(model) if unit.trunk is None][-1] == "adapters.5"
+    assert [unit.name for unit in leaf_modules(model) if unit.trunk is None][-1] == "adapters.5"
     pipe = agrees(model, case, ranks=2)
     first = {name for name, _ in pipe.stages[0].submod.named_parameters()}
     assert {name.split(".")[1] for name in first if name.startswith("adapters")} == set("012345")
@@ -120,7 +119,7 @@ def test_the_plan_of_a_model_in_a_wrapper(caplog: pytest.LogCaptureFixture) -> N
     """Its names are those in the model, wherever that stands."""
     case = REAL_MODELS["llama"]
     model = Wrapped(Wrapped(case.model()))
-    assert OwnPlan.of(model).trunks == ("inner.inner.model.layers",)
+    assert HFPipelinePlan.of(model).trunks == ("inner.inner.model.layers",)
     with caplog.at_level(logging.INFO, logger="penstock.partition"):
         agrees(model, case, ranks=2)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
@@ -152,7 +151,7 @@ class Shuffled(nn.Module):
 
 def test_without_an_example_the_plan_tells_the_order() -> None:
     model = Shuffled()
-    assert OwnPlan.of(model).order == ("embed", "layers", "norm", "head")
+    assert HFPipelinePlan.of(model).order == ("embed", "layers", "norm", "head")
     assert split_by_module(model, [2, 2]).names == (
         ("embed", "layers.0", "layers.1"),
         ("layers.2", "layers.3", "norm", "head"),

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, PipelineStage
 from penstock.partition.balance.balance import balance
-from penstock.partition.balance.blocks import gather, units_of
 from penstock.partition.balance.clock import Arrivals
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.profile import profile
+from penstock.partition.blocks import gather, leaf_modules
 from penstock.partition.forward.by_module import split_by_module
 from penstock.schedule.placement import Placement, linear, looped, v_shape
 from tests.real_models import REAL_MODELS
@@ -149,7 +149,7 @@ def test_real_models_are_measured_and_cut_by_their_plans(name: str) -> None:
     ],
 )
 def test_units(model: nn.Module, names: list[str]) -> None:
-    assert [unit.name for unit in units_of(model)] == names
+    assert [unit.name for unit in leaf_modules(model)] == names
 
 
 def test_what_runs_between_layers_goes_with_its_own() -> None:
@@ -161,8 +161,8 @@ def test_what_runs_between_layers_goes_with_its_own() -> None:
         *("encoder.layers.0", "encoder.layers.1", "encoder.norm"),
         *("decoder.embed", "decoder.layers.0", "decoder.layers.1", "head"),
     ]
-    found = gather(units_of(model), order)
-    assert [[unit.name for unit in block.units] for block in found] == [
+    found = gather(leaf_modules(model), order)
+    assert [[unit.name for unit in block.leaves] for block in found] == [
         ["encoder.layers.0"],
         ["encoder.layers.1", "encoder.norm"],
         ["decoder.embed", "decoder.layers.0"],
@@ -174,8 +174,8 @@ def test_what_runs_between_layers_goes_with_its_own() -> None:
 def test_what_is_large_between_layers_is_a_block() -> None:
     down, up = nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer(), Layer()])
     model = nn.ModuleDict({"down": down, "middle": Layer(), "up": up})
-    found = gather(units_of(model), ["down.0", "down.1", "middle", "up.0", "up.1"])
-    assert [len(block.units) for block in found] == [1] * 5
+    found = gather(leaf_modules(model), ["down.0", "down.1", "middle", "up.0", "up.1"])
+    assert [len(block.leaves) for block in found] == [1] * 5
 
 
 def test_a_list_of_layers_or_stages_is_taken_as_it_is() -> None:

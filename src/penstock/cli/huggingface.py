@@ -157,10 +157,10 @@ def fewer_layers(config: Any, most: int) -> dict[str, int]:
 
 def trunks_of(model: nn.Module) -> dict[str, list[str]]:
     """The names of the layers of each trunk."""
-    from penstock.partition.balance.blocks import units_of
+    from penstock.partition.blocks import leaf_modules
 
     trunks: dict[str, list[str]] = {}
-    for unit in units_of(model):
+    for unit in leaf_modules(model):
         if unit.trunk is not None:
             trunks.setdefault(unit.trunk, []).append(unit.name)
     return trunks

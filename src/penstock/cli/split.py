@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def split(
     *,
     stages: Annotated[int | None, typer.Option("--stages", "-s", help="How many stages.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan: *.toml or *.json.")
+        Path | None, typer.Option("--output", "-o", help="Write the plan: *.toml.")
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -53,9 +54,7 @@ def split(
     layout: Annotated[
         str | None, typer.Option(help="Cut as Megatron's layout says: 'Et*3|(tt|)*29,m|L'.")
     ] = None,
-    rule: Annotated[
-        str | None, typer.Option(help="Cut by a rule: uniform, parameters or type:regex.")
-    ] = None,
+    rule: Annotated[str | None, typer.Option(help="Not supported.", hidden=True)] = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="Balance for this schedule's ranks, which may hold several stages."),
@@ -89,12 +88,12 @@ def split(
     ):
         raise PartitionError(
             "--memory-limit, --bandwidth and --objective are for balancing; leave them out with "
-            "--layout or --rule"
+            "--layout"
         )
     if ranks is not None and schedule is None:
         raise PartitionError("--ranks says on how many ranks a --schedule runs; name one")
-    if output is not None and output.suffix not in (".toml", ".json"):
-        raise PartitionError(f"{output}: a plan is kept as .toml or .json; name it so")
+    if output is not None and output.suffix != ".toml":
+        raise PartitionError(f"{output}: a plan is a .toml file; name it so")
     program = None if schedule is None else request.program(schedule, ranks, microbatches)
     terms = request.terms(
         program,
@@ -122,7 +121,7 @@ def split(
     if output is not None:
         plan.save(output)
     if as_json:
-        typer.echo(plan.to_json(), nl=False)
+        typer.echo(json.dumps(plan.to_dict(), indent=2))
         return
     show(plan, measured, str(Layout.of(measured.blocks, counts)), terms)
     if output is not None:

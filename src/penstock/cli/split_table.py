@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from penstock.cli.sizes import bytes_text, seconds_text
 from penstock.cli.terminal import percent, print_table, stdout, table
 from penstock.partition.balance.costs import Profile
-from penstock.partition.balance.plan import Plan
 from penstock.partition.balance.terms import Terms
+from penstock.partition.plan import Plan
 from penstock.schedule.messages import numbers_of
 
 __all__ = ["show"]

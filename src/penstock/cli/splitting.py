@@ -1,6 +1,6 @@
 """What ``penstock split`` is asked for, and the split that comes of it.
 
-    model ──measured──► costs per block ──layout, rule or balance──► counts ──► plan
+    model ──measured──► costs per block ──layout or balance──► counts ──► plan
 
 This module shows nothing.
 """
@@ -21,8 +21,8 @@ from penstock.partition.balance.balance import balanced
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.layout import Layout
-from penstock.partition.balance.rule import Rule
 from penstock.partition.balance.terms import SplitObjective, Terms
+from penstock.partition.plan import rules_refused
 from penstock.schedule.action import Op
 from penstock.schedule.choice import choose_program
 from penstock.schedule.program import Program
@@ -59,8 +59,7 @@ class SplitRequest:
 
     Args:
         num_stages: how many stages; None where a layout says it.
-        layout: a layout string; None to balance, or go by a rule.
-        rule: a rule; likewise.
+        layout: a layout string; None to balance.
 
     Raises:
         PartitionError: there are too many of these, or too few.
@@ -68,17 +67,15 @@ class SplitRequest:
 
     num_stages: int | None
     layout: Layout | None = None
-    rule: Rule | None = None
 
     @classmethod
     def read(cls, *, layout: str | None, rule: str | None, num_stages: int | None) -> SplitRequest:
         """The request in the words of the command line."""
-        if layout is not None and rule is not None:
-            raise PartitionError("--layout and --rule say each where to cut; give one of them")
+        if rule is not None:
+            raise rules_refused(rule)
         return cls(
             num_stages=num_stages,
             layout=None if layout is None else Layout.parse(layout),
-            rule=None if rule is None else Rule.parse(rule),
         )
 
     def __post_init__(self) -> None:
@@ -93,7 +90,7 @@ class SplitRequest:
     @property
     def is_balanced(self) -> bool:
         """Whether costs decide."""
-        return self.layout is None and self.rule is None
+        return self.layout is None
 
     def program(self, schedule: str, ranks: int | None, microbatches: int | None) -> Program:
         """The program of a schedule for so many stages."""
@@ -125,9 +122,6 @@ class SplitRequest:
         """The number of blocks per stage of a model with these costs, and how they were found."""
         if self.layout is not None:
             return self.layout.counts(measured.blocks), f"layout {self.layout}"
-        if self.rule is not None:
-            counts = self.rule.counts(measured.blocks, num_stages=terms.num_stages)
-            return counts, f"rule {self.rule}"
         free = terms.memory_limit is None and terms.bandwidth is None and not terms.latency_s
         if program is not None and free and terms.objective is SplitObjective.BOTTLENECK:
             found = balance_for(measured, program)  # there is nothing but the blocks' times

@@ -1,56 +1,63 @@
-"""Habits of Hugging Face's models that stages have to know of.
-
-What they collect from within their parts, beside what these return:
+"""Hugging Face's transformers: outputs collected by hooks, the cache, adapters, pipeline plans.
 
     outputs = self.model(ids, output_router_logits=True)       hooks on every router append to a
     loss += balance(outputs.router_logits)                     list that the model's forward opens
 
-A part that runs on another stage appends nothing there, and the auxiliary loss would be another
-number. So what a part appends is taken for one of its outputs: it can cross, and where the part
-is absent, it is appended in its place. And the cache of keys and values, which serves generation,
-but is filled in training as well unless it is turned off: the parts would write into it on
-different stages. And the plans for pipelines that many of them bring along; and the adapters that
-peft puts into their layers. Seen to work on
-transformers 5.23 (``tests/partition/test_huggingface.py`` says so again on each run). Nothing is
-imported here: where transformers is not loaded, there is nothing to know.
+A module on another stage would append nothing there, and the auxiliary loss would be another
+number. So appended values count as outputs of their module: they may cross, and are appended
+where the module is a placeholder. The cache of keys and values serves generation, but is filled
+in training too unless it is turned off.
+
+Nothing is imported from transformers: while it is not loaded, there is nothing to do. Its private
+names here (``_active_collector``, ``_CAN_RECORD_REGISTRY``, ``_pp_plan``) were seen on
+transformers 5.23; ``tests/partition/test_huggingface.py`` checks them.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from inspect import getattr_static
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import nn
 
+from penstock.partition.plan import abbreviate, prefixes
+
 __all__ = [
     "CapturedOutputs",
-    "PlanEntry",
+    "HFPipelinePlan",
     "adapters",
     "capture_since",
     "install_hooks",
     "mark",
-    "published_plan",
     "replay",
     "without_cache",
 ]
 
+logger = logging.getLogger(__name__)
+
 MODULE = "transformers.utils.output_capturing"
+# Of the parameters; a plan that names less is one of a part, such as the text half of a model.
+LEAST_SHARE = 0.5
+
 CapturedOutputs: TypeAlias = dict[str, list[Any]]
 PlanEntry: TypeAlias = tuple[Sequence[str], Sequence[str]]
-"""What a module takes, and what it gives."""
+"""The names of a module's inputs, and of its outputs."""
 
 
 def collector() -> dict[str, Any] | None:
-    """The lists that are open now, by key."""
+    """The open lists by key; None if transformers is not loaded or opened none."""
     capturing: Any = sys.modules.get(MODULE)
     return None if capturing is None else capturing._active_collector.get()
 
 
 def mark() -> Mapping[str, int] | None:
-    """How long each open list is now; None where none is open."""
+    """The lengths of the open lists; None if there are none."""
     lists = collector()
     if not lists:
         return None
@@ -58,7 +65,7 @@ def mark() -> Mapping[str, int] | None:
 
 
 def capture_since(marked: Mapping[str, int] | None) -> CapturedOutputs:
-    """What was appended since ``mark``, by key; empty lists are left out."""
+    """The values appended since ``mark``, by key; without empty lists."""
     lists = collector()
     if not marked or not lists:
         return {}
@@ -67,7 +74,7 @@ def capture_since(marked: Mapping[str, int] | None) -> CapturedOutputs:
 
 
 def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -> None:
-    """Append what a part appended elsewhere; if ``marked``, in place of all since ``mark``."""
+    """Append values captured on another stage; if ``marked``, replace all since ``mark``."""
     lists = collector()
     for key, values in captured.items():
         if lists is not None and key in lists:
@@ -76,7 +83,7 @@ def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Have the hooks installed once, on the plain model: copies of it must not do it again."""
+    """Install the hooks on the plain model, so that copies of it do not install them again."""
     capturing: Any = sys.modules.get(MODULE)
     if capturing is None:
         return
@@ -86,7 +93,7 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def without_cache(module: nn.Module) -> None:
-    """Turn the cache off in a copy of a module, whose configuration is the model's own."""
+    """Turn the cache off in a copy of a module; the model's own configuration is kept."""
     config: Any = vars(module).get("config")
     if getattr(config, "use_cache", False) is True:
         quiet = copy.copy(config)
@@ -95,30 +102,158 @@ def without_cache(module: nn.Module) -> None:
 
 
 def adapters(module: nn.Module) -> Sequence[str]:
-    """The children of a layer that were added to it, to be trained in its stead: those of peft.
-
-    What they begin with (zeros, a copy of the layer's weight) is known to who made them alone.
-    """
+    """The children that peft added to a layer; only peft knows their initial values."""
     names: Sequence[str] = getattr_static(module, "adapter_layer_names", ())
     return names
 
 
-def published_plan(model: nn.Module) -> dict[str, PlanEntry]:
-    """The plan for pipelines of a model, or of the outermost parts of it that bring one along.
+# --- pipeline plans -----------------------------------------------------------------------------
 
-    ``base_model_pp_plan`` of a configuration speaks of the model without its head; with what the
-    class of the whole model adds to it, it is kept on the model, under the names there.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFPipelinePlan:
+    """The pipeline plan of a Hugging Face model (``base_model_pp_plan`` of its configuration).
+
+        model.embed_tokens    input_ids → inputs_embeds             a list of modules is a trunk,
+        model.layers          hidden_states, … → hidden_states      cut between its members;
+        model.norm            hidden_states → hidden_states         the order follows from what
+        lm_head               hidden_states → logits                each takes and gives
+
+    It names the trunk, and the order of modules that are defined in another one. What crosses a
+    cut is found by running the model. A plan that does not fit the model is ignored, with a
+    warning in the log.
 
     Args:
-        model: any module.
+        order: its modules in the order in which they run; empty without a plan that fits.
+        trunks: the lists of layers among them.
+        misfit: the reason why a plan is ignored; empty if there is none, or it fits.
+    """
+
+    order: tuple[str, ...] = ()
+    trunks: tuple[str, ...] = ()
+    misfit: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> HFPipelinePlan:
+        """The plan of a model.
+
+        Args:
+            model: any module, on any device.
+
+        Example:
+            >>> HFPipelinePlan.of(nn.Sequential(nn.Linear(2, 2)))
+            HFPipelinePlan(order=(), trunks=(), misfit='')
+        """
+        entries = published_plan(model)
+        if not entries:
+            return cls()
+        modules = dict(model.named_modules(remove_duplicate=False))
+        unknown = [name for name in entries if name not in modules]
+        if unknown:
+            return cls(misfit=f"it names {abbreviate(unknown)}, which the model lacks")
+        trunks = tuple(name for name in entries if _is_list(modules[name]))
+        if not trunks:
+            return cls(misfit="it names no list of layers")
+        held = {id(p): p.numel() for name in entries for p in modules[name].parameters()}
+        share = sum(held.values()) / max(1, sum(p.numel() for p in model.parameters()))
+        if share < LEAST_SHARE:
+            return cls(misfit=f"its modules hold {share:.0%} of the parameters")
+        return cls(order=tuple(_run_order(entries)), trunks=trunks)
+
+    def arrange(self, names: Sequence[str]) -> list[str]:
+        """Names of modules in the order in which the plan runs them.
+
+        Args:
+            names: in the order of their definition. Modules outside the plan keep their places.
+
+        Example:
+            >>> plan = HFPipelinePlan(order=("embed", "layers", "norm"), trunks=("layers",))
+            >>> plan.arrange(["norm", "rotary", "embed", "layers.0", "layers.1"])
+            ['embed', 'rotary', 'layers.0', 'layers.1', 'norm']
+        """
+        rank = {name: self._rank(name) for name in names}
+        known = iter(sorted((n for n in names if rank[n] is not None), key=lambda n: rank[n] or 0))
+        return [name if rank[name] is None else next(known) for name in names]
+
+    def log(self, model: str) -> None:
+        """Log whether the plan is used; ``model`` is the name to call the model by."""
+        if self.misfit:
+            logger.warning(
+                "%s: its own pipeline plan is not used, since %s; blocks are found by its "
+                "structure",
+                model,
+                self.misfit,
+            )
+        elif self.order:
+            logger.info("%s: its own pipeline plan names %s", model, ", ".join(self.order))
+
+    def check_order(self, model: str, calls: Mapping[str, int]) -> None:
+        """Warn if the model runs in another order than its plan.
+
+        Args:
+            model: the name to call the model by.
+            calls: the first call of each module that ran.
+        """
+        ran = [
+            name for name in sorted(calls, key=calls.__getitem__) if self._rank(name) is not None
+        ]
+        for before, after in pairwise(ran):
+            if (self._rank(before) or 0) > (self._rank(after) or 0):
+                logger.warning(
+                    "%s: it runs %s before %s, in another order than its own pipeline plan has; "
+                    "the order of the run counts",
+                    model,
+                    before,
+                    after,
+                )
+                return
+
+    def _rank(self, name: str) -> int | None:
+        """The place in the plan of the module that holds ``name``; None outside the plan."""
+        found = [each for each in (name, *prefixes(name)) if each in self.order]
+        return self.order.index(found[0]) if found else None
+
+
+def _is_list(module: nn.Module) -> bool:
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    return is_list and len(list(module.children())) > 1
+
+
+def _run_order(entries: Mapping[str, PlanEntry]) -> list[str]:
+    """The modules of a plan, each after those that make its inputs.
+
+    Several modules that turn a value into one of the same name run as they are listed.
+    """
+    left = dict(entries)
+    order: list[str] = []
+    while left:
+        ready = (
+            name
+            for name, (takes, gives) in left.items()
+            if not any(
+                value in given and (value not in gives or value not in taken)
+                for other, (taken, given) in left.items()
+                if other != name
+                for value in takes
+            )
+        )
+        name = next(ready, next(iter(left)))
+        order.append(name)
+        del left[name]
+    return order
+
+
+def published_plan(model: nn.Module) -> dict[str, PlanEntry]:
+    """The pipeline plan of a model, or of the outermost modules in it that have one.
 
     Returns:
-        By the qualified names of modules, what each takes and gives; empty where nothing is said.
+        By the qualified names of modules, the names of their inputs and outputs.
     """
     found: dict[str, PlanEntry] = {}
     planned: list[str] = []
     for name, module in model.named_modules():
-        # A wrapper may answer for what it wraps, with names as they are in there.
+        # Statically: a wrapper may pass the attribute of the wrapped model on, with names as
+        # they are in there. The attribute of a model has its head in it, the configuration not.
         plan = getattr_static(module, "_pp_plan", None)
         if not isinstance(plan, dict) or not plan:
             continue

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock._torch_compat import registries
-from penstock.partition.balance.plan import shortened
 from penstock.partition.huggingface import adapters
+from penstock.partition.plan import abbreviate
 
 __all__ = ["materialize"]
 
@@ -176,14 +176,14 @@ def _tell_left(modules: Sequence[nn.Module], blank: Mapping[int, int]) -> None:
     if in_state:
         logger.warning(
             "made on the meta device and initialized by nobody: %s; load a state, or pass init_fn=",
-            shortened(in_state),
+            abbreviate(in_state),
         )
     if in_none:
         logger.warning(
             "made on the meta device and initialized by nobody: the buffers %s, which are in no "
             "state either, so that results will be wrong; set them in init_fn=, or in the "
             "model's _init_weights",
-            shortened(in_none),
+            abbreviate(in_none),
         )
 
 

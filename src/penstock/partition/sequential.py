@@ -22,7 +22,7 @@ from torch import nn
 
 from penstock._torch_compat import children, has_forward_hooks, is_sequential
 from penstock.errors import PartitionError
-from penstock.partition.balance.plan import dealt
+from penstock.partition.plan import split_by_counts
 from penstock.stage.carry import takes_state
 
 __all__ = [
@@ -254,4 +254,4 @@ def _groups(names: list[str], split: LayerSplit) -> list[list[str]]:
         raise PartitionError(
             f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}"
         )
-    return dealt(names, counts)
+    return split_by_counts(names, counts)

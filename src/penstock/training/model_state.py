@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
-from penstock.partition.balance.plan import shortened
+from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
 from penstock.runtime.comm.process_group import gather_state, objects_group
 from penstock.runtime.together import together
@@ -150,8 +150,8 @@ class ModelState:
         for stage in self._stages:
             known |= {plain_name(stage.submod, name) for name in stage.submod.state_dict()}
         unknown = [] if self._names is None else set(state_dict) - known - self._names
-        told = [f"it lacks {shortened(missing)}"] if missing else []
-        told += [f"it has {shortened(sorted(unknown))}, unknown here"] if unknown else []
+        told = [f"it lacks {abbreviate(missing)}"] if missing else []
+        told += [f"it has {abbreviate(sorted(unknown))}, unknown here"] if unknown else []
         if told:
             raise PartitionError(
                 f"the state does not fit the model: {'; '.join(told)}; nothing was loaded: load "

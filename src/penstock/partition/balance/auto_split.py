@@ -17,8 +17,8 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.measuring import measure_model
-from penstock.partition.balance.plan import Plan
-from penstock.partition.calls import Example
+from penstock.partition.plan import Plan
+from penstock.partition.spec import Example
 from penstock.schedule.program import Program
 
 __all__ = ["balanced_plan"]

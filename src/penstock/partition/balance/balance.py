@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from penstock.errors import PartitionError
 from penstock.partition.balance.chain import Chain, cheapest, least_bottleneck, level, shortest_step
 from penstock.partition.balance.costs import BlockCosts
-from penstock.partition.balance.shared_ranks import SharedChain, Split, best_split
+from penstock.partition.balance.shared_ranks import MutableSplit, SharedChain, best_split
 from penstock.partition.balance.terms import BlockTimes, SplitObjective, Terms, blocks_of, chain_of
 from penstock.schedule.placement import Placement
 
@@ -172,7 +172,7 @@ def shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], bo
     assert level_pace is not None, "without limits there is a split"
     begin = cheapest(free, level_pace * (1 + 1e-12), level)
     ends, is_proven = best_split(problem, begin, slack)
-    fullest, _, _ = Split(problem, ends).value()
+    fullest, _, _ = MutableSplit(problem, ends).value()
     if fullest > 1:
         raise no_room(chain, terms, "the least found to work", fullest)
     return ends, is_proven

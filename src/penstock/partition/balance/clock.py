@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.balance.blocks import Unit
 from penstock.partition.balance.rehearsal import Rehearsal
 from penstock.partition.balance.subject import Subject
 from penstock.partition.balance.watch import UnitWatch
+from penstock.partition.blocks import LeafModule
 from penstock.stage.pytree import tensors_of
 from penstock.stage.weight_grad.deferred import DeferredWeights
 from penstock.stage.weight_grad.delivery import deliver
@@ -31,7 +31,9 @@ Times: TypeAlias = tuple[float, ...]
 """Seconds per segment."""
 
 
-def measure(subject: Subject, units: Sequence[Unit], seen: Rehearsal) -> tuple[Times, Times, Times]:
+def measure(
+    subject: Subject, units: Sequence[LeafModule], seen: Rehearsal
+) -> tuple[Times, Times, Times]:
     """The time of each segment's F, I and W in one run."""
     forward, order = time_forward(subject, units)
     if order != seen.order:
@@ -44,7 +46,7 @@ def measure(subject: Subject, units: Sequence[Unit], seen: Rehearsal) -> tuple[T
     return forward, *time_split_backward(subject, units, seen.leaks)
 
 
-def time_forward(subject: Subject, units: Sequence[Unit]) -> tuple[Times, tuple[str, ...]]:
+def time_forward(subject: Subject, units: Sequence[LeafModule]) -> tuple[Times, tuple[str, ...]]:
     """The time of each segment of a forward, and the units in its order."""
     stamps: list[float] = []
     watch = UnitWatch(units, enter=lambda segment, _: stamps.append(subject.stamp()))
@@ -99,7 +101,7 @@ class Arrivals:
         return tuple(times)
 
 
-def time_whole_backward(subject: Subject, units: Sequence[Unit]) -> Times:
+def time_whole_backward(subject: Subject, units: Sequence[LeafModule]) -> Times:
     """The time of each segment's full backward."""
     arrivals = Arrivals(subject)
     with UnitWatch(units, enter=arrivals.enter, leave=arrivals.leave).watching():
@@ -108,7 +110,7 @@ def time_whole_backward(subject: Subject, units: Sequence[Unit]) -> Times:
 
 
 def time_split_backward(
-    subject: Subject, units: Sequence[Unit], leaks: Sequence[nn.Parameter]
+    subject: Subject, units: Sequence[LeafModule], leaks: Sequence[nn.Parameter]
 ) -> tuple[Times, Times]:
     """The time of each segment's I, and of its W."""
     arrivals = Arrivals(subject)

@@ -10,6 +10,7 @@ Times are per microbatch and in seconds, sizes in bytes. This module measures no
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,8 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PartitionError
-from penstock.partition.balance import documents
-from penstock.partition.balance.plan import Plan, StageCosts, dealt, shortened
+from penstock.partition.plan import (
+    Plan,
+    StageCosts,
+    abbreviate,
+    check_format,
+    read_file,
+    read_names,
+    read_number,
+    read_string,
+    read_table,
+    split_by_counts,
+)
 
 __all__ = ["BlockCosts", "BlockKind", "Profile"]
 
@@ -82,7 +93,7 @@ class BlockCosts:
     @property
     def name(self) -> str:
         """The block as messages and tables call it."""
-        return shortened(self.modules, most=3) if self.modules else "a block"
+        return abbreviate(self.modules, most=3) if self.modules else "a block"
 
     @property
     def time_s(self) -> float:
@@ -144,7 +155,7 @@ class Profile:
                 f"counts {list(counts)} make {sum(counts)} blocks, expected {len(self.blocks)}, "
                 "at least one per stage"
             )
-        groups = dealt(self.blocks, counts)
+        groups = split_by_counts(self.blocks, counts)
         return Plan(
             stages=tuple(
                 tuple(name for block in group for name in block.modules) for group in groups
@@ -174,12 +185,8 @@ class Profile:
         Raises:
             PartitionError: there is no such file, or it holds no profile.
         """
-        try:
-            return documents.load(Path(path), cls.from_json)
-        except FileNotFoundError as error:
-            raise PartitionError(
-                f"{path}: no such profile; `penstock split --costs` and Profile.save write one"
-            ) from error
+        hint = "profile; `penstock split --costs` and Profile.save write one"
+        return read_file(Path(path), cls.from_json, hint)
 
     def to_json(self) -> str:
         """The profile as JSON."""
@@ -191,7 +198,7 @@ class Profile:
             "example": self.example,
             "blocks": blocks,
         }
-        return documents.write_json(data)
+        return json.dumps(data, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -200,14 +207,18 @@ class Profile:
         Raises:
             PartitionError: it is no JSON, or no profile.
         """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PartitionError(f"not JSON: {error}") from error
         known = {"penstock_profile", "model", "machine", "example", "blocks"}
-        data = documents.table(documents.read_json(text), "the profile", known)
-        documents.check_format(data.get("penstock_profile"), FORMAT, "the profile", "measure")
+        data = read_table(found, "the profile", known)
+        check_format(data.get("penstock_profile"), FORMAT, "the profile", "measure")
         blocks = data.get("blocks")
         if not isinstance(blocks, list):
             raise PartitionError("the profile has no list of blocks; measure anew")
         words = {
-            name: documents.word(data.get(name, ""), f"{name} of the profile")
+            name: read_string(data.get(name, ""), f"{name} of the profile")
             for name in ("model", "machine", "example")
         }
         read = (block_from(item, f"block {i}") for i, item in enumerate(blocks))
@@ -229,7 +240,7 @@ def stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
 def block_from(data: object, where: str) -> BlockCosts:
     """The block that stands in a profile's file."""
     known = {field.name for field in dataclasses.fields(BlockCosts)}
-    entry = documents.table(data, where, known)
+    entry = read_table(data, where, known)
     letters = [kind.value for kind in BlockKind]
     if entry.get("kind") not in letters:
         raise PartitionError(f"{where} is of kind {entry.get('kind')!r}, not of {letters}")
@@ -237,8 +248,8 @@ def block_from(data: object, where: str) -> BlockCosts:
     if missing:
         raise PartitionError(f"{where} lacks {missing}; measure anew")
     given: dict[str, Any] = {
-        name: documents.number(entry[name], f"{name} of {where}") for name in NUMBERS
+        name: read_number(entry[name], f"{name} of {where}") for name in NUMBERS
     }
     for name in ("modules", "classes", "sends"):
-        given[name] = documents.names(entry.get(name, []), f"{name} of {where}")
+        given[name] = read_names(entry.get(name, []), f"{name} of {where}")
     return BlockCosts(kind=BlockKind(entry["kind"]), **given)

@@ -22,7 +22,7 @@ from itertools import cycle, islice, permutations
 
 from penstock.partition.balance.balance import Balance, balance, weigh
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.plan import dealt
+from penstock.partition.plan import split_by_counts
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
@@ -85,7 +85,7 @@ def climbed(measured: Profile, counts: Sequence[int], program: Program) -> tuple
 
 def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
     """How long a step takes with so many blocks per stage; transfers take no time."""
-    stages = dealt(measured.blocks, counts) * program.placement.copies
+    stages = split_by_counts(measured.blocks, counts) * program.placement.copies
     return simulate(program, costs_of(stages)).makespan
 
 

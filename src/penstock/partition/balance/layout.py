@@ -18,7 +18,7 @@ from itertools import groupby
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockCosts, BlockKind
-from penstock.partition.balance.plan import dealt
+from penstock.partition.plan import split_by_counts
 
 __all__ = ["Layout", "wrong"]
 
@@ -98,7 +98,7 @@ class Layout:
             PartitionError: an empty stage.
         """
         kinds = "".join(block.kind.value for block in blocks)
-        return cls(stages=tuple("".join(letters) for letters in dealt(kinds, counts)))
+        return cls(stages=tuple("".join(letters) for letters in split_by_counts(kinds, counts)))
 
     def counts(self, blocks: Sequence[BlockCosts]) -> tuple[int, ...]:
         """The number of blocks per stage in a model of these blocks.

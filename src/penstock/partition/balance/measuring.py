@@ -32,7 +32,7 @@ from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.profile import profile
 from penstock.partition.balance.rehearsal import same
 from penstock.partition.balance.subject import Chained
-from penstock.partition.calls import Example
+from penstock.partition.spec import Example
 from penstock.stage.pytree import map_tensors, tensors_of
 
 __all__ = ["measure_model"]

@@ -1,6 +1,6 @@
 """What the blocks of a model cost on the machine at hand.
 
-    blocks.py       units_of: which modules no cut goes through
+    blocks.py       leaf_modules: which modules no cut goes through
     rehearsal.py    one run: which of them run when, what is kept of each, what crosses
     clock.py        several runs: the time of each one's F, I and W
     blocks.py       gather: units into blocks, in the order in which they ran
@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError
-from penstock.partition.balance.blocks import Block, Unit, gather, units_of
 from penstock.partition.balance.clock import Times, measure
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.own_plan import OwnPlan
 from penstock.partition.balance.rehearsal import Rehearsal, rehearse
 from penstock.partition.balance.subject import Chained, Subject
-from penstock.partition.calls import Example
+from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
 from penstock.partition.forward.between_blocks import cross_between
+from penstock.partition.huggingface import HFPipelinePlan
 from penstock.partition.sequential import is_sequence
+from penstock.partition.spec import Example
 from penstock.stage.generators import undrawn
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.weight_grad.compiled import keep_compiled
@@ -102,7 +102,7 @@ def profile(
 
 
 def in_runs(
-    subject: Subject, units: Sequence[Unit], runs: int, told: OnProgress
+    subject: Subject, units: Sequence[LeafModule], runs: int, told: OnProgress
 ) -> tuple[Rehearsal, list[tuple[Times, Times, Times]]]:
     """What runs when, and how long each part took in each run, the first of which warms up."""
     told(0, runs + 2, "which blocks run when")
@@ -131,18 +131,18 @@ def leave_room(subject: Subject) -> object:
     return forwards[-1]
 
 
-def as_model(given: Any) -> tuple[nn.Module, str, Sequence[Unit]]:
+def as_model(given: Any) -> tuple[nn.Module, str, Sequence[LeafModule]]:
     """One model out of what was given, its name, and its units."""
     if isinstance(given, nn.Module):
-        OwnPlan.of(given).tell(type(given).__name__)
-        return given, type(given).__name__, units_of(given)
+        HFPipelinePlan.of(given).log(type(given).__name__)
+        return given, type(given).__name__, leaf_modules(given)
     modules = [each.submod if isinstance(each, PipelineStage) else each for each in given]
     odd = [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]
     if odd or not modules:
         raise PartitionError(
             f"expected a model, or a list of modules or stages, got a list of {odd or 'nothing'}"
         )
-    units = [Unit(name=str(i), module=module, trunk="") for i, module in enumerate(modules)]
+    units = [LeafModule(name=str(i), module=module, trunk="") for i, module in enumerate(modules)]
     return Chained(modules), "list", units
 
 
@@ -154,16 +154,16 @@ def costs_of(
 ) -> BlockCosts:
     """What was measured of one block."""
     place = {name: segment for segment, name in enumerate(seen.order)}
-    segments = [place[unit.name] for unit in block.units if unit.name in place]
+    segments = [place[unit.name] for unit in block.leaves if unit.name in place]
     sends = () if is_last else seen.sends[max(segments)]
-    params = {id(p): p for unit in block.units for p in unit.module.parameters()}.values()
+    params = {id(p): p for unit in block.leaves for p in unit.module.parameters()}.values()
     forward_s, input_grad_s, weight_grad_s = (
         sum(times[segment] for segment in segments) for times in medians
     )
     return BlockCosts(
-        modules=(*also, *(unit.name for unit in block.units)),
+        modules=(*also, *(unit.name for unit in block.leaves)),
         kind=block.kind,
-        classes=tuple(type(unit.module).__name__ for unit in block.units),
+        classes=tuple(type(unit.module).__name__ for unit in block.leaves),
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
@@ -204,7 +204,7 @@ def median_of(runs: Sequence[Times]) -> Times:
     return tuple(statistics.median(times) for times in zip(*runs, strict=True))
 
 
-def loose_parameters(model: nn.Module, units: Sequence[Unit]) -> list[str]:
+def loose_parameters(model: nn.Module, units: Sequence[LeafModule]) -> list[str]:
     """The parameters that no unit holds, but a module above them."""
     held = {id(param) for unit in units for param in unit.module.parameters()}
     return [name for name, param in model.named_parameters() if id(param) not in held]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from penstock._torch_compat import saved_through
 from penstock.errors import PartitionError
-from penstock.partition.balance.blocks import Unit
-from penstock.partition.balance.plan import shortened
 from penstock.partition.balance.subject import Subject
 from penstock.partition.balance.traffic import Traffic, memory_of
 from penstock.partition.balance.watch import UnitWatch
+from penstock.partition.blocks import LeafModule
+from penstock.partition.plan import abbreviate
 from penstock.stage.pytree import tensors_of
 from penstock.stage.weight_grad.deferred import CannotDeferError, DeferredWeights, find_leaks
 
@@ -48,7 +48,7 @@ class Rehearsal:
     leaks: tuple[nn.Parameter, ...] | None
 
 
-def rehearse(subject: Subject, units: Sequence[Unit]) -> Rehearsal:
+def rehearse(subject: Subject, units: Sequence[LeafModule]) -> Rehearsal:
     """Run the model once, and see."""
     own = [*subject.state.values(), *tensors_of((subject.args, subject.kwargs))]
     mine = {memory_of(tensor) for tensor in own}
@@ -71,7 +71,7 @@ def rehearse(subject: Subject, units: Sequence[Unit]) -> Rehearsal:
     if not watch.order:
         raise PartitionError(
             f"a run of the {type(subject.model).__name__} calls none of "
-            f"{shortened([unit.name for unit in units])}; pass a list of modules, its blocks"
+            f"{abbreviate([unit.name for unit in units])}; pass a list of modules, its blocks"
         )
     return Rehearsal(
         order=tuple(watch.order),

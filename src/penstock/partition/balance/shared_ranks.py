@@ -29,7 +29,7 @@ from typing import TypeAlias
 from penstock.partition.balance.chain import Chain
 from penstock.schedule.placement import Placement
 
-__all__ = ["SharedChain", "Split", "best_split"]
+__all__ = ["SharedChain", "MutableSplit", "best_split"]
 
 # Loads looked at: some tenths of a second each.
 SHAKING = 400_000
@@ -111,27 +111,27 @@ def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[lis
         Where the stages end, and whether it is proven that no split reaches a lower goal, or, if
         ranks are too full, none keeps to the limits.
     """
-    best = Split(problem, ends)
+    best = MutableSplit(problem, ends)
     descend(best)
     best = shaken(best, SHAKING // 10)
     better, is_proven = proven(best)
     if better is not None:
-        best = Split(problem, better)
+        best = MutableSplit(problem, better)
         descend(best)
     if not is_proven:
         best = shaken(best, SHAKING)
     return leveled(best, slack).ends, is_proven
 
 
-def leveled(best: Split, slack: float) -> Split:
+def leveled(best: MutableSplit, slack: float) -> MutableSplit:
     """The split with the evenest stages that is found among those as good as the best."""
     goal = best.value()[1] * (1 + slack) / LESS
-    even = Split(replace(best.problem, good_enough=goal), best.ends)
+    even = MutableSplit(replace(best.problem, good_enough=goal), best.ends)
     looks = descend(even, SHAKING)
     return shaken(even, SHAKING // 10 - looks)
 
 
-class Split:
+class MutableSplit:
     """A split that changes, and what its ranks have to bear.
 
     Args:
@@ -201,7 +201,7 @@ class Split:
         self._pay(stage, chain.crossings[new] - chain.crossings[old])
 
 
-def descend(split: Split, most_looks: float = math.inf) -> int:
+def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
     """Move runs of cuts by one block while that helps; returns how many loads were looked at."""
     num_stages, ends = split.problem.chain.num_stages, split.ends
     best, looks, is_better = split.value(), 0, True
@@ -239,7 +239,7 @@ def is_less(value: Value, other: Value) -> bool:
     return False
 
 
-def shaken(best: Split, most_looks: int) -> Split:
+def shaken(best: MutableSplit, most_looks: int) -> MutableSplit:
     """The best of several descents, each from near to the best so far."""
     problem, draw = best.problem, random.Random(0)
     num_stages = problem.chain.num_stages
@@ -251,7 +251,7 @@ def shaken(best: Split, most_looks: int) -> Split:
         for _ in range(draw.randint(1, 4)):
             cut = draw.randrange(1, num_stages)
             ends[cut] = draw.randint(ends[cut - 1] + 1, ends[cut + 1] - 1)
-        other = Split(problem, ends)
+        other = MutableSplit(problem, ends)
         looks += num_stages * problem.num_ranks + descend(other)
         found = other.value()
         if not is_less(value, found):  # an equal one leads to other places
@@ -259,7 +259,7 @@ def shaken(best: Split, most_looks: int) -> Split:
     return best
 
 
-def proven(known: Split) -> tuple[list[int] | None, bool]:
+def proven(known: MutableSplit) -> tuple[list[int] | None, bool]:
     """A split of a lower goal than a known one, if there is one, and whether all were looked at."""
     search = Proof(known)
     try:
@@ -280,7 +280,7 @@ class Proof:
         known: the split to beat.
     """
 
-    def __init__(self, known: Split) -> None:
+    def __init__(self, known: MutableSplit) -> None:
         fullest, goal, _ = known.value()
         self.problem = known.problem
         self.goal = goal * LESS if fullest <= 1 else float("inf")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.errors import PartitionError
-from penstock.partition.calls import Example, as_call, own_loss
+from penstock.partition.spec import Example, as_call, own_loss
 from penstock.stage.pytree import as_args, flatten
 
 __all__ = ["Chained", "Subject"]

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from penstock.errors import PartitionError
 from penstock.partition.balance.chain import Chain
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.plan import StageCosts
+from penstock.partition.plan import StageCosts
 from penstock.schedule.placement import Placement
 
 __all__ = ["BlockTimes", "SplitObjective", "Terms", "blocks_of", "chain_of"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.balance.blocks import Unit
+from penstock.partition.blocks import LeafModule
 
 __all__ = ["UnitWatch"]
 
@@ -40,7 +40,7 @@ class UnitWatch:
     """
 
     def __init__(
-        self, units: Sequence[Unit], *, enter: OnUnit = ignore, leave: OnUnit = ignore
+        self, units: Sequence[LeafModule], *, enter: OnUnit = ignore, leave: OnUnit = ignore
     ) -> None:
         self.units = units
         self.order: list[str] = []

@@ -22,12 +22,13 @@ from torch import nn
 
 from penstock._torch_compat import has_no_forward
 from penstock.errors import PartitionError
-from penstock.partition.balance.plan import shortened
 from penstock.partition.export.graph_cut import Cut
 from penstock.partition.export.markers import SplitPoint, label_of
 from penstock.partition.export.not_captured import NotCaptured
 from penstock.partition.export.pipe import Pipe
 from penstock.partition.export.split_model import Places, pipe_at
+from penstock.partition.plan import Plan, abbreviate
+from penstock.partition.spec import SplitSpec
 
 __all__ = ["pipeline_of_counts", "pipeline_of_names"]
 
@@ -65,7 +66,7 @@ def pipeline_of_names(
             if stage not in first:
                 raise NotCaptured.of(
                     f"stage {stage} has no beginning: the forward calls none of "
-                    f"{shortened(stages[stage])}",
+                    f"{abbreviate(stages[stage])}",
                     "name modules that it calls",
                 )
         return tuple(sorted(first.values(), key=lambda cut: cut.position))
@@ -155,3 +156,17 @@ def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
     """The parameters of the module of a name, or the parameter itself."""
     named = model.named_parameters(remove_duplicate=False)
     return [param for each, param in named if f"{each}.".startswith(f"{name}.")]
+
+
+def pipeline_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, spec: SplitSpec
+) -> Pipe:
+    """Export a model and cut it as a spec says; at its own marks if the spec is empty."""
+    spec = spec.resolve(model)
+    if spec.stages:
+        Plan(stages=spec.stages).check(model)
+        return pipeline_of_names(model, args, kwargs, spec.stages)
+    if spec.counts:
+        return pipeline_of_counts(model, args, kwargs, spec.blocks, spec.counts)
+    points = dict.fromkeys(spec.starts, SplitPoint.BEGINNING)
+    return pipe_at(Places(spec=points), model, args, kwargs)

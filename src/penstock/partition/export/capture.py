@@ -179,7 +179,7 @@ def place_in_user_code(trace: TracebackType | None = None) -> str:
         trace: of an exception; the current call stack if None.
     """
     frames = traceback.extract_tb(trace) if trace is not None else traceback.extract_stack()
-    ours = str(Path(__file__).parent.parent)
+    ours = str(Path(__file__).parents[2])
     theirs = str(Path(torch.__file__).parent)
     for frame in reversed(frames):
         if frame.filename == __file__ and frame.name == Called.forward.__name__:

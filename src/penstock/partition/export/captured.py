@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from penstock.partition.calls import own_loss
 from penstock.partition.export.call_form import CallForm
+from penstock.partition.spec import own_loss
 from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.tensor_meta import plain_tag
 

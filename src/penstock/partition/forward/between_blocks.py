@@ -19,9 +19,10 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.forward.absent import Source, SourceKind
 from penstock.partition.forward.by_module import run_first
-from penstock.partition.forward.homes import CutSpec, try_cut
+from penstock.partition.forward.homes import try_cut
 from penstock.partition.forward.recorded import DryRun
 from penstock.partition.forward.units import find_units
+from penstock.partition.spec import SplitSpec
 from penstock.partition.ties import named_tensors
 from penstock.stage.tensor_meta import TensorMeta
 
@@ -70,7 +71,7 @@ def cross_between(
 
     def crossing(cut: int) -> Crossing | None:
         sides = blocks[:cut], blocks[cut:]
-        spec = CutSpec(stages=tuple(tuple(n for names in side for n in names) for side in sides))
+        spec = SplitSpec(stages=tuple(tuple(n for names in side for n in names) for side in sides))
         found = try_cut(parts, spec, seen)
         if found is None:
             return None

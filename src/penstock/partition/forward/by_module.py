@@ -23,20 +23,19 @@ from torch import nn
 
 from penstock._torch_compat import has_backward_hooks
 from penstock.errors import PartitionError
-from penstock.partition.calls import Example, as_call
 from penstock.partition.forward.crossings import Crossings
 from penstock.partition.forward.dry_run import DryRunner
 from penstock.partition.forward.find_crossings import find_crossings
-from penstock.partition.forward.homes import Cuts, CutSpec, find_homes
+from penstock.partition.forward.homes import find_homes
 from penstock.partition.forward.module_stage import ModuleStage
 from penstock.partition.forward.other_cuts import around_more, between_the_same
 from penstock.partition.forward.recorded import DryRun
 from penstock.partition.forward.units import NotByModule, Units, find_units
 from penstock.partition.huggingface import install_hooks
+from penstock.partition.spec import Example, Split, SplitSpec, as_call
 from penstock.partition.ties import record_ties
 
 __all__ = [
-    "Cuts",
     "ModuleSplit",
     "NotByModule",
     "computes_loss",
@@ -64,7 +63,7 @@ class ModuleSplit:
 
 def split_by_module(
     model: nn.Module,
-    cuts: Cuts,
+    cuts: SplitSpec | Split,
     example: Example | None = None,
     *,
     device: torch.device | str = "cpu",
@@ -107,7 +106,7 @@ def split_by_module(
         True
     """
     device = torch.device(device)
-    spec = CutSpec.of(model, cuts)
+    spec = SplitSpec.parse(cuts).resolve(model)
     parts = find_units(model, spec.places)
     _refuse_backward_hooks(parts)
     dry, seen = _first_run(parts, device, example)
@@ -169,7 +168,7 @@ def _refuse_backward_hooks(parts: Units) -> None:
             )
 
 
-def _with_advice(error: PartitionError, parts: Units, spec: CutSpec, seen: DryRun | None) -> str:
+def _with_advice(error: PartitionError, parts: Units, spec: SplitSpec, seen: DryRun | None) -> str:
     """What is wrong, and the nearest place that works, where an example has shown the calls."""
     return str(error) if seen is None else f"{error}; {between_the_same(parts, spec, seen)}"
 

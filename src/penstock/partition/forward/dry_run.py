@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from penstock._torch_compat import in_function_forward, registries, watched_hooks
 from penstock.errors import BoundaryError, PartitionError
-from penstock.partition.calls import own_loss
 from penstock.partition.forward.absent import (
     Absent,
     LooksAtValue,
@@ -50,6 +49,7 @@ from penstock.partition.forward.side_writes import (
 from penstock.partition.forward.unit_bodies import NeedsValues, UnitBodies, with_values
 from penstock.partition.forward.units import Units
 from penstock.partition.huggingface import capture_since, mark, replay
+from penstock.partition.spec import own_loss
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.generators import undrawn
 from penstock.stage.pytree import flatten, map_tensors, unflatten

@@ -11,114 +11,23 @@ A part without parameters (-) needs no home. This module runs nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
 
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.balance.plan import Plan, shortened
 from penstock.partition.forward.crossings import Crossings
 from penstock.partition.forward.find_crossings import Homes, find_crossings, first_uses
 from penstock.partition.forward.recorded import DryRun
-from penstock.partition.forward.units import Units, find_blocks
+from penstock.partition.forward.units import Units
+from penstock.partition.plan import abbreviate
+from penstock.partition.spec import SplitSpec
 from penstock.partition.ties import names_by_tensor
 
-__all__ = ["CutSpec", "Cuts", "find_homes", "try_cut"]
-
-Cuts: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
+__all__ = ["find_homes", "try_cut"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutSpec:
-    """How a model is to be cut.
-
-    Args:
-        stages: per stage the names of its modules; empty where ``counts`` or ``starts`` say it.
-        counts: per stage the number of its blocks; likewise.
-        starts: the names of the modules with which stages after the first begin; likewise.
-        blocks: the repeated blocks that ``counts`` counts.
-    """
-
-    stages: tuple[tuple[str, ...], ...] = ()
-    counts: tuple[int, ...] = ()
-    starts: tuple[str, ...] = ()
-    blocks: tuple[str, ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are to be."""
-        return len(self.stages) or len(self.counts) or len(self.starts) + 1
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """The names that have to be told apart."""
-        return tuple(n for names in self.stages for n in names) or self.blocks or self.starts
-
-    def begins(self, order: Mapping[str, int]) -> tuple[str, ...]:
-        """The modules with which stages after the first begin, where none is named one by one.
-
-        Args:
-            order: the first call of each part that runs.
-        """
-        blocks = sorted(self.blocks, key=lambda name: order.get(name, len(order)))
-        counted = range(1, len(self.counts))
-        return self.starts or tuple(blocks[sum(self.counts[:stage])] for stage in counted)
-
-    @classmethod
-    def of(cls, model: nn.Module, cuts: Cuts) -> CutSpec:
-        """Read what the user says.
-
-        Args:
-            model: the model to cut.
-            cuts: see ``split_by_module``.
-
-        Raises:
-            PartitionError: it can't be understood, or counts don't fit the model.
-        """
-        if isinstance(cuts, Plan):
-            cuts.check(model)
-            return cls(stages=cuts.stages)
-        items: list[Any] = list(cuts)
-        if isinstance(cuts, str) or not items:
-            raise PartitionError(
-                f"the cuts are {cuts!r}; give names or a number of blocks for each stage, or the "
-                "names with which the stages after the first begin"
-            )
-        if all(isinstance(item, str) for item in items):
-            return cls(starts=tuple(items))
-        if all(isinstance(item, int) for item in items):
-            blocks = tuple(find_blocks(model))
-            _check_counts(items, blocks, type(model).__name__)
-            return cls(counts=tuple(items), blocks=blocks)
-        if all(isinstance(item, (list, tuple)) for item in items):
-            return cls(stages=Plan(stages=tuple(tuple(item) for item in items)).stages)
-        raise PartitionError(
-            f"the cuts {items} mix names, lists of names and counts; use one kind for all stages"
-        )
-
-
-def _check_counts(counts: Sequence[int], blocks: Sequence[str], model: str) -> None:
-    if not blocks:
-        raise PartitionError(
-            f"this {model} has no list of repeated blocks to count; name the modules of each stage"
-        )
-    if min(counts) < 1:
-        raise PartitionError(
-            f"stage {list(counts).index(min(counts))} is to have {min(counts)} of the {model}'s "
-            "blocks and would be empty; to give a stage embeddings or a head alone, name the "
-            "modules of each stage"
-        )
-    if sum(counts) != len(blocks):
-        more = " (more stages than blocks)" if len(counts) > len(blocks) else ""
-        raise PartitionError(
-            f"the counts {list(counts)} make {sum(counts)} blocks{more}, but this {model} has "
-            f"{len(blocks)}: {shortened(blocks, most=3)}"
-        )
-
-
-def find_homes(parts: Units, spec: CutSpec, seen: DryRun | None) -> dict[str, int | None]:
+def find_homes(parts: Units, spec: SplitSpec, seen: DryRun | None) -> dict[str, int | None]:
     """Give each part its stage.
 
     Args:
@@ -158,7 +67,7 @@ def find_homes(parts: Units, spec: CutSpec, seen: DryRun | None) -> dict[str, in
     return homes
 
 
-def try_cut(parts: Units, spec: CutSpec, seen: DryRun) -> Crossings | None:
+def try_cut(parts: Units, spec: SplitSpec, seen: DryRun) -> Crossings | None:
     """What crosses where a model is cut so; None where it can't be."""
     try:
         homes = find_homes(parts, spec, seen)
@@ -167,7 +76,7 @@ def try_cut(parts: Units, spec: CutSpec, seen: DryRun) -> Crossings | None:
         return None
 
 
-def _named(parts: Units, spec: CutSpec, stored: Sequence[str]) -> dict[str, int | None]:
+def _named(parts: Units, spec: SplitSpec, stored: Sequence[str]) -> dict[str, int | None]:
     homes: dict[str, int | None] = {}
     for stage, names in enumerate(spec.stages):
         for name in names:
@@ -190,16 +99,16 @@ def _named(parts: Units, spec: CutSpec, stored: Sequence[str]) -> dict[str, int 
     return homes
 
 
-def _refuse_left_over(left: Sequence[str], spec: CutSpec) -> None:
+def _refuse_left_over(left: Sequence[str], spec: SplitSpec) -> None:
     if left:
         raise PartitionError(
-            f"no stage holds the parameters {shortened(left)}; name them, or the modules that "
+            f"no stage holds the parameters {abbreviate(left)}; name them, or the modules that "
             f"hold them, in one of the {spec.num_stages} stages"
         )
 
 
 def _counted(
-    parts: Units, spec: CutSpec, seen: DryRun | None, stored: Sequence[str]
+    parts: Units, spec: SplitSpec, seen: DryRun | None, stored: Sequence[str]
 ) -> dict[str, int | None]:
     order: Mapping[str, int] = (
         {name: i for i, name in enumerate(parts.units)} if seen is None else seen.first_calls()

@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import PartitionError
-from penstock.partition.forward.homes import CutSpec, try_cut
+from penstock.partition.forward.homes import try_cut
 from penstock.partition.forward.nearest import Cut, nearest_place
 from penstock.partition.forward.recorded import DryRun
 from penstock.partition.forward.units import Units, find_units
+from penstock.partition.spec import SplitSpec
 
 __all__ = ["around_more", "between_the_same"]
 
 NOWHERE = "no other place between these modules works"
 
 
-def between_the_same(parts: Units, spec: CutSpec, seen: DryRun) -> str:
+def between_the_same(parts: Units, spec: SplitSpec, seen: DryRun) -> str:
     """The nearest place for one of the cuts, between the parts that the dry run has seen.
 
     Args:
@@ -66,7 +67,7 @@ def around_more(parts: Units, run: Callable[[Units], DryRun]) -> str:
     return NOWHERE
 
 
-def starts_of(parts: Units, spec: CutSpec, order: Mapping[str, int]) -> Sequence[str]:
+def starts_of(parts: Units, spec: SplitSpec, order: Mapping[str, int]) -> Sequence[str]:
     """The modules with which stages after the first begin, whatever words said so."""
     if not spec.stages:
         return spec.begins(order)
@@ -92,5 +93,5 @@ def _places(parts: Units, order: Mapping[str, int]) -> list[Cut]:
 
 
 def _works(parts: Units, seen: DryRun, cuts: Sequence[Cut]) -> bool:
-    spec = CutSpec(starts=tuple(cut.label.removeprefix("before ") for cut in cuts))
+    spec = SplitSpec(starts=tuple(cut.label.removeprefix("before ") for cut in cuts))
     return try_cut(parts, spec, seen) is not None

@@ -22,13 +22,13 @@ from torch import nn
 
 from penstock._torch_compat import children, fused_by, has_no_forward, is_sequential
 from penstock.errors import PartitionError
-from penstock.partition.balance.blocks import units_of
-from penstock.partition.balance.own_plan import OwnPlan
-from penstock.partition.balance.plan import prefixes, shortened
+from penstock.partition.blocks import find_blocks
 from penstock.partition.forward.shared_parts import SharedParts, find_shared
+from penstock.partition.huggingface import HFPipelinePlan
+from penstock.partition.plan import abbreviate, prefixes
 from penstock.partition.ties import named_tensors
 
-__all__ = ["NotByModule", "Units", "find_blocks", "find_units"]
+__all__ = ["NotByModule", "Units", "find_units"]
 
 
 class NotByModule(PartitionError):
@@ -82,29 +82,6 @@ class Units:
         return [*self.units, *self.direct] if name == "" else below
 
 
-def find_blocks(model: nn.Module) -> list[str]:
-    """The repeated blocks of a model: the layers of its trunks.
-
-    Args:
-        model: any module.
-
-    Returns:
-        Their names in the order of their definition; none where there is no such list. A layer
-        that stands in several places of one counts in each.
-
-    Example:
-        >>> model = nn.Module()
-        >>> model.embed = nn.Embedding(8, 4)
-        >>> model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        >>> find_blocks(model)
-        ['layers.0', 'layers.1']
-    """
-    try:
-        return [unit.name for unit in units_of(model, repeats=True) if unit.trunk is not None]
-    except PartitionError:  # nothing to cut between, so no blocks either
-        return []
-
-
 def find_units(model: nn.Module, places: Iterable[str]) -> Units:
     """Open a model above the given places.
 
@@ -149,7 +126,7 @@ def find_units(model: nn.Module, places: Iterable[str]) -> Units:
         if id(module) in first and name not in units
     }
     return Units(
-        units={name: units[name] for name in OwnPlan.of(model).arrange(list(units))},
+        units={name: units[name] for name in HFPipelinePlan.of(model).arrange(list(units))},
         opened=opened,
         direct=tuple(_direct(opened)),
         aliases=aliases,
@@ -173,7 +150,7 @@ def _refuse_unknown(model: nn.Module, places: Sequence[str]) -> None:
     blocks = find_blocks(model)
     hint = f", such as {blocks[0]} to {blocks[-1]}" if blocks else ""
     raise PartitionError(
-        f"{shortened(unknown)}: no such module in this {type(model).__name__}; name modules as "
+        f"{abbreviate(unknown)}: no such module in this {type(model).__name__}; name modules as "
         f"model.named_modules() does{hint}"
     )
 

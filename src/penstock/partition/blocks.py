@@ -1,0 +1,255 @@
+"""The blocks of a model, found by its structure: embeddings, a trunk of repeated layers, a head.
+
+    Llama                                     leaf modules                blocks
+    ├── model                                 model.embed_tokens  ┐
+    │   ├── embed_tokens                      model.rotary_emb    ┴────── E
+    │   ├── layers                            model.layers.0  ─────────── t
+    │   │   ├── 0                             model.layers.1  ─────────── t
+    │   │   └── 1                             model.norm   ┐
+    │   ├── norm                              lm_head      ┴───────────── L
+    │   └── rotary_emb
+    └── lm_head
+
+A *leaf module* is never cut: a layer of the trunk, or a module beside the way to the trunk. Their
+order is known once the model runs, and only then are those outside the trunk gathered into
+blocks. This module runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from penstock._torch_compat import children, has_no_forward, is_sequential
+from penstock.errors import PartitionError
+from penstock.partition.balance.costs import BlockKind
+from penstock.partition.huggingface import HFPipelinePlan
+
+__all__ = ["Block", "LeafModule", "find_blocks", "gather", "leaf_modules"]
+
+# Of the largest trunk's parameters; a smaller list of modules is a detail, not a trunk.
+SMALLEST_TRUNK = 0.05
+# Of a layer's parameters; a larger module between two layers is a block of its own.
+SMALLEST_BLOCK = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeafModule:
+    """A module that is never cut.
+
+    Args:
+        name: its qualified name in the model.
+        module: the module.
+        trunk: the name of the list of which it is a layer; None outside the trunk.
+    """
+
+    name: str
+    module: nn.Module
+    trunk: str | None
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements in its parameters."""
+        return _num_elements(self.module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Leaf modules that stay together, in the order in which they run."""
+
+    kind: BlockKind
+    leaves: tuple[LeafModule, ...]
+
+
+def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule, ...]:
+    """The leaf modules of a model, in the order of their definition.
+
+    A trunk is a list named by the model's own pipeline plan, else a ``ModuleList``, ``ModuleDict``
+    or ``nn.Sequential`` most of whose members are of one class. A model may have several, as
+    encoder-decoders do. In a model without one, every direct child is a leaf module.
+
+    Args:
+        model: any module; an ``nn.Sequential`` is a trunk from end to end.
+        repeats: whether a layer with several places in a trunk is listed in each of them.
+
+    Raises:
+        PartitionError: there is nothing to cut between.
+
+    Example:
+        >>> model = nn.Module()
+        >>> model.embed = nn.Embedding(8, 4)
+        >>> model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        >>> [(leaf.name, leaf.trunk) for leaf in leaf_modules(model)]
+        [('embed', None), ('layers.0', 'layers'), ('layers.1', 'layers')]
+    """
+    leaves: list[LeafModule]
+    if is_sequential(model):
+        leaves = [
+            LeafModule(name=n, module=m, trunk=_trunk_of_layer(model, n))
+            for n, m in children(model)
+        ]
+    else:
+        trunks = set(HFPipelinePlan.of(model).trunks) or find_trunks(model)
+        leaves = list(_walk(model, "", trunks, set(), repeats))
+    if len(leaves) < 2:
+        raise PartitionError(
+            f"the {type(model).__name__} has no modules to cut between: no list of layers, and "
+            f"{len(leaves)} direct children; pass an nn.Sequential or a list of modules"
+        )
+    return tuple(leaves)
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The repeated blocks of a model: the layers of its trunks.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Their names in the order of their definition, one for each place of a repeated layer; none
+        if there is no such list.
+
+    Example:
+        >>> model = nn.Module()
+        >>> model.embed = nn.Embedding(8, 4)
+        >>> model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        >>> find_blocks(model)
+        ['layers.0', 'layers.1']
+    """
+    try:
+        return [leaf.name for leaf in leaf_modules(model, repeats=True) if leaf.trunk is not None]
+    except PartitionError:  # nothing to cut between, so no blocks either
+        return []
+
+
+def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, ...]:
+    """The blocks, given the order in which leaf modules run.
+
+    Leaf modules before the trunk make one block, those behind it another. One that runs between
+    two layers joins the layer before it if both belong to one module (an encoder and its last
+    norm), else the layer after it; or it is a block of its own if it is large.
+
+    Args:
+        leaves: all leaf modules in the order of their definition.
+        order: the names of those that run, in the order of their first call. The others join the
+            block of the modules defined before them.
+    """
+    by_name = {leaf.name: leaf for leaf in leaves}
+    running = [by_name[name] for name in order]
+    places = [i for i, leaf in enumerate(running) if leaf.trunk is not None]
+    if not places:
+        return tuple(Block(kind=BlockKind.LAYER, leaves=(leaf,)) for leaf in running)
+    first, last = places[0], places[-1]
+    sizes = sorted(running[i].parameters for i in places)
+    large = max(SMALLEST_BLOCK * sizes[len(sizes) // 2], 1)
+    groups: list[tuple[BlockKind, list[LeafModule]]] = []
+    if first:
+        groups.append((BlockKind.EMBEDDING, running[:first]))
+    between: list[LeafModule] = []
+    for leaf in running[first : last + 1]:
+        if leaf.trunk is None and leaf.parameters < large:
+            between.append(leaf)
+            continue
+        if between:
+            before = groups[-1][1]
+            homes = [_parent(each.trunk) for each in before if each.trunk is not None]
+            before += [each for each in between if _parent(each.name) in homes]
+            between = [each for each in between if _parent(each.name) not in homes]
+        groups.append((BlockKind.LAYER, [*between, leaf]))
+        between = []
+    if running[last + 1 :]:
+        groups.append((BlockKind.HEAD, running[last + 1 :]))
+    _add_uncalled(groups, leaves, set(order))
+    return tuple(Block(kind=kind, leaves=tuple(group)) for kind, group in groups)
+
+
+def _add_uncalled(
+    groups: list[tuple[BlockKind, list[LeafModule]]],
+    leaves: Sequence[LeafModule],
+    called: set[str],
+) -> None:
+    # A module without parameters (a rotary table) may be defined far from where it runs.
+    place = {leaf.name: group for _, group in groups for leaf in group if leaf.parameters}
+    group = groups[0][1]
+    for leaf in leaves:
+        group = place.get(leaf.name, group)
+        if leaf.name not in called:
+            group.append(leaf)
+
+
+# --- structure ---------------------------------------------------------------------------------
+
+
+def _walk(
+    module: nn.Module, prefix: str, trunks: set[str], met: set[int], repeats: bool
+) -> Iterator[LeafModule]:
+    """The leaf modules below ``module``; a shared one is listed once."""
+    for name, child in children(module):
+        full = prefix + name
+        if full in trunks:
+            before = set(met)
+            for key, layer in children(child):
+                if id(layer) not in (before if repeats else met):
+                    met.add(id(layer))
+                    yield LeafModule(name=f"{full}.{key}", module=layer, trunk=full)
+        elif has_no_forward(child) or any(trunk.startswith(f"{full}.") for trunk in trunks):
+            yield from _walk(child, f"{full}.", trunks, met, repeats)
+        elif id(child) not in met:
+            met.add(id(child))
+            yield LeafModule(name=full, module=child, trunk=None)
+
+
+def find_trunks(model: nn.Module) -> set[str]:
+    """The names of the outermost lists of repeated layers, without small ones."""
+    found = dict(_repeated_lists(model, ""))
+    deep = {name: m for name, m in found.items() if any(children(x) for _, x in children(m))}
+    found = deep or found  # lists of plain layers are details where there are lists of blocks
+    sizes = {name: _num_elements(module) for name, module in found.items()}
+    most = max(sizes.values(), default=0)
+    return {name for name, size in sizes.items() if size >= SMALLEST_TRUNK * most}
+
+
+def _repeated_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in children(module):
+        if _is_repeated(child):
+            yield prefix + name, child
+        else:
+            yield from _repeated_lists(child, f"{prefix}{name}.")
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """Whether a module is a list of layers, at least half of which are of one class."""
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or is_sequential(module)
+    members = children(module) if is_list else []
+    if len(members) < 2:
+        return False
+    most = Counter(type_before_parametrizations(m) for _, m in members).most_common(1)[0][1]
+    return most >= 2 and 2 * most >= len(members)
+
+
+def _trunk_of_layer(model: nn.Module, name: str) -> str | None:
+    """The trunk (``""``, the model itself) of a layer of an ``nn.Sequential``; None outside it.
+
+    The trunk reaches from the first to the last layer of the commonest class.
+    """
+    layers = children(model)
+    classes = [type_before_parametrizations(layer) for _, layer in layers]
+    [(common, most)] = Counter(classes).most_common(1)
+    if most < 2:
+        return ""
+    places = [i for i, cls in enumerate(classes) if cls is common]
+    names = [each for each, _ in layers]
+    return "" if places[0] <= names.index(name) <= places[-1] else None
+
+
+def _parent(name: str | None) -> str:
+    """The name of the module that holds another one."""
+    return name.rpartition(".")[0] if name else ""
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())

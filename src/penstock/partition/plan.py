@@ -1,0 +1,378 @@
+"""A plan: the modules of each stage, as data that a file holds.
+
+    [[stage]]                                     stage 0   transformer.wte, transformer.h.0
+    modules = ["transformer.wte", ...]            stage 1   transformer.h.1, ..., lm_head
+
+A plan names modules and holds no tensors: `penstock split` writes it on one machine, every rank
+reads it. This module imports no torch, and knows neither costs of blocks nor how cuts are chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.errors import PartitionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "Plan",
+    "StageCosts",
+    "abbreviate",
+    "check_format",
+    "did_you_mean",
+    "prefixes",
+    "read_file",
+    "read_names",
+    "read_number",
+    "read_string",
+    "read_table",
+    "rules_refused",
+    "split_by_counts",
+]
+
+FORMAT = 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Costs of one stage per microbatch.
+
+    Args:
+        time_s: its forward and backward, in seconds.
+        parameters: the number of elements in its parameters.
+        parameter_bytes: the bytes of its parameters.
+        activation_bytes: the bytes kept of one microbatch from forward to backward.
+        sent_bytes: the bytes sent to later stages; 0 for the last.
+        sends: the tensors sent, as ``"float32[2,128,64]"``.
+    """
+
+    time_s: float
+    parameters: int
+    parameter_bytes: int
+    activation_bytes: int
+    sent_bytes: int = 0
+    sends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The modules of each stage.
+
+    Args:
+        stages: per stage the qualified names of its modules, in the order in which they run. A
+            parameter or buffer outside the modules of all stages is named like a module.
+        model: the class name of the model that the plan was made for; empty if unknown.
+        made: how the plan was made, for people to read.
+        costs: the costs of each stage; empty if unknown.
+
+    Raises:
+        PartitionError: there is no stage, an empty stage, a name given twice, or the number of
+            costs is not the number of stages.
+
+    Example:
+        >>> plan = Plan(stages=(("embed", "layers.0"), ("layers.1", "head")), model="Transformer")
+        >>> plan.num_stages
+        2
+        >>> plan.stage_of("layers.1.norm.weight")
+        1
+        >>> Plan.from_toml(plan.to_toml()) == plan
+        True
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    model: str = ""
+    made: str = ""
+    costs: tuple[StageCosts, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(tuple(names) for names in self.stages))
+        object.__setattr__(self, "costs", tuple(self.costs))
+        if not self.stages:
+            raise PartitionError("the plan has no stages; name the modules of each")
+        holder: dict[str, int] = {}
+        for stage, names in enumerate(self.stages):
+            if not names:
+                raise PartitionError(f"stage {stage} of the plan is empty; name its modules")
+            for name in names:
+                if name in holder:
+                    raise PartitionError(
+                        f"the plan names {name} in stage {holder[name]} and again in stage "
+                        f"{stage}; name each module once"
+                    )
+                holder[name] = stage
+        for name in holder:
+            above = next((prefix for prefix in prefixes(name) if prefix in holder), None)
+            if above is not None:
+                raise PartitionError(
+                    f"the plan names {name} (stage {holder[name]}) and {above} (stage "
+                    f"{holder[above]}), which holds it; name either"
+                )
+        if self.costs and len(self.costs) != len(self.stages):
+            raise PartitionError(
+                f"the plan has {len(self.stages)} stages, but the costs of {len(self.costs)}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.stages)
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that holds a module, parameter or buffer; None if no stage does.
+
+        Args:
+            name: its qualified name in the plain model.
+        """
+        wanted = {name, *prefixes(name)}
+        for stage, names in enumerate(self.stages):
+            if not wanted.isdisjoint(names):
+                return stage
+        return None
+
+    def check(self, model: nn.Module) -> None:
+        """Check the plan against a model: every name exists, every parameter is in a stage.
+
+        For a parameter with several names (tied weights) one of them is enough. Modules without
+        parameters may be left out.
+
+        Args:
+            model: the plain model, on any device.
+
+        Raises:
+            PartitionError: the model lacks a name, or no stage holds a parameter.
+
+        Example:
+            >>> from torch import nn
+            >>> Plan(stages=(("0",), ("1",))).check(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        """
+        known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            known.add(name)
+            names.setdefault(id(param), []).append(name)
+        unknown = [name for stage in self.stages for name in stage if name not in known]
+        left = [
+            each[0] for each in names.values() if all(self.stage_of(name) is None for name in each)
+        ]
+        parts = []
+        if unknown:
+            parts.append(f"it names {abbreviate(unknown)}, which the model lacks")
+        if left:
+            parts.append(f"no stage holds the parameters {abbreviate(left)}")
+        if parts:
+            name = type(model).__name__
+            made_for = f"for a {self.model}" if self.model not in ("", name) else "elsewhere"
+            raise PartitionError(
+                f"the plan, made {made_for}, does not fit this {name}: {'; '.join(parts)}; make "
+                "it anew with `penstock split`, or correct its names"
+            )
+
+    # --- files ---------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a ``.toml`` file.
+
+        Raises:
+            PartitionError: the suffix is another one.
+        """
+        toml_path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a ``.toml`` file.
+
+        Raises:
+            PartitionError: there is no such file, or it holds no plan.
+        """
+        return read_file(toml_path(path), cls.from_toml, "plan; `penstock split -o` writes one")
+
+    def to_toml(self) -> str:
+        """The plan as TOML."""
+        import tomli_w  # lazily, as tomllib: most processes read and write no plan
+
+        return tomli_w.dumps(self.to_dict(), multiline_strings=False)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """Read the text of ``to_toml``.
+
+        Raises:
+            PartitionError: the text is not TOML, or no plan.
+        """
+        import tomllib
+
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise PartitionError(f"not TOML: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, as a file holds them."""
+        stages: list[dict[str, Any]] = [{"modules": list(names)} for names in self.stages]
+        for stage, costs in zip(stages, self.costs, strict=False):
+            stage |= dataclasses.asdict(costs) | {"sends": list(costs.sends)}
+        return {"penstock_plan": FORMAT, "model": self.model, "made": self.made, "stage": stages}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Plan:
+        """Read the values of ``to_dict``.
+
+        Raises:
+            PartitionError: an entry is missing, unknown, or of another type.
+        """
+        plan = read_table(data, "the plan", {"penstock_plan", "model", "made", "stage"})
+        check_format(plan.get("penstock_plan", FORMAT), FORMAT, "the plan", "make it")
+        listed = plan.get("stage")
+        if not isinstance(listed, (list, tuple)):
+            raise PartitionError("the plan has no list of stages; write [[stage]] for each")
+        stages = [stage_from(item, f"stage {i} of the plan") for i, item in enumerate(listed)]
+        return cls(
+            stages=tuple(names for names, _ in stages),
+            model=read_string(plan.get("model", ""), "model of the plan"),
+            made=read_string(plan.get("made", ""), "made of the plan"),
+            costs=tuple(costs for _, costs in stages if costs is not None),
+        )
+
+
+def toml_path(path: str | Path) -> Path:
+    """``path``, whose suffix has to be ``.toml``."""
+    if Path(path).suffix != ".toml":
+        raise PartitionError(f"{path}: a plan is a .toml file; name it so")
+    return Path(path)
+
+
+def stage_from(data: object, where: str) -> tuple[tuple[str, ...], StageCosts | None]:
+    """The modules of a stage in a file, and its costs if the file has them."""
+    cost_names = {field.name for field in dataclasses.fields(StageCosts)}
+    stage = read_table(data, where, {"modules", *cost_names})
+    modules = read_names(stage.get("modules"), f"modules of {where}")
+    if not cost_names & stage.keys():
+        return modules, None
+    numbers = {
+        name: read_number(stage[name], f"{name} of {where}")
+        for name in sorted(cost_names & stage.keys() - {"sends"})
+    }
+    sends = read_names(stage.get("sends", []), f"sends of {where}")
+    try:
+        return modules, StageCosts(**numbers, sends=sends)
+    except TypeError as error:
+        raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
+
+
+def rules_refused(rule: str) -> PartitionError:
+    """The error of a partition rule as DeepSpeed has them."""
+    return PartitionError(
+        f"{rule!r}: DeepSpeed's partition rules are not supported; balance by measured times "
+        "(split='auto', `penstock split --stages`), or pass counts, such as "
+        "penstock.balance([block.parameters for block in profile.blocks], num_stages).counts"
+    )
+
+
+# --- reading files ------------------------------------------------------------------------------
+
+
+def read_file(path: Path, read: Callable[[str], T], what: str) -> T:
+    """Apply ``read`` to the text of a file.
+
+    Args:
+        path: the file.
+        read: the parser.
+        what: the kind of file and its origin, for the message about a missing one.
+
+    Raises:
+        PartitionError: the file is missing, unreadable, or refused by ``read``.
+    """
+    try:
+        return read(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise PartitionError(f"{path}: no such {what}") from error
+    except (PartitionError, OSError, UnicodeDecodeError) as error:
+        raise PartitionError(f"{path}: {error}") from error
+
+
+def read_table(data: object, where: str, known: set[str]) -> Mapping[str, Any]:
+    """``data`` as a table without unknown keys."""
+    if not isinstance(data, Mapping):
+        raise PartitionError(f"{where} is {data!r}, expected a table")
+    odd = sorted(set(data) - known)
+    if odd:
+        raise PartitionError(f"{where} has the unknown keys {odd}, known are {sorted(known)}")
+    return data
+
+
+def read_names(value: object, what: str) -> tuple[str, ...]:
+    """``value`` as a tuple of strings."""
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise PartitionError(f"the {what} are {value!r}, expected a list of names")
+
+
+def read_string(value: object, what: str) -> str:
+    """``value`` as a string."""
+    if isinstance(value, str):
+        return value
+    raise PartitionError(f"{what} is {value!r}, expected a string")
+
+
+def read_number(value: object, what: str) -> Any:
+    """``value`` as a finite number ≥ 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and 0 <= value < float("inf"):  # type: ignore[operator]
+        return value
+    raise PartitionError(f"{what} is {value!r}, expected a number ≥ 0")
+
+
+def check_format(value: object, expected: int, what: str, hint: str) -> None:
+    """Refuse a file of another format version."""
+    if value != expected or isinstance(value, bool):
+        raise PartitionError(
+            f"{what} has format {value!r}, this version reads {expected}; {hint} anew"
+        )
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """The qualified names of the modules that hold ``name``: of ``a.b.c`` ``a.b`` and ``a``."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def split_by_counts(items: Iterable[T], counts: Sequence[int]) -> list[list[T]]:
+    """Consecutive groups of the given sizes.
+
+    Example:
+        >>> split_by_counts("abcde", [2, 3])
+        [['a', 'b'], ['c', 'd', 'e']]
+    """
+    left = iter(items)
+    return [list(islice(left, count)) for count in counts]
+
+
+def abbreviate(names: Sequence[str], most: int = 6) -> str:
+    """The first names, and the number of the rest."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The hint of a message about an unknown name; empty if no known name is similar.
+
+    Example:
+        >>> did_you_mean("lama", ["llama", "gpt2"])
+        ', did you mean llama?'
+    """
+    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    return f", did you mean {' or '.join(close)}?" if close else ""

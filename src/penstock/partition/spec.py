@@ -1,0 +1,191 @@
+"""What a user says of a model: where to cut it, and one call of it as an example.
+
+    split=                                   SplitSpec
+    "auto"                                   auto       measured and balanced
+    "plan.toml", Plan                        stages     names per stage, checked as a plan
+    [["embed", "h.0"], ["h.1", "head"]]      stages     names per stage
+    [2, 2]                                   counts     blocks per stage
+    ["h.1"]                                  starts     the first module of each later stage
+                                                        (of a Sequential: stages of one layer)
+
+Every way of cutting (layer by layer, by module, by export) takes this one type.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.blocks import find_blocks
+from penstock.partition.plan import Plan, abbreviate, rules_refused
+from penstock.stage.pytree import as_args
+
+__all__ = ["Example", "Split", "SplitSpec", "as_call", "own_loss"]
+
+Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | str
+"""The forms in which users say where to cut."""
+
+Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
+"""One microbatch: positional arguments, keyword arguments, or the one argument."""
+
+AUTO = "auto"
+RULES = ("uniform", "parameters", "type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSpec:
+    """Where to cut a model: one of four forms, the others empty.
+
+    Args:
+        stages: per stage the names of its modules.
+        counts: per stage the number of its blocks, or of the layers of a sequence.
+        starts: the names of the modules with which the stages after the first begin.
+        auto: balance the stages by a measurement.
+        plan: the plan that ``stages`` comes from, if any.
+        blocks: the repeated blocks that ``counts`` counts; set by ``resolve``.
+    """
+
+    stages: tuple[tuple[str, ...], ...] = ()
+    counts: tuple[int, ...] = ()
+    starts: tuple[str, ...] = ()
+    auto: bool = False
+    plan: Plan | None = None
+    blocks: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, split: Any, *, sequence: bool = False) -> SplitSpec:
+        """Read ``split`` in any of its forms.
+
+        Args:
+            split: see ``Split``; or the path of a plan.
+            sequence: whether the model is a sequence of layers, in which a name is a stage.
+
+        Raises:
+            PartitionError: ``split`` has none of these forms, or its file holds no plan.
+
+        Example:
+            >>> SplitSpec.parse([3, 1]).counts, SplitSpec.parse(["h.2"]).starts
+            ((3, 1), ('h.2',))
+        """
+        if isinstance(split, SplitSpec):
+            return split
+        if isinstance(split, os.PathLike) or (
+            isinstance(split, str) and split.endswith((".toml", ".json"))
+        ):
+            split = Plan.load(os.fspath(split))
+        if isinstance(split, Plan):
+            return cls(stages=split.stages, plan=split)
+        if isinstance(split, str) and split == AUTO:
+            return cls(auto=True)
+        if isinstance(split, str) and split.partition(":")[0].strip().lower() in RULES:
+            raise rules_refused(split)
+        items = list(split) if isinstance(split, Sequence) and not isinstance(split, str) else []
+        kinds = {type(item) for item in items}
+        if kinds == {int}:
+            return cls(counts=tuple(items))
+        if kinds == {str} and not sequence:
+            return cls(starts=tuple(items))
+        if kinds and kinds <= ({str, list, tuple} if sequence else {list, tuple}):
+            named = ((item,) if isinstance(item, str) else tuple(item) for item in items)
+            return cls(stages=tuple(named))
+        if kinds and kinds <= {int, str, list, tuple}:
+            raise PartitionError(
+                f"split={split!r} mixes names, lists of names and counts; use one of them for all "
+                "stages"
+            )
+        raise PartitionError(
+            f"split={split!r}: expected 'auto', a plan or its file (.toml), or a list that has "
+            "for each stage the names of its modules, or the number of its layers"
+        )
+
+    def resolve(self, model: nn.Module) -> SplitSpec:
+        """Check the spec against a model that is no sequence, and list the blocks it counts.
+
+        Raises:
+            PartitionError: the model lacks a name of the plan, or has another number of blocks.
+        """
+        if self.plan is not None:
+            self.plan.check(model)
+        elif self.stages:
+            Plan(stages=self.stages)  # refuses names that stand twice, and empty stages
+        if not self.counts:
+            return self
+        blocks = tuple(find_blocks(model))
+        check_counts(self.counts, blocks, type(model).__name__)
+        return replace(self, blocks=blocks)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages; ``auto`` has none of its own."""
+        assert not self.auto, "auto takes the number from the schedule"
+        return len(self.stages) or len(self.counts) or len(self.starts) + 1
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The modules that a cut has to tell apart."""
+        return tuple(n for names in self.stages for n in names) or self.blocks or self.starts
+
+    def begins(self, order: Mapping[str, int]) -> tuple[str, ...]:
+        """The first modules of the stages after the first; for ``counts`` and ``starts``.
+
+        Args:
+            order: the first call of each module that runs.
+        """
+        blocks = sorted(self.blocks, key=lambda name: order.get(name, len(order)))
+        counted = range(1, len(self.counts))
+        return self.starts or tuple(blocks[sum(self.counts[:stage])] for stage in counted)
+
+
+def check_counts(counts: Sequence[int], blocks: Sequence[str], model: str) -> None:
+    """Refuse counts that are not those of the blocks."""
+    if not blocks:
+        raise PartitionError(
+            f"this {model} has no list of repeated blocks to count; name the modules of each stage"
+        )
+    if min(counts) < 1:
+        raise PartitionError(
+            f"stage {list(counts).index(min(counts))} is to have {min(counts)} of the {model}'s "
+            "blocks and would be empty; to give a stage embeddings or a head alone, name the "
+            "modules of each stage"
+        )
+    if sum(counts) != len(blocks):
+        more = " (more stages than blocks)" if len(counts) > len(blocks) else ""
+        raise PartitionError(
+            f"the counts {list(counts)} make {sum(counts)} blocks{more}, but this {model} has "
+            f"{len(blocks)}: {abbreviate(blocks, most=3)}"
+        )
+
+
+# --- an example call ----------------------------------------------------------------------------
+
+
+def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments.
+
+    Example:
+        >>> as_call({"x": 1}), as_call((1, 2)), as_call(1)
+        (((), {'x': 1}), ((1, 2), {}), ((1,), {}))
+    """
+    return ((), dict(example)) if isinstance(example, Mapping) else (as_args(example), {})
+
+
+def own_loss(output: Any, target: object = None) -> Any:
+    """The loss that a model computes itself; the loss function of such models.
+
+    Args:
+        output: what the model returns, with an attribute or a key ``loss``.
+        target: ignored.
+
+    Returns:
+        The loss; None if there is none, as in an evaluation without labels.
+
+    Example:
+        >>> own_loss({"loss": 2.0})
+        2.0
+    """
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
