@@ -22,7 +22,7 @@ from unittest import mock
 
 from penstock import build, schedules, simulate
 from penstock.cli.app import main as penstock
-from penstock.cli.figures import figures_text, peaks_text
+from penstock.cli.output import figures_text, peaks_text
 from penstock.errors import ScheduleError
 from penstock.schedule.family import Family
 from penstock.schedule.program import Program

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from penstock import Costs, Pipeline, build, simulate
-from penstock.cli.figures import figures_text, peaks_text
+from penstock.cli.output import figures_text, peaks_text
 from penstock.simulate.measured import costs_of, program_of
 from penstock.testing.processes import run_ranks
 from penstock.view.page import save_page

@@ -12,7 +12,7 @@ from rich.progress import Progress, TaskID
 from torch.nn import functional as F
 
 from penstock import Costs, Pipeline, build, check, load_csv, simulate
-from penstock.cli.completion import sources
+from penstock.cli.sources import complete
 from penstock.schedule.catalog import family
 from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
@@ -260,7 +260,7 @@ def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> No
     impossible = penstock("search", "--memory", "0", "--time-limit", "1")
     assert impossible.code == 2
     assert impossible.err.startswith("error: ")
-    assert "no program meets --memory 0" in impossible.err
+    assert "--memory: search: no program meets memory_limit=0" in impossible.err
     assert penstock("search", "-o", "x.gif").code == 2
 
 
@@ -296,7 +296,7 @@ def test_search_takes_a_seed_and_a_limit_in_bytes(penstock: Command, tmp_path: P
     assert one.ranks == two.ranks
     assert max(simulate(check(one), Costs(activation_bytes=100)).peak_bytes) <= 350
     refused = penstock(*asked, "--memory", "99")
-    assert refused.code == 2 and "no program meets --memory 99" in refused.err
+    assert refused.code == 2 and "no program meets memory_limit=99" in refused.err
 
 
 def test_search_tells_how_far_it_is(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,11 +317,14 @@ def test_search_tells_how_far_it_is(penstock: Command, monkeypatch: pytest.Monke
 def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command) -> None:
     asked = ("search", "-p", "2", "-m", "4", "-v", "2", "--memory", "1", "--time-limit", "1")
     refused = penstock(*asked)
-    assert refused.code == 2 and refused.err.endswith("; with --recompute, 1 would do\n")
+    assert refused.code == 2 and refused.err.endswith("; with recompute=True, 1 would do\n")
     said = penstock(*asked, "--recompute", "--cost", "recompute=0.5")
     assert said.code == 0
     assert "found by recomputation, after" in said.out and "without recomputation" not in said.out
-    assert "; pass --cost offload=... --cost reload=..., or" in penstock(*asked, "--offload").err
+    assert (
+        "--cost offload: search: offload=True, but costs say nothing of it"
+        in penstock(*asked, "--offload").err
+    )
     roomy = ("search", "-p", "2", "-m", "4", "--memory", "1", "--time-limit", "1")
     assert "without recomputation or offload" in penstock(*roomy).out
     away = penstock(*roomy, "--offload", "--cost", "offload=0.1", "--cost", "reload=0.1")
@@ -335,10 +338,10 @@ def test_a_shell_is_offered_files_as_they_are_begun(
     for name in ("mine.csv", "runs/mine.json", "runs/notes.txt"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path / "runs")
-    assert list(sources("mi")) == [("mine.json", "file")]
+    assert list(complete("mi")) == [("mine.json", "file")]
     for folder in ("./", "../runs/", f"{tmp_path}/runs/"):
-        assert list(sources(folder)) == [(f"{folder}mine.json", "file")]
-    assert list(sources("../")) == [("../mine.csv", "file"), ("../runs/", "folder")]
+        assert list(complete(folder)) == [(f"{folder}mine.json", "file")]
+    assert list(complete("../")) == [("../mine.csv", "file"), ("../runs/", "folder")]
 
 
 def test_a_port_that_is_taken_is_told(penstock: Command) -> None:

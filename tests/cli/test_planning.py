@@ -274,12 +274,14 @@ def test_a_schedule_that_can_not_be_built_leaves_the_others(
     said = penstock("compare", "dualpipe", "1f1b", str(tmp_path / "bad.csv"), "zbv", "-p", "3")
     assert (said.code, said.err) == (0, "")
     rows = cells(said.out)
-    assert " ".join(rows["dualpipe"]).startswith("--ranks 3 and --microbatches 8 do not work, it")
+    assert " ".join(rows["dualpipe"]).startswith(
+        "--ranks: ranks=3 and microbatches=8 do not work, it"
+    )
     assert "program 'bad' has 2 problems" in " ".join(rows[str(tmp_path / "bad.csv")])
     assert rows["1f1b"][1] == "30" and rows["zbv"][0] == "2"
     none = penstock("compare", "dualpipe", "chimera", "-p", "3")
     assert (none.code, none.out) == (2, "")
-    assert none.err.startswith("error: dualpipe: --ranks 3")
+    assert none.err.startswith("error: --ranks: dualpipe: ranks=3")
 
 
 def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
@@ -300,8 +302,14 @@ def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
     ("arguments", "message"),
     [
         (["simulate", "zvb"], "there is no schedule 'zvb'; did you mean 'zbv'?"),
-        (["simulate", "1f1b", "--virtual", "2"], "--virtual 2 stages per rank do not work; 1"),
-        (["simulate", "1f1b", "--ranks", "0"], "--ranks 0 must be a whole number from 1 on"),
+        (
+            ["simulate", "1f1b", "--virtual", "2"],
+            "--virtual: 1f1b: virtual=2 stages per rank do not work",
+        ),
+        (
+            ["simulate", "1f1b", "--ranks", "0"],
+            "--ranks: 1f1b: ranks=0 must be a whole number from 1 on",
+        ),
         (["simulate", "1f1b", "--forward", "-1"], "-1.0 is not a finite number ≥ 0"),
         (["simulate", "1f1b", "--forward", "nan"], "nan is not a finite number ≥ 0"),
         (["simulate", "1f1b", "--forward", "one"], "--forward 'one': expected a number, or one"),

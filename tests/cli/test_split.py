@@ -14,7 +14,7 @@ import torch
 import penstock
 from penstock import PartitionError, Plan
 from penstock.cli.app import main
-from penstock.cli.sizes import bytes_text, parse_bytes
+from penstock.cli.values import bytes_text, parse_bytes
 from penstock.partition.balance.costs import BlockCosts, BlockKind, Profile
 from penstock.partition.balance.sample import repeat_layers
 

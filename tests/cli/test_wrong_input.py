@@ -130,7 +130,7 @@ def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.Mo
     def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("penstock.cli.simulate.load_program", out_of_memory)
+    monkeypatch.setattr("penstock.cli.programs.load_program", out_of_memory)
     said = penstock("simulate", "1f1b")
     assert told_in_one_line(said)
     assert "take fewer ranks or microbatches" in said.err
@@ -142,8 +142,14 @@ def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.Mo
         (["simulat"], "No such command 'simulat'"),
         (["simulate"], "Missing argument 'schedule'"),
         (["simulate", "1f1b", "--rank"], "No such option: --rank"),
-        (["simulate", "1f1b", "--input-grad", "-1"], "--input-grad: -1.0 is not a finite number"),
-        (["simulate", "1f1b", "--cost", "reload=1,2"], "--cost reload has 2 numbers"),
+        (
+            ["simulate", "1f1b", "--input-grad", "-1"],
+            "--input-grad: Costs(input_grad=...): -1.0 is not a finite",
+        ),
+        (
+            ["simulate", "1f1b", "--cost", "reload=1,2"],
+            "--cost reload: Costs(reload=...) has 2 numbers",
+        ),
         (["simulate", "1f1b", "--cost", "transfers-overlap=2"], "expected transfers_overlap=true"),
         (["simulate", "po-h", "-O", "ahead=1.5"], "expected a whole number of computations"),
         (["compare", "1f1b", "gpipe", "--virtual", "4"], "none of 1f1b, gpipe can have --virtual"),
@@ -154,17 +160,35 @@ def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.Mo
         (["compare", "1f1b", "zbv", "-O", "virtual=4"], "option of a schedule; give --virtual 4"),
         (["compare", "1f1b:name=x"], "1f1b has no option 'name'; it has none"),
         (["compare", "hanayo:costs=3"], "hanayo has no option 'costs'; its options are: waves"),
-        (["simulate", "1f1b", "--jitter", "-1"], "simulate: --jitter -1.0 must be a finite"),
+        (
+            ["simulate", "1f1b", "--jitter", "-1"],
+            "--jitter: simulate: jitter=-1.0 must be a finite",
+        ),
         (
             ["search", "--time-limit", "-1"],
-            "search: --time-limit -1.0 must be a finite number above 0",
+            "--time-limit: search: time_limit_s=-1.0 must be a finite number above 0",
         ),
-        (["search", "--ranks", "0"], "search: --ranks 0 must be a whole number from 1 on"),
-        (["search", "--forward", "1,2,3"], "share evenly; give costs for a multiple of the ranks"),
-        (["simulate", "chimera", "-p", "3"], "--ranks 3 and --microbatches 8 do not work, it"),
-        (["simulate", "1f1b", "--forward", "1e308", "--json"], "number from 1e-100 to 1e+100"),
-        (["search", "--latency", "0-1=1e308"], "--latency 1e+308: expected 0, or a number from"),
-        (["simulate", "1f1b", "--cost", "bandwidth=1e-320"], "a number from 1e-100 to 1e+100"),
+        (["search", "--ranks", "0"], "--ranks: search: ranks=0 must be a whole number from 1 on"),
+        (
+            ["search", "--forward", "1,2,3"],
+            "share evenly; pass placements, or costs for a multiple of the ranks",
+        ),
+        (
+            ["simulate", "chimera", "-p", "3"],
+            "--ranks: chimera: ranks=3 and microbatches=8 do not work, it",
+        ),
+        (
+            ["simulate", "1f1b", "--forward", "1e308", "--json"],
+            "--forward: Costs(forward=...): 1e+308 is out of range",
+        ),
+        (
+            ["search", "--latency", "0-1=1e308"],
+            "--latency: Costs(latency=...): 1e+308 is out of range",
+        ),
+        (
+            ["simulate", "1f1b", "--cost", "bandwidth=1e-320"],
+            "--cost bandwidth: Costs(bandwidth=...): 9.99989e-321 is out of range",
+        ),
         (["simulate", "1f1b", "--jitter", "1e308", "--json"], "with this jitter, costs add up to"),
     ],
 )

@@ -1,8 +1,4 @@
-"""The command itself: its subcommands, and how errors are shown.
-
-A subcommand is a function in a file of its own, and a line in the table below. This module knows
-nothing of what subcommands do.
-"""
+"""The command ``penstock``: its table of subcommands, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -12,16 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.check import check
 from penstock.cli.compare import compare
-from penstock.cli.playground import playground
-from penstock.cli.render import render
-from penstock.cli.schedules import schedules
+from penstock.cli.output import escape_unencodable, plain, stderr, stdout
+from penstock.cli.programs import check, schedules, simulate
+from penstock.cli.render import playground, render
 from penstock.cli.search import search
-from penstock.cli.simulate import simulate
+from penstock.cli.settings import message_of
 from penstock.cli.split import split
-from penstock.cli.terminal import plain, stderr, stdout, write_anything
-from penstock.cli.values import in_options
 from penstock.errors import PenstockError
 
 __all__ = ["app", "main"]
@@ -45,15 +38,15 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 for each in COMMANDS:
     app.command(each.__name__.replace("_", "-"))(each)
 
-# Whatever Typer has against a command line: it keeps the class under several roofs, by version.
-_Misused: Any = typer.BadParameter.__mro__[1]
+# The usage error of Click: its module depends on the version of Typer.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 @app.callback(invoke_without_command=True)
 def penstock(
     context: typer.Context,
     *,
-    version: Annotated[bool, typer.Option("--version", help="Tell the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Plan pipeline-parallel training: build, check, simulate, search and draw schedules."""
     if version:
@@ -68,16 +61,15 @@ def penstock(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and end the process with its exit code.
 
-    What went wrong for a reason that the user can mend is told in one message, without a
-    traceback: exit code 2.
+    An error of the user is printed as one message, without a traceback: exit code 2.
 
     Args:
-        arguments: what stands behind ``penstock`` on the command line; None for this process's.
+        arguments: the command line without ``penstock``; None for this process's.
     """
-    write_anything()
+    escape_unencodable()
     try:
         code = app(arguments, prog_name="penstock", standalone_mode=False)
-    except _Misused as error:
+    except _UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "penstock"
         _fail(f"{error.format_message().rstrip('.')}; {command} --help tells more")
     except (PenstockError, OSError) as error:
@@ -97,4 +89,4 @@ def _fail(message: str) -> None:
 def _message(error: PenstockError | OSError) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return in_options(str(error))
+    return str(error) if isinstance(error, OSError) else message_of(error)

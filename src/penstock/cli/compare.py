@@ -10,12 +10,26 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.completion import sources
-from penstock.cli.figures import over_limit, ranges
-from penstock.cli.setting import Setting, takes_setting
-from penstock.cli.sources import is_file, load_program, takes_virtual
-from penstock.cli.terminal import number, percent, plain, print_table, stdout, table, warn
-from penstock.cli.values import in_options
+from penstock.cli.output import over_limit, per_rank, plain, print_table, stdout, table, warn
+from penstock.cli.settings import (
+    Forward,
+    InputGrad,
+    Jitter,
+    JitterSeed,
+    Latency,
+    Memory,
+    Microbatches,
+    Option,
+    OtherCosts,
+    OverlapTime,
+    Ranks,
+    Settings,
+    Virtual,
+    WeightGrad,
+    message_of,
+)  # fmt: skip
+from penstock.cli.sources import complete, is_file, load_program, takes_virtual
+from penstock.cli.values import number, percent
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import family
 from penstock.simulate.costs import Costs
@@ -26,7 +40,7 @@ __all__ = ["compare"]
 
 
 class Per(Enum):
-    """What costs are given for."""
+    """The part of the model that costs are given for."""
 
     STAGE = "stage"
     RANK = "rank"
@@ -34,38 +48,48 @@ class Per(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
+    """One schedule of the table.
+
+    Args:
+        label: name of the schedule or file.
+        share: stages among which a rank's costs were divided; 1 where costs are per stage.
+        result: the simulated step.
+    """
+
     label: str
-    share: float  # what peaks are divided by: of a rank's activation, a stage holds so small a part
+    share: float
     result: Simulation
 
     @property
     def peaks(self) -> tuple[float, ...]:
+        """Peak activations per rank, in activations of what the costs are given for."""
         return tuple(peak / self.share for peak in self.result.peak_in_flight)
 
     def over(self, limit: float | None) -> str | None:
-        """Which ranks are over the limit, in bytes where the costs tell them, in words."""
+        """Name the ranks over the limit, in bytes if the costs give the size of an activation."""
         counted = self.result.costs.activation_bytes is None
         held = self.result.peak_bytes
         return over_limit([peak / self.share for peak in held] if counted else held, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _NoRow:
+class _Failed:
+    """A schedule that can't be built or simulated, and why."""
+
     label: str
     error: ScheduleError
 
     @property
     def reason(self) -> str:
-        """In a line, without the name that stands before it."""
-        text = " ".join(in_options(str(self.error)).split())
-        return text.removeprefix(f"{self.label}: ")
+        """The message on one line, without the label that stands before it."""
+        text = " ".join(message_of(self.error).split())
+        return text.replace(f"{self.label}: ", "", 1)
 
 
-# Stands in the table where a reason is to be, in place of all figures.
+# Stands for the reason, which replaces all figures of its row once the table is drawn.
 _REASON = "\ue000"
 
 
-@takes_setting()
 def compare(
     schedules: Annotated[
         list[str],
@@ -73,95 +97,108 @@ def compare(
             metavar="SCHEDULE...",
             help="Names, each with options of its own if need be, as in "
             "interleaved-1f1b:virtual=4; or files with programs.",
-            autocompletion=sources,
+            autocompletion=complete,
         ),
     ],
     *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    virtual: Virtual = None,
+    option: Option = None,
+    memory: Memory = None,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    latency: Latency = "0",
+    overlap: OverlapTime = None,
+    cost: OtherCosts = None,
+    jitter: Jitter = 0.0,
+    jitter_seed: JitterSeed = 0,
     per: Annotated[
         Per,
         typer.Option(
-            help="Whether costs are a stage's, or a rank's, of which each of its stages takes an "
-            "equal part: so that one model is compared over more or fewer stages."
+            help="Whether costs are those of a stage, or of a rank, divided equally among its "
+            "stages: this compares one model cut into more or fewer stages."
         ),
     ] = Per.STAGE,
-    setting: Setting,
 ) -> None:
     """Compare schedules: time, bubble and memory side by side.
 
-    --virtual and --option go to the schedules that take them; those over --memory are marked, and
-    of those that can't be built it is told why.
+    --virtual and --option go to the schedules that take them. Schedules over --memory are marked;
+    a schedule that can't be built is listed with the reason.
     """
-    costs = setting.costs()
-    _refuse_options_of_none(schedules, setting)
-    rows = [_row(each, setting, costs, per) for each in schedules]
-    faults = [row.over(setting.memory) for row in rows if isinstance(row, _Row)]
-    if not faults:
-        raise next(row.error for row in rows if isinstance(row, _NoRow))
-    _print(rows, setting.memory)
+    settings = Settings(
+        ranks=ranks, microbatches=microbatches, virtual=virtual, option=option, memory=memory,
+        forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency,
+        overlap=overlap, cost=cost, jitter=jitter, jitter_seed=jitter_seed,
+    )  # fmt: skip
+    costs = settings.costs()
+    _refuse_unused(schedules, settings)
+    rows = [_row(each, settings, costs, per) for each in schedules]
+    if all(isinstance(row, _Failed) for row in rows):
+        raise next(row.error for row in rows if isinstance(row, _Failed))
+    _print(rows, settings.memory)
     for row in rows:
-        fault = row.over(setting.memory) if isinstance(row, _Row) else None
+        fault = row.over(settings.memory) if isinstance(row, _Row) else None
         if fault is not None:
             warn(f"{row.label}: {fault}")
 
 
-def _print(rows: Sequence[_Row | _NoRow], memory: float | None) -> None:
+def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | _Failed:
+    try:
+        program = load_program(source, settings, lenient=True)
+        share = share_of(program) if per is Per.RANK else 1
+        costs = share_out(costs, share) if per is Per.RANK else costs
+        result = settings.simulate(program, costs)
+    except ScheduleError as error:
+        return _Failed(label=source, error=error)
+    return _Row(label=source if ":" in source else program.name, share=share, result=result)
+
+
+def _refuse_unused(given: list[str], settings: Settings) -> None:
+    """Refuse options that none of the schedules takes."""
+    chosen = [family(each.partition(":")[0]) for each in given if not is_file(each)]
+    if not chosen:
+        settings.refuse_for_program(" ".join(given))
+    names = ", ".join(each.name for each in chosen)
+    if chosen and not any(takes_virtual(each, settings.virtual) for each in chosen):
+        raise ScheduleError(
+            f"none of {names} can have --virtual {settings.virtual} stages per rank; `penstock "
+            "schedules` lists what each can"
+        )
+    for option in settings.options():
+        if not any(each.takes_option(option) for each in chosen):
+            raise ScheduleError(
+                f"none of {names} has an option {option!r}; `penstock schedules` lists what each "
+                "has"
+            )
+
+
+def _print(rows: Sequence[_Row | _Failed], memory: float | None) -> None:
     numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
     shown = table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
     fitting = [row for row in rows if isinstance(row, _Row) and row.over(memory) is None]
     best = min((row.result.bubble_ratio for row in fitting), default=None)
     for row in rows:
-        if isinstance(row, _NoRow):
+        if isinstance(row, _Failed):
             shown.add_row(plain(row.label), _REASON)
             continue
-        fits, program = row.over(memory) is None, row.result.program
-        bubble = percent(row.result.bubble_ratio)
-        is_best = fits and row.result.bubble_ratio == best
-        peaks = ranges(row.peaks)
+        fits, result = row.over(memory) is None, row.result
+        bubble, peaks = percent(result.bubble_ratio), per_rank(row.peaks)
+        is_best = fits and result.bubble_ratio == best
         shown.add_row(
             plain(row.label),
-            number(program.num_stages / program.num_ranks),
-            number(row.result.makespan),
+            number(result.program.num_stages / result.program.num_ranks),
+            number(result.makespan),
             f"[bold green]{bubble}[/]" if is_best else bubble,
-            number(row.result.span),
-            percent(row.result.span_bubble_ratio),
+            number(result.span),
+            percent(result.span_bubble_ratio),
             peaks if fits else f"[yellow]{peaks} over[/]",
-            str(row.result.messages),
+            str(result.messages),
         )
     console = stdout()
     with console.capture() as drawn:
         print_table(shown, console)
     # Rich has no cell that spans columns.
-    reasons = (row.reason for row in rows if isinstance(row, _NoRow))
+    reasons = (row.reason for row in rows if isinstance(row, _Failed))
     console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {next(reasons)}", drawn.get()), end="")
-
-
-def _refuse_options_of_none(given: list[str], setting: Setting) -> None:
-    chosen = [family(each.partition(":")[0]) for each in given if not is_file(each)]
-    if not chosen:
-        setting.refuse_beside_file(" ".join(given))
-    names = ", ".join(each.name for each in chosen)
-    if chosen and not any(takes_virtual(each, setting.virtual) for each in chosen):
-        raise ScheduleError(
-            f"none of {names} can have --virtual {setting.virtual} stages per rank; `penstock "
-            "schedules` tells what each can"
-        )
-    for option in setting.options():
-        if not any(each.takes_option(option) for each in chosen):
-            raise ScheduleError(
-                f"none of {names} has an option {option!r}; `penstock schedules` tells what each "
-                "has"
-            )
-
-
-def _row(source: str, setting: Setting, costs: Costs, per: Per) -> _Row | _NoRow:
-    try:
-        program = load_program(source, setting, each_its_own=True)
-        share = share_of(program) if per is Per.RANK else 1
-        result = setting.play(program, share_out(costs, share) if per is Per.RANK else costs)
-    except ScheduleError as error:
-        return _NoRow(label=source, error=error)
-    return _Row(
-        label=source if ":" in source else program.name,
-        share=share,
-        result=result,
-    )

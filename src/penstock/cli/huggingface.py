@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.asked import Asked, Loaded
-from penstock.cli.sizes import bytes_text
+from penstock.cli.values import bytes_text
 from penstock.errors import PartitionError
 from penstock.partition.balance.sample import LEAST_SAMPLE
 

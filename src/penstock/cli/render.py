@@ -1,4 +1,4 @@
-"""``penstock render``: a picture, a page or a Perfetto file of a schedule, a program or a trace."""
+"""``penstock render`` and ``playground``: pictures, pages and Perfetto files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.completion import sources
-from penstock.cli.figures import over_limit
-from penstock.cli.setting import Setting, takes_setting
-from penstock.cli.sources import load
-from penstock.cli.terminal import stdout, warn
+from penstock.cli.output import over_limit, stdout, warn
+from penstock.cli.settings import (
+    Forward,
+    InputGrad,
+    Jitter,
+    JitterSeed,
+    Latency,
+    Memory,
+    Microbatches,
+    Option,
+    OtherCosts,
+    OverlapTime,
+    Ranks,
+    Settings,
+    Virtual,
+    WeightGrad,
+)  # fmt: skip
+from penstock.cli.sources import complete, load
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.rules import COMPUTE
@@ -19,54 +32,72 @@ from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation
 from penstock.trace import Trace
 
-__all__ = ["render", "write_drawing"]
+__all__ = ["playground", "render", "write_drawing"]
 
 _PICTURES = (".png", ".svg", ".pdf")
 _KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.perfetto.dev)"
 
 
-@takes_setting()
 def render(
     source: Annotated[
         str,
         typer.Argument(
             help="A schedule's name, a program's file (*.csv, *.json), or a saved trace (*.json).",
-            autocompletion=sources,
+            autocompletion=complete,
         ),
     ],
     *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    virtual: Virtual = None,
+    option: Option = None,
+    memory: Memory = None,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    latency: Latency = "0",
+    overlap: OverlapTime = None,
+    cost: OtherCosts = None,
+    jitter: Jitter = 0.0,
+    jitter_seed: JitterSeed = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help=f"The file: {_KINDS}.")],
     alone: Annotated[
-        bool, typer.Option("--alone", help="Lay no simulated step beside a measured one.")
+        bool, typer.Option("--alone", help="Draw a measured step without the simulated one.")
     ] = False,
-    setting: Setting,
 ) -> None:
-    """Draw a step. A measured one is laid beside the same program, simulated.
+    """Draw a step. A measured step is drawn beside the simulation of its program.
 
-    Ranks that hold more than --memory are told.
+    Ranks that hold more than --memory are listed.
     """
+    settings = Settings(
+        ranks=ranks, microbatches=microbatches, virtual=virtual, option=option, memory=memory,
+        forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency,
+        overlap=overlap, cost=cost, jitter=jitter, jitter_seed=jitter_seed,
+    )  # fmt: skip
     if output.suffix.lower() not in (".html", ".json", *_PICTURES):
         raise PenstockError(f"{output}: don't know how to write {output.suffix!r}; take {_KINDS}")
-    found = load(source, setting)
+    found = load(source, settings)
     if isinstance(found, Trace):
         if not any(span.action.op in COMPUTE for span in found.spans):
             raise ScheduleError(f"{source}: a trace without a computation: nothing to draw")
-        setting.refuse_beside_trace(source)
-        beside = None if alone or found.unit != "s" else _simulated(found, source)
-        peaks = None if setting.memory is None else (beside or _simulated(found, source)).peak_bytes
-        write_drawing(found, output, beside)
+        settings.refuse_for_trace(source)
+        simulated = None if alone or found.unit != "s" else _simulated(found, source)
+        peaks = None
+        if settings.memory is not None:
+            peaks = (simulated or _simulated(found, source)).peak_bytes
+        write_drawing(found, output, simulated)
     else:
-        result = setting.play(check(found))
+        result = settings.simulate(check(found))
         peaks = result.peak_bytes
         write_drawing(result, output)
     stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
-    over = None if peaks is None else over_limit(peaks, setting.memory)
+    over = None if peaks is None else over_limit(peaks, settings.memory)
     if over is not None:
         warn(over)
 
 
 def _simulated(measured: Trace, source: str) -> Simulation:
-    """The program that ran, with what its actions cost."""
+    """Simulate the program of a measured step, at the costs that were measured."""
     from penstock.simulate.measured import costs_of, program_of
 
     try:
@@ -81,14 +112,14 @@ def _simulated(measured: Trace, source: str) -> Simulation:
 
 
 def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | None = None) -> None:
-    """Write a page, a picture or a Perfetto file, as the file's ending says.
+    """Write a page, a picture or a Perfetto file, by the file's suffix.
 
     Args:
-        step: what to draw.
+        step: the step to draw.
         output: the file.
-        beside: a simulation to be laid beside it.
+        beside: a simulation to draw beside the step.
     """
-    # The imports are heavy, and one of them is needed.
+    # The imports are slow, and only one of them is needed.
     trace = step if isinstance(step, Trace) else step.trace
     if output.suffix.lower() == ".html":
         from penstock.view.page import save_page
@@ -110,3 +141,22 @@ def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | N
             names = ("measured", "simulated")
             titles = [f"{n}: {title_of(t)}" for n, t in zip(names, traces, strict=True)]
             draw(traces, output, titles=titles)
+
+
+def playground(
+    *,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 5006,
+    browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
+) -> None:
+    """Try schedules out on a page with sliders, served on 127.0.0.1 until Ctrl-C."""
+    try:
+        from penstock.view.playground import serve
+    except ImportError as error:
+        raise PenstockError(
+            "the playground needs Bokeh, which is not installed: pip install 'penstock[view]'"
+        ) from error
+
+    def ready(url: str) -> None:
+        stdout().print(f"the playground is at [bold]{url}[/] (Ctrl-C ends it)", soft_wrap=True)
+
+    serve(port=port, browser=browser, ready=ready)

@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.figures import figures_text, peaks_text
+from penstock.cli.output import figures_text, peaks_text, print_table, progress_bar, stdout, table
 from penstock.cli.render import write_drawing
-from penstock.cli.setting import Setting, takes_setting
-from penstock.cli.terminal import number, percent, print_table, progress_bar, stdout, table
+from penstock.cli.settings import (
+    Forward,
+    InputGrad,
+    Latency,
+    Memory,
+    Microbatches,
+    OtherCosts,
+    OverlapTime,
+    Ranks,
+    Settings,
+    Virtual,
+    WeightGrad,
+)  # fmt: skip
+from penstock.cli.values import number, percent
 from penstock.errors import PenstockError
 from penstock.schedule.text import save_csv, to_json
 
@@ -26,33 +38,42 @@ _KINDS = (".csv", ".json", ".html", ".png", ".svg", ".pdf")
 
 
 class SearchObjective(Enum):
-    """What is made small."""
+    """The time to minimize."""
 
     MAKESPAN = "makespan"
     SPAN = "span"
 
 
-@takes_setting(without=("option", "jitter", "jitter_seed"))
 def search(
     *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    virtual: Virtual = None,
+    memory: Memory = None,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    latency: Latency = "0",
+    overlap: OverlapTime = None,
+    cost: OtherCosts = None,
     objective: Annotated[
         SearchObjective,
-        typer.Option(help="What is made small: span where no barrier stands before the optimizer."),
+        typer.Option(help="The time to minimize: span if no barrier precedes the optimizer."),
     ] = SearchObjective.MAKESPAN,
-    time_limit: Annotated[float, typer.Option(help="How long to search, in seconds.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Of random choices.")] = 0,
-    pareto: Annotated[bool, typer.Option(help="Look for time against memory, too.")] = False,
+    time_limit: Annotated[float, typer.Option(help="Time limit of the search, in seconds.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
+    pareto: Annotated[bool, typer.Option(help="Also search time against memory.")] = False,
     recompute: Annotated[
         bool,
         typer.Option(
-            help="Let stages run their forward again instead of holding what it keeps; it takes "
-            "--cost recompute=..., or what F takes."
+            help="Allow stages to recompute their forward instead of holding activations; it takes "
+            "--cost recompute=..., or as long as F."
         ),
     ] = False,
     offload: Annotated[
         bool,
         typer.Option(
-            help="Let stages copy what they hold to the host and back; give --cost offload=... "
+            help="Allow stages to offload activations to the host; needs --cost offload=... "
             "and --cost reload=..., or activation_bytes and offload_bandwidth."
         ),
     ] = False,
@@ -62,13 +83,19 @@ def search(
             "--output", "-o", help="Write the program (.csv, .json) or its page or picture there."
         ),
     ] = None,
-    setting: Setting,
 ) -> None:
-    """Search for the best program of one copy of the model within --memory, and prove how far from
-    the best it may be."""
+    """Search for the best program of one copy of the model within --memory, and prove a bound."""
     from penstock.search.engine import search as find
 
-    _refuse_unknown(output)
+    settings = Settings(
+        ranks=ranks, microbatches=microbatches, virtual=virtual, memory=memory, forward=forward,
+        input_grad=input_grad, weight_grad=weight_grad, latency=latency, overlap=overlap, cost=cost,
+    )  # fmt: skip
+    if output is not None and output.suffix.lower() not in _KINDS:
+        raise PenstockError(
+            f"{output}: don't know how to write {output.suffix!r}; take .csv or .json for the "
+            "program, .html for its page, .png, .svg or .pdf for a picture"
+        )
     with _bar() as bar:
         task = bar.add_task("search", total=1.0, best="")
 
@@ -80,11 +107,11 @@ def search(
             )  # fmt: skip
 
         found = find(
-            setting.costs(),
-            ranks=setting.num_ranks,
-            microbatches=setting.num_microbatches,
-            virtual=setting.virtual,
-            memory_limit=setting.memory,
+            settings.costs(),
+            ranks=settings.num_ranks,
+            microbatches=settings.num_microbatches,
+            virtual=virtual,
+            memory_limit=memory,
             objective=objective.value,
             time_limit_s=time_limit,
             seed=seed,
@@ -94,8 +121,8 @@ def search(
             progress=show,
         )
         bar.update(task, completed=1.0)
-    # Without a limit nothing is gained by holding less; where that is allowed, the bound knows.
-    _tell(found, among_all=setting.memory is None or recompute or offload)
+    # Without a memory limit, recomputation and offload can't make a program faster.
+    _print(found, among_all=memory is None or recompute or offload)
     if output is not None:
         _write(found, output)
         stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
@@ -104,11 +131,11 @@ def search(
 def _bar() -> Bar:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-    what, best = TextColumn("{task.description}"), TextColumn("{task.fields[best]}")
-    return progress_bar(what, BarColumn(), best, TimeElapsedColumn())
+    method, best = TextColumn("{task.description}"), TextColumn("{task.fields[best]}")
+    return progress_bar(method, BarColumn(), best, TimeElapsedColumn())
 
 
-def _tell(found: SearchResult, *, among_all: bool) -> None:
+def _print(found: SearchResult, *, among_all: bool) -> None:
     console = stdout()
     among = "" if among_all else "without recomputation or offload, "
     proof = (
@@ -128,15 +155,6 @@ def _tell(found: SearchResult, *, among_all: bool) -> None:
         for point in found.pareto:
             shown.add_row(number(point.peak), number(point.value), point.method)
         print_table(shown, console)
-
-
-def _refuse_unknown(output: Path | None) -> None:
-    """Before the search, not after it."""
-    if output is not None and output.suffix.lower() not in _KINDS:
-        raise PenstockError(
-            f"{output}: don't know how to write {output.suffix!r}; take .csv or .json for the "
-            "program, .html for its page, .png, .svg or .pdf for a picture"
-        )
 
 
 def _write(found: SearchResult, output: Path) -> None:

@@ -1,23 +1,22 @@
-"""What a subcommand is pointed at: the name of a schedule, or a file.
+"""Load what a subcommand is pointed at: the name of a schedule, or a file.
 
-    1f1b                          a schedule, in the setting of the command line
-    interleaved-1f1b:virtual=4    the same with options of its own, parted by commas
-    mine.csv, mine.json           a program, as ``penstock.schedule.text`` writes it
-    trace.json                    a trace, as ``penstock.view.perfetto`` writes it
-
-This module reads and builds; it shows nothing.
+1f1b                          a schedule, built with the options of the command line
+interleaved-1f1b:virtual=4    a schedule with options of its own, separated by commas
+mine.csv, mine.json           a program, as ``penstock.schedule.text`` writes it
+trace.json                    a trace, as ``penstock.view.perfetto`` writes it
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.cli.setting import Setting
+from penstock.cli.settings import Settings
 from penstock.cli.values import read_options
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import family, refuse_options
+from penstock.schedule.catalog import family, refuse_options, schedules
 from penstock.schedule.check import check
 from penstock.schedule.family import Family
 from penstock.schedule.program import Program
@@ -25,18 +24,35 @@ from penstock.schedule.text import from_json, load_csv
 from penstock.simulate.fitting import build_for
 from penstock.trace import Trace
 
-__all__ = ["is_file", "load", "load_program", "takes_virtual"]
+__all__ = ["complete", "is_file", "load", "load_program", "takes_virtual"]
 
 _SUFFIXES = (".csv", ".json")
 _SEPARATORS = tuple(mark for mark in (os.sep, os.altsep) if mark)
-# As a key: in a text it would stand behind a backslash.
+# As a key: inside a JSON string the quotation mark would follow a backslash.
 _TRACE = re.compile(r'"traceEvents"\s*:')
 
 
-def is_file(source: str) -> bool:
-    """Whether ``source`` stands for a file, there or not.
+def complete(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Complete schedules and files for a shell, each with a description.
 
-    A file that is called as a schedule is takes a folder's name before its own, such as ``./1f1b``.
+    Example:
+        >>> [name for name, _ in complete("zb-h")]
+        ['zb-h1', 'zb-h2']
+    """
+    for each in schedules():
+        if each.name.startswith(incomplete.lower()):
+            yield each.name, each.summary
+    head, slash, begun = incomplete.rpartition("/")
+    for path in sorted(Path(head + slash).glob("*")):
+        if path.name.startswith(begun) and (path.suffix in _SUFFIXES or path.is_dir()):
+            shown = f"{head}{slash}{path.name}"
+            yield (f"{shown}/", "folder") if path.is_dir() else (shown, "file")
+
+
+def is_file(source: str) -> bool:
+    """Whether ``source`` names a file, existing or not.
+
+    A schedule's name goes first: a file called ``1f1b`` is given as ``./1f1b``.
 
     Example:
         >>> [is_file(each) for each in ("1f1b", "mine.csv", "./1f1b", "zbv:virtual=2")]
@@ -52,41 +68,40 @@ def is_file(source: str) -> bool:
     return False
 
 
-def load_program(source: str, setting: Setting, *, each_its_own: bool = False) -> Program:
-    """The program that ``source`` stands for, checked.
+def load_program(source: str, settings: Settings, *, lenient: bool = False) -> Program:
+    """Load or build a program, and check it.
 
     Args:
         source: a schedule's name, or a file with a program.
-        setting: what a schedule is built for.
-        each_its_own: whether ``source`` is one of several: what the setting asks for and this
-            schedule can't take (stages per rank, options) is then left out.
+        settings: the options of the command line.
+        lenient: leave out options that this schedule does not take; for one of several schedules.
 
     Raises:
-        ScheduleError: no such schedule or file, an impossible setting, or a wrong program.
+        ScheduleError: an unknown schedule, an option that can't be, or an invalid program.
         OSError: the file can't be read.
     """
-    found = load(source, setting, each_its_own=each_its_own)
+    found = load(source, settings, lenient=lenient)
     if isinstance(found, Trace):
         raise ScheduleError(f"{source}: a trace, expected a schedule or a file with a program")
     return check(found)
 
 
-def load(source: str, setting: Setting, *, each_its_own: bool = False) -> Program | Trace:
-    """What ``source`` stands for; a program as it is, not checked.
+def load(source: str, settings: Settings, *, lenient: bool = False) -> Program | Trace:
+    """Load a program or a trace from a file, or build a schedule; the program is not checked.
 
     Args:
-        source: a schedule's name, a file with a program, or a trace.
-        setting: as ``load_program`` takes it.
-        each_its_own: likewise.
+        source: a schedule's name, or a file with a program or a trace.
+        settings: the options of the command line.
+        lenient: as ``load_program`` takes it.
 
     Raises:
-        ScheduleError: as ``load_program``; a file beside what only a schedule takes, such as ranks.
+        ScheduleError: as ``load_program``; or a file beside options that build a schedule.
         OSError: the file can't be read.
     """
     if not is_file(source):
-        return _build(source, setting, each_its_own)
-    if not each_its_own:
-        setting.refuse_beside_file(source)
+        return _build(source, settings, lenient)
+    if not lenient:
+        settings.refuse_for_program(source)
     if Path(source).suffix.lower() != ".json":
         return load_csv(source)
     try:
@@ -102,29 +117,28 @@ def load(source: str, setting: Setting, *, each_its_own: bool = False) -> Progra
         raise ScheduleError(f"{source}: {error}") from error
 
 
-def _build(source: str, setting: Setting, each_its_own: bool) -> Program:
+def _build(source: str, settings: Settings, lenient: bool) -> Program:
     name, colon, own = source.partition(":")
     chosen = family(name)
-    options = setting.options()
-    virtual = setting.virtual
-    if each_its_own:
+    options, virtual = settings.options(), settings.virtual
+    if lenient:
         options = {key: value for key, value in options.items() if chosen.takes_option(key)}
         virtual = virtual if takes_virtual(chosen, virtual) else None
-    options |= read_options(own.split(","), own=True) if colon else {}
+    options |= read_options(own.split(","), sizes=["virtual"]) if colon else {}
     virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
     refuse_options(chosen, options)
     return build_for(
-        setting.costs(),
+        settings.costs(),
         name,
-        ranks=setting.num_ranks,
-        microbatches=setting.num_microbatches,
+        ranks=settings.num_ranks,
+        microbatches=settings.num_microbatches,
         virtual=virtual,
         **options,
     )
 
 
 def takes_virtual(chosen: Family, virtual: int | None) -> bool:
-    """Whether a family can have so many stages per rank; None is what is usual in it."""
+    """Whether a family works with ``virtual`` stages per rank; None stands for its default."""
     if virtual is None:
         return True
     return virtual >= 1 if chosen.virtuals is None else virtual in chosen.virtuals

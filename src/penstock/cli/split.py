@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from penstock.cli.asked import Asked
-from penstock.cli.sizes import parse_bytes
+from penstock.cli.output import stdout
 from penstock.cli.split_table import show
 from penstock.cli.splitting import SplitRequest, measured_costs
-from penstock.cli.terminal import stdout
+from penstock.cli.values import parse_bytes
 from penstock.errors import PartitionError
 from penstock.partition.balance.layout import Layout
 from penstock.partition.balance.terms import SplitObjective

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from penstock.cli.sizes import bytes_text, seconds_text
-from penstock.cli.terminal import percent, print_table, stdout, table
+from penstock.cli.output import print_table, stdout, table
+from penstock.cli.values import bytes_text, percent, seconds_text
 from penstock.partition.balance.costs import Profile
 from penstock.partition.balance.terms import Terms
 from penstock.partition.plan import Plan

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.cli.asked import Asked
 from penstock.cli.models import failed, load_model
-from penstock.cli.terminal import progress_bar
+from penstock.cli.output import progress_bar
 from penstock.errors import PartitionError, PenstockError
 from penstock.partition.balance.balance import balanced
 from penstock.partition.balance.costs import Profile

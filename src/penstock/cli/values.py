@@ -1,63 +1,57 @@
-"""What is written behind options, as numbers and names.
+"""Parse the texts behind options, and format the numbers of tables.
 
-This module knows what texts mean, and not what the numbers are for: whether a cost may be negative
-is the library's affair.
+This module does not know what a number is for: the library checks costs and sizes.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from penstock.errors import ScheduleError
+from penstock.errors import PartitionError, ScheduleError
 from penstock.simulate.costs import Cost, Costs, MessageCost
 
 __all__ = [
     "OTHER_COSTS",
-    "in_options",
+    "bytes_text",
+    "number",
+    "parse_bytes",
+    "percent",
     "read_cost",
     "read_message_cost",
     "read_options",
     "read_other_costs",
+    "seconds_text",
 ]
 
 _WITH_OPTIONS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
 
 OTHER_COSTS = tuple(each.name for each in fields(Costs) if each.name not in _WITH_OPTIONS)
-"""The costs that have no option of their own, and are given by name."""
-
-_SETTING = ("ranks", "microbatches", "virtual")
-
-_MOST = 1e100  # of costs
-
-# Arguments of the library, as the command line has them.
-_ARGUMENTS = {
-    **{name: f"--{name}" for name in _SETTING},
-    "jitter": "--jitter",
-    "memory_limit": "--memory",
-    "time_limit_s": "--time-limit",
-}
-_ARGUMENT = re.compile(rf"(?<![\w'\"(-])({'|'.join(_ARGUMENTS)})=(?=[^\s,;)])")
-# What only the library can do, and what is left to do.
-_LIBRARY_ONLY = {
-    "pass placements, or costs for": "give costs for",
-    ", or pass exact=False to search without": "",
-}
+"""The fields of ``Costs`` without an option of their own: given as ``--cost name=value``."""
 
 _SWITCHES = tuple(each.name for each in fields(Costs) if isinstance(each.default, bool))
+_SIZES = ("ranks", "microbatches", "virtual")
+_CONSTANTS: dict[str, object] = {"true": True, "false": False, "none": None}
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def _pair(flag: str, text: str, seen: dict[str, Any]) -> tuple[str, str]:
+    """Split ``name=value``; each name may come once."""
+    name, _, value = text.partition("=")
+    name = name.replace("-", "_")
+    if name in seen:
+        raise ScheduleError(f"{flag} {text!r}: {name} is given twice; give it once")
+    return name, value
 
 
 def read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
-    """``name=value`` texts as fields of ``Costs``.
-
-    Args:
-        texts: each as ``name=value``.
+    """Parse ``name=value`` texts as fields of ``Costs``.
 
     Raises:
-        ScheduleError: no such cost, one that is given twice, or a value that it can't have.
+        ScheduleError: an unknown or repeated name, or a malformed value.
 
     Example:
         >>> read_other_costs(["bandwidth=2", "transfers-overlap=false"])
@@ -65,33 +59,29 @@ def read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for text in texts:
-        name, _, value = text.partition("=")
-        name = name.replace("-", "_")
+        name, value = _pair("--cost", text, found)
         if name not in OTHER_COSTS:
             raise ScheduleError(
                 f"--cost {text!r}: expected NAME=VALUE; names are: {', '.join(OTHER_COSTS)}"
             )
-        if name in found:
-            raise ScheduleError(f"--cost {text!r}: {name} is given twice; give it once")
         if name in _SWITCHES:
             if value.lower() not in ("true", "false"):
                 raise ScheduleError(f"--cost {text!r}: expected {name}=true or {name}=false")
             found[name] = value.lower() == "true"
         else:
-            found[name] = read_message_cost(f"cost {name}", value)
+            found[name] = read_message_cost(f"--cost {name}", value)
     return found
 
 
-def read_options(texts: Sequence[str], *, own: bool = False) -> dict[str, object]:
-    """``name=value`` texts as arguments: whole numbers, numbers, true and false, else text.
+def read_options(texts: Sequence[str], *, sizes: Sequence[str] = ()) -> dict[str, object]:
+    """Parse ``name=value`` texts as a schedule's options: integers, floats, true, false, or text.
 
     Args:
         texts: each as ``name=value``.
-        own: whether they are one schedule's of several, which may have its own stages per rank.
+        sizes: which of ranks, microbatches and virtual are allowed, too.
 
     Raises:
-        ScheduleError: a text without a name or a value, a name that is given twice, or what the
-            command line has an option of its own for.
+        ScheduleError: a missing or repeated name, or a size that has an option of its own.
 
     Example:
         >>> read_options(["group=4", "tail=keep"])
@@ -99,13 +89,10 @@ def read_options(texts: Sequence[str], *, own: bool = False) -> dict[str, object
     """
     found: dict[str, object] = {}
     for text in texts:
-        name, equals, value = text.partition("=")
-        name = name.replace("-", "_")
-        if not (name and equals and value):
+        name, value = _pair("option", text, found)
+        if not (name and value):
             raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
-        if name in found:
-            raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
-        if name in _SETTING and not (own and name == "virtual"):
+        if name in _SIZES and name not in sizes:
             raise ScheduleError(
                 f"option {text!r}: {name} is no option of a schedule; give --{name} {value}"
             )
@@ -114,9 +101,8 @@ def read_options(texts: Sequence[str], *, own: bool = False) -> dict[str, object
 
 
 def _value(text: str) -> object:
-    known: dict[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in known:
-        return known[text.lower()]
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
     for read in (int, float):
         try:
             return read(text)
@@ -125,93 +111,119 @@ def _value(text: str) -> object:
     return text
 
 
-def read_message_cost(name: str, text: str) -> MessageCost:
-    """A cost of messages: of edges, as ``1-2=5,2-3=1``, or as ``read_cost``.
+def read_message_cost(flag: str, text: str) -> MessageCost:
+    """Parse costs of edges, as ``1-2=5,2-3=1``, or what ``read_cost`` takes.
 
     Args:
-        name: the option's, without its dashes.
-        text: what stands behind it.
+        flag: the option, such as ``--latency``.
+        text: its value.
 
     Raises:
-        ScheduleError: neither of both, or an edge that is given twice.
+        ScheduleError: a malformed number or edge, or a repeated edge.
     """
     if "=" not in text:
-        return read_cost(name, text)
+        return read_cost(flag, text)
     edges: dict[tuple[int, int], float] = {}
     for part in text.split(","):
         try:
             edge, cost = part.split("=")
             one, two = map(int, edge.split("-"))
-            number = float(cost)
+            value = float(cost)
         except ValueError as error:
             raise ScheduleError(
-                f"--{name} {part!r}: expected the cost of an edge, such as 1-2=5"
+                f"{flag} {part!r}: expected the cost of an edge, such as 1-2=5"
             ) from error
         if (one, two) in edges:
-            raise ScheduleError(f"--{name} {part!r}: this edge is given twice; give it once")
-        _refuse_far(name, number)
-        edges[one, two] = number
+            raise ScheduleError(f"{flag} {part!r}: this edge is given twice; give it once")
+        edges[one, two] = value
     return edges
 
 
-def read_cost(name: str, text: str) -> Cost:
-    """A number, or one per stage as ``1,2,1``.
+def read_cost(flag: str, text: str) -> Cost:
+    """Parse one number, or one per stage as ``1,2,1``.
 
     Args:
-        name: the option's, without its dashes.
-        text: what stands behind it.
+        flag: the option, such as ``--forward``.
+        text: its value.
 
     Raises:
-        ScheduleError: a part that is no number, or too far from 1.
+        ScheduleError: a part that is not a number.
     """
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ScheduleError(
-            f"--{name} {text!r}: expected a number, or one per stage as 1,2,1"
+            f"{flag} {text!r}: expected a number, or one per stage as 1,2,1"
         ) from error
-    for number in numbers:
-        _refuse_far(name, number)
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _refuse_far(name: str, number: float) -> None:
-    """Refuse what, added up or divided by, would be more than a number can hold."""
-    if math.isfinite(number) and number and not 1 / _MOST <= abs(number) <= _MOST:
-        raise ScheduleError(
-            f"--{name} {number:g}: expected 0, or a number from {1 / _MOST:g} to {_MOST:g}; give "
-            "costs in another unit"
-        )
+def parse_bytes(text: str) -> float:
+    """Parse a number of bytes.
 
+    Args:
+        text: a number, with a unit (kB, MB, GB, TB, or KiB, MiB, GiB, TiB) or without.
 
-def in_options(message: str) -> str:
-    """A message that speaks of arguments, in the words of the command line.
+    Raises:
+        PartitionError: not a positive, finite number of bytes.
 
     Example:
-        >>> in_options("Costs(input_grad=...): -1.0 is not a finite number ≥ 0")
-        '--input-grad: -1.0 is not a finite number ≥ 0'
-        >>> in_options("Costs(reload=...) has 2 numbers, but the program has 4 stages")
-        '--cost reload has 2 numbers, but the program has 4 stages'
-        >>> in_options("offload=True, at no cost; pass Costs(offload=..., reload=...)")
-        '--offload, at no cost; pass --cost offload=... --cost reload=...'
-        >>> in_options("no program meets memory_limit=1: .. with recompute=True, 1 would do")
-        'no program meets --memory 1: .. with --recompute, 1 would do'
-        >>> in_options("search: time_limit_s=0 must be a finite number above 0")
-        'search: --time-limit 0 must be a finite number above 0'
+        >>> parse_bytes("16GB"), parse_bytes("1.5 GiB"), parse_bytes("300")
+        (16000000000.0, 1610612736.0, 300.0)
     """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]i?|)b?\s*", text.lower())
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise PartitionError(f"{text!r} is no number of bytes; write it as 16GB or 300MiB")
+    return value
 
-    def option(found: re.Match[str]) -> str:
-        name = found[1]
-        return f"--{name.replace('_', '-')}" if name in _WITH_OPTIONS else f"--cost {name}"
 
-    def options(found: re.Match[str]) -> str:
-        return re.sub(
-            r"(\w+)(?:=\.\.\.)(?:, )?", lambda one: f"{option(one)}=... ", found[1]
-        ).strip()
+def bytes_text(value: float) -> str:
+    """Format a number of bytes in three digits.
 
-    message = re.sub(r"Costs\((\w+)=\.\.\.\)", option, message)
-    message = re.sub(r"Costs\(((?:\w+=\.\.\.(?:, )?)+)\)", options, message)
-    message = re.sub(r"\b(recompute|offload)=True\b", r"--\1", message)
-    for said, left in _LIBRARY_ONLY.items():
-        message = message.replace(said, left)
-    return _ARGUMENT.sub(lambda found: f"{_ARGUMENTS[found[1]]} ", message)
+    Example:
+        >>> bytes_text(0), bytes_text(1234), bytes_text(27e9), bytes_text(999_999)
+        ('0 B', '1.23 kB', '27.0 GB', '1.00 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    digits = 0 if unit == "B" else 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a duration in three digits.
+
+    Example:
+        >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(4e-6)
+        ('12.3 ms', '2.5 s', '4 µs')
+    """
+    for scale, unit in ((1, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def number(value: float) -> str:
+    """Format a simulated time or an amount.
+
+    Example:
+        >>> number(51.0), number(0.1 + 0.2), number(1234567.0)
+        ('51', '0.3', '1234567')
+    """
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
+
+
+def percent(ratio: float) -> str:
+    """Format a ratio in per cent.
+
+    Example:
+        >>> percent(0.2727)
+        '27.27%'
+    """
+    return f"{ratio:.2%}"

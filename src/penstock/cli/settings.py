@@ -1,0 +1,275 @@
+"""The options that subcommands share: ranks, microbatches, costs, memory.
+
+Each option is an ``Annotated`` alias that a subcommand puts into its signature. The subcommand
+gathers them in one ``Settings``, which everything else takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+import typer
+
+from penstock.cli.values import (
+    OTHER_COSTS,
+    read_cost,
+    read_message_cost,
+    read_options,
+    read_other_costs,
+)
+from penstock.errors import PenstockError, ScheduleError
+from penstock.schedule.program import Program
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+from penstock.simulate.result import Simulation
+
+__all__ = [
+    "OtherCosts",
+    "Forward",
+    "InputGrad",
+    "Jitter",
+    "JitterSeed",
+    "Latency",
+    "Memory",
+    "Microbatches",
+    "Option",
+    "OverlapTime",
+    "Ranks",
+    "Settings",
+    "Virtual",
+    "WeightGrad",
+    "message_of",
+]
+
+_RANKS, _MICROBATCHES = 4, 8
+_PANEL = "Costs"
+
+
+def _cost_names(incomplete: str) -> Iterator[str]:
+    """Complete the name of ``--cost``."""
+    yield from (f"{name}=" for name in OTHER_COSTS if name.startswith(incomplete))
+
+
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", "-p", help="Ranks.", show_default=str(_RANKS))
+]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches", "-m", help="Microbatches per step.", show_default=str(_MICROBATCHES)
+    ),
+]
+Virtual = Annotated[
+    int | None,
+    typer.Option(
+        "--virtual", "-v", help="Stages per rank.", show_default="the schedule's usual number"
+    ),
+]
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-O",
+        metavar="NAME=VALUE",
+        help="An option of the schedule, such as group=4; may be repeated.",
+    ),
+]
+Memory = Annotated[
+    float | None,
+    typer.Option(
+        "--memory",
+        help="Memory limit of a rank: in activations, or in bytes with --cost activation_bytes=...",
+        show_default="none",
+    ),
+]
+Forward = Annotated[
+    str,
+    typer.Option(help="Time of F: one number, or one per stage as 1,2,1.", rich_help_panel=_PANEL),
+]
+InputGrad = Annotated[
+    str, typer.Option(help="Time of I, the input gradient.", rich_help_panel=_PANEL)
+]
+WeightGrad = Annotated[
+    str,
+    typer.Option(help="Time of W, the weight gradient; B takes I + W.", rich_help_panel=_PANEL),
+]
+Latency = Annotated[
+    str,
+    typer.Option(
+        help="Time of a message between ranks: one number, one per sending stage, or one per "
+        "edge as 1-2=5,2-3=1.",
+        rich_help_panel=_PANEL,
+    ),
+]
+OverlapTime = Annotated[
+    str | None,
+    typer.Option(
+        help="Time of an overlapped forward and backward.",
+        show_default="the sum of both",
+        rich_help_panel=_PANEL,
+    ),
+]
+OtherCosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cost",
+        metavar="NAME=VALUE",
+        help="Another cost, such as bandwidth=2; may be repeated. "
+        f"Names: {', '.join(OTHER_COSTS)}.",
+        autocompletion=_cost_names,
+        rich_help_panel=_PANEL,
+    ),
+]
+Jitter = Annotated[
+    float,
+    typer.Option(
+        help="Lengthen each computation by a random share of its cost, up to this one.",
+        rich_help_panel=_PANEL,
+    ),
+]
+JitterSeed = Annotated[int, typer.Option(help="Seed of the jitter.", rich_help_panel=_PANEL)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The shared options of one command line, each as it was given.
+
+    Args:
+        ranks: number of ranks; None for the default.
+        microbatches: microbatches per step; None for the default.
+        virtual: stages per rank; None for the schedule's usual number.
+        option: options of the schedule, each as ``name=value``.
+        memory: memory limit of a rank; None for none.
+        forward: cost of F.
+        input_grad: cost of I.
+        weight_grad: cost of W.
+        latency: time of a message between ranks.
+        overlap: time of an overlapped pair; None for the sum of its parts.
+        cost: other costs, each as ``name=value``.
+        jitter: largest random share that a computation takes longer.
+        jitter_seed: seed of the jitter.
+
+    Raises:
+        ScheduleError: a memory limit that is negative or NaN.
+    """
+
+    ranks: int | None = None
+    microbatches: int | None = None
+    virtual: int | None = None
+    option: list[str] | None = None
+    memory: float | None = None
+    forward: str = "1"
+    input_grad: str = "1"
+    weight_grad: str = "1"
+    latency: str = "0"
+    overlap: str | None = None
+    cost: list[str] | None = None
+    jitter: float = 0.0
+    jitter_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and not self.memory >= 0:
+            raise ScheduleError(f"--memory {self.memory:g}: expected a number ≥ 0")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return _RANKS if self.ranks is None else self.ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step."""
+        return _MICROBATCHES if self.microbatches is None else self.microbatches
+
+    def options(self) -> dict[str, object]:
+        """The options of the schedule, parsed."""
+        return read_options(self.option or ())
+
+    def costs(self) -> Costs:
+        """The costs, parsed.
+
+        Raises:
+            ScheduleError: a malformed number, or a number that is no cost.
+        """
+        return Costs(
+            forward=read_cost("--forward", self.forward),
+            input_grad=read_cost("--input-grad", self.input_grad),
+            weight_grad=read_cost("--weight-grad", self.weight_grad),
+            latency=read_message_cost("--latency", self.latency),
+            overlap=None if self.overlap is None else read_cost("--overlap", self.overlap),
+            **read_other_costs(self.cost or ()),
+        )
+
+    def refuse_for_program(self, file: str) -> None:
+        """Refuse options that only build a schedule: a program in a file is already built.
+
+        Raises:
+            ScheduleError: ranks, microbatches, stages per rank, or options are given.
+        """
+        given = self._given("ranks", "microbatches", "virtual", "option")
+        if given:
+            raise ScheduleError(
+                f"{file} holds a program as it is, and takes no {', no '.join(given)}; leave that "
+                "out, or name a schedule"
+            )
+
+    def refuse_for_trace(self, file: str) -> None:
+        """Refuse every option but the memory limit: a recorded step has run already.
+
+        Raises:
+            ScheduleError: another option is given.
+        """
+        given = self._given(*(each.name for each in fields(self) if each.name != "memory"))
+        if given:
+            raise ScheduleError(
+                f"{file} is of a step that has run, and takes no {', no '.join(given)}; leave that "
+                "out"
+            )
+
+    def _given(self, *names: str) -> list[str]:
+        defaults = {each.name: each.default for each in fields(self)}
+        return [_flag(name) for name in names if getattr(self, name) not in (defaults[name], [])]
+
+    def simulate(self, program: Program, costs: Costs | None = None) -> Simulation:
+        """Simulate a program.
+
+        Args:
+            program: the program.
+            costs: used in place of the command line's; None for those.
+
+        Raises:
+            ScheduleError: as ``penstock.simulate``; or a jitter so large that times overflow.
+        """
+        costs = self.costs() if costs is None else costs
+        result = simulate(program, costs, jitter=self.jitter, seed=self.jitter_seed)
+        if not all(map(math.isfinite, (result.makespan, result.busy, *result.peak_bytes))):
+            raise ScheduleError(
+                "with this jitter, costs add up to more than a number can hold; give less of it"
+            )
+        return result
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# The flag of each parameter of the library that an error may name.
+_FLAGS = {each.name: _flag(each.name) for each in fields(Settings)}
+_FLAGS |= {name: f"--cost {name}" for name in OTHER_COSTS}
+_FLAGS |= {"memory_limit": "--memory", "time_limit_s": "--time-limit"}
+
+
+def message_of(error: PenstockError) -> str:
+    """The message of an error, after the flag of the parameter at fault.
+
+    Example:
+        >>> message_of(ScheduleError("-1.0 is not a finite number", parameter="input_grad"))
+        '--input-grad: -1.0 is not a finite number'
+        >>> message_of(ScheduleError("2 numbers for 4 stages", parameter="reload"))
+        '--cost reload: 2 numbers for 4 stages'
+    """
+    flag = None if error.parameter is None else _FLAGS.get(error.parameter)
+    return str(error) if flag is None else f"{flag}: {error}"
