@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, split_by_module
-from penstock.stage.dtensor import in_full
+from penstock.stage.dtensor import full_tensor
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, own_loss
@@ -168,7 +168,7 @@ def wrapped(rank: int, num_ranks: int, kind: str) -> None:
     assert loss is not None and torch.equal(loss, expected.loss)
     wanted = dict(plain.named_parameters())
     for name, param in pipe.named_parameters():
-        assert torch.equal(in_full(param.grad), wanted.pop(name.removeprefix("module.")).grad)
+        assert torch.equal(full_tensor(param.grad), wanted.pop(name.removeprefix("module.")).grad)
     assert not wanted
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PipelineStage, build, get_schedule_class
-from penstock.stage.dtensor import in_full
+from penstock.stage.dtensor import full_tensor
 
 DIM = 4
 ROWS = 8  # per replica
@@ -93,7 +93,7 @@ WRAPS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 
 def whole(tensor: Tensor) -> Tensor:
     # A replicated tensor, in full, is itself: copied, so that later steps do not change it.
-    return in_full(tensor).detach().clone()
+    return full_tensor(tensor).detach().clone()
 
 
 def make_meshes() -> tuple[DeviceMesh, DeviceMesh]:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from penstock import PipelineStage, ScheduleProgram, build
 from penstock.errors import BoundaryError, PenstockError
-from penstock.stage.dtensor import _described, find_mesh, spread_of
+from penstock.stage.dtensor import _described, dtensor_meta, find_mesh
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 
@@ -124,7 +124,7 @@ def ask(rank: int, num_ranks: int) -> str:
 
 def test_a_mesh_that_nothing_names_is_asked_for() -> None:
     for outcome in run_ranks(ask, 2):
-        assert "spread as replicate over (tensor=1), (1, 4) in all" in outcome.result()
+        assert "a DTensor (replicate over (tensor=1), (1, 4) in all)" in outcome.result()
         assert "get_mesh=" in outcome.result()
 
 
@@ -134,7 +134,7 @@ def find(rank: int, num_ranks: int) -> list[bool]:
     for names in (("tensor",), None):
         meshes = [init_device_mesh("cpu", (1,), mesh_dim_names=names) for _ in range(2)]
         mine, theirs = (DTensor.from_local(torch.ones(2), m, [Replicate()]) for m in meshes)
-        spread = spread_of(theirs)
+        spread = dtensor_meta(theirs)
         assert spread is not None
         found.append(find_mesh(spread, [mine]) is meshes[0])
     return found
@@ -146,5 +146,7 @@ def test_a_mesh_is_found_by_the_names_of_its_dimensions() -> None:
 
 
 def test_a_way_of_spreading_without_a_name_is_refused() -> None:
-    with pytest.raises(BoundaryError, match=r"spread as _S\(0, 2\) can.t cross .* redistribute"):
+    with pytest.raises(
+        BoundaryError, match=r"the placement _S\(0, 2\) can.t cross .* redistribute"
+    ):
         _described(_StridedShard(0, split_factor=2))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.dtensor import in_full
+from penstock.stage.dtensor import full_tensor
 from penstock.testing.compare import Snapshot
 from tests.generated.case import Case
 from tests.generated.failing import Bomb, Boom
@@ -248,7 +248,7 @@ def tensor_of(output: Any) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy in full, of what may be spread or sparse."""
-    return in_full(tensor).detach().to_dense().clone()
+    return full_tensor(tensor).detach().to_dense().clone()
 
 
 def times(state: dict[str, Any], factor: float) -> dict[str, Any]:

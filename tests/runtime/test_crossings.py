@@ -440,8 +440,13 @@ def whole(h: Tensor) -> Tensor:
     return h
 
 
-APART = [(whole, torch.clone), (lambda h: h[:, ::2], lambda h: h[:, 1::2])]
-SHARED = [(whole, whole), (whole, lambda h: h[:, 1:]), (whole, Tensor.detach)]
+APART = [(whole, torch.clone)]
+SHARED = [
+    (whole, whole),
+    (whole, lambda h: h[:, 1:]),
+    (whole, Tensor.detach),
+    (lambda h: h[:, ::2], lambda h: h[:, 1::2]),
+]
 
 
 def pair_of(other: Any, ranks: int = 2) -> Twins:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections import UserDict
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -72,54 +69,14 @@ def test_outputs_of_a_registered_class_are_merged() -> None:
     assert torch.equal(output.value, expected)
 
 
-def test_an_unknown_class_goes_whole_and_is_remarked_on_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    x = torch.randn(4, DIM)
-    for rows in (1, 2):
-        one_stage(Scaled(DIM, DIM)).step(x, target=x, scale=Unknown(torch.rand(rows, 1)))
-    assert not caplog.records
-    schedule = one_stage(Scaled(DIM, DIM))
-    for _ in range(2):
-        schedule.step(x, target=x, scale=Unknown(torch.rand(4, 1)))
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "a Unknown goes whole to every microbatch" in record.getMessage()
-
-
-@dataclass
-class Node:
-    """Of a graph of objects that point at each other, with tensors among them."""
-
-    value: Any = None
-    others: list[Node] = field(default_factory=list)
-
-
-def test_an_object_that_is_all_the_input_is_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
-    """As a batch of graphs is, whose tensors are in a mapping of its own."""
-
-    class Rows(nn.Linear):
-        def forward(self, graphs: Any) -> Tensor:
-            return super().forward(graphs.store["rows"])
-
-    graphs = Unknown(torch.ones(()))
-    graphs.store = UserDict(rows=torch.ones(4, DIM))  # type: ignore[attr-defined]
-    one_stage(Rows(DIM, DIM), loss_fn=lambda out: out.sum()).step(graphs)
-    assert "a Unknown goes whole to every microbatch, and holds a tensor, as no" in caplog.text
-
-
-def test_a_graph_of_objects_is_looked_at_no_deeper_than_its_root(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    scale = Unknown(torch.rand(2, 1))
-    scale.graph = Node(torch.rand(4, 1))  # type: ignore[attr-defined]
-    scale.graph.others = [scale.graph, Node(scale)]  # type: ignore[attr-defined]
-    x = torch.randn(4, DIM)
-    one_stage(Scaled(DIM, DIM)).step(x, target=x, scale=scale)
-    assert not caplog.records
-    scale.by_name = {"rows": torch.rand(4, 1)}  # type: ignore[attr-defined]
-    one_stage(Scaled(DIM, DIM)).step(x, target=x, scale=scale)
-    assert len(caplog.records) == 1
+def test_an_object_of_an_unknown_class_goes_whole_to_every_microbatch() -> None:
+    plain = Scaled(DIM, DIM)
+    module = copy.deepcopy(plain)
+    x, target, scale = torch.randn(4, DIM), torch.randn(4, DIM), Unknown(torch.rand(2, 1))
+    one_stage(module).step(x, target=target, scale=scale)
+    for rows in (slice(0, 2), slice(2, 4)):
+        (mse(plain(x[rows], scale), target[rows]) / 2).backward()
+    assert torch.equal(module.weight.grad, plain.weight.grad)
 
 
 def test_none_among_arguments_with_specs() -> None:
@@ -150,7 +107,7 @@ class Masked(nn.Linear):
         return mask @ super().forward(x_BTD)
 
 
-def test_a_pipeline_gives_whole_what_its_spec_says(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pipeline_gives_whole_what_its_spec_says() -> None:
     """The mask has as many rows as the batch, and the positions have one."""
     plain = Masked(DIM, DIM)
     pipe = Pipeline(
@@ -167,7 +124,6 @@ def test_a_pipeline_gives_whole_what_its_spec_says(caplog: pytest.LogCaptureFixt
         (mse(plain(x[rows], mask=mask, positions=positions), target[rows]) / 2).backward()
     assert torch.equal(next(pipe.parameters()).grad, plain.weight.grad)
     torch.testing.assert_close(pipe.eval(x, mask=mask, positions=None), plain(x, mask=mask))
-    assert not caplog.records
     with pytest.raises(ValueError, match="has 'positions', which the call does not: it has 'mask'"):
         pipe.step(x, target=target, mask=mask)
 
@@ -224,42 +180,6 @@ def test_a_block_mask_with_too_few_rows() -> None:
         split_tree({"mask": mask}, 3)
 
 
-# --- rows that do not divide -----------------------------------------------------------------
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-
-
-def test_uneven_rows_are_remarked_on_once(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = Pipeline([nn.Linear(DIM, DIM)] * 2, loss_fn=mse, n_microbatches=4, split=[1, 1])
-    even, uneven = torch.ones(8, DIM), torch.ones(5, DIM)
-    pipe.step(even, target=even)
-    pipe.eval(uneven)
-    assert not warnings_of(caplog)
-    for _ in range(2):
-        pipe.step(uneven, target=uneven)
-    (told,) = warnings_of(caplog)
-    assert "5 rows in 4 microbatches are 2, 1, 1, 1, and each microbatch counts alike" in told
-    assert "drop_last=True" in told
-
-
-def test_rows_that_are_summed_are_not_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.ones(5, DIM)
-    one_stage(nn.Linear(DIM, DIM), 4, scale_grads=False).step(x, target=x)
-    assert not warnings_of(caplog)
-
-
-@pytest.mark.parametrize(("shapes", "told"), [([(2, 3), (2, 5)], 0), ([(1, 3), (3, 3)], 1)])
-def test_ready_microbatches_may_differ_in_length_but_not_in_rows(
-    shapes: list[tuple[int, int]], told: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    schedule = one_stage(nn.Linear(DIM, DIM), dynamic_shapes=True)
-    mbs = [torch.ones(*shape, DIM) for shape in shapes]
-    schedule.step(arg_mbs=[(mb,) for mb in mbs], target_mbs=mbs, return_outputs=False)
-    assert len(warnings_of(caplog)) == told
-
-
 # --- tensors with other numbers of rows ------------------------------------------------------
 
 
@@ -283,15 +203,9 @@ def test_rows_that_are_cut_at_different_places_are_refused() -> None:
         weighted.step(x, target={"weights": offsets})
 
 
-def test_inputs_with_other_numbers_of_rows_are_remarked_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_targets_may_have_several_rows_for_each_of_the_inputs() -> None:
     captions = one_stage(nn.Linear(DIM, DIM), loss_fn=lambda out, target: out.mean())
-    captions.step(torch.ones(4, DIM), target=torch.ones(8))  # two for each row
-    assert not warnings_of(caplog)
-    tabled(torch.ones(4, 2, DIM), torch.ones(2, DIM))
-    (told,) = warnings_of(caplog)
-    assert "inputs of shapes (4, 2, 4) and (2, 4) are all split into 2 microbatches" in told
+    captions.step(torch.ones(4, DIM), target=torch.ones(8))
 
 
 # --- outputs that can't be merged ------------------------------------------------------------

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
-from penstock import Pipeline, PipelineStage, ScheduleGPipe
+from penstock import BoundaryError, Pipeline, PipelineStage, ScheduleGPipe
 from penstock.runtime.microbatch import merge_chunks, split_tree
+from penstock.stage.boundary import describe
 
 DIM = 4
 CPU = torch.device("cpu")
@@ -188,15 +189,21 @@ def test_a_mapping_is_split_and_merged_like_a_dict(batch: Any) -> None:
         assert (second[0].num_sequences, second[0].lengths) == (1, None)
 
 
-def test_a_mapping_of_plain_values_is_one_value() -> None:
-    config = Inputs({"scale": 2.0, "sizes": [1, 2]})
-    assert all(part[1] is config for part in split_tree((X, config), 2))
+@pytest.mark.parametrize("cls", [Inputs, Unmakeable])
+def test_a_mapping_of_plain_values_goes_to_every_microbatch(cls: type[Any]) -> None:
+    config = Inputs({"scale": 2.0, "sizes": [1, 2]}) if cls is Inputs else Unmakeable(scale=2.0)
+    for part in split_tree((X, config), 2):
+        assert type(part[1]) is cls
+        assert part[1] == config
 
 
 @pytest.mark.parametrize("batch", [Unmakeable(x=X), Encoded({"x": X}, lengths=torch.ones(5))])
 def test_a_mapping_that_can_not_be_made_of_its_items_is_refused(batch: Any) -> None:
-    with pytest.raises(ValueError, match=rf"a {type(batch).__name__} can't be split .*its items"):
+    said = rf"a {type(batch).__name__} can't be split, moved or sent: .*its items"
+    with pytest.raises(BoundaryError, match=said):
         split_tree(batch, 2)
+    with pytest.raises(BoundaryError, match=said):
+        describe(batch)
 
 
 def test_mappings_enter_and_cross() -> None:

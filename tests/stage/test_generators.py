@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock import microbatch_rng
-from penstock.stage.generators import random_state, seed_random_state, undrawn
+from penstock.stage.rng import random_state, seed_random_state, undrawn
 
 CPU = torch.device("cpu")
 

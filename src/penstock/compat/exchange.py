@@ -13,7 +13,6 @@ It hands out operations, and posts none; it knows nothing of forward and backwar
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,14 +22,11 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.overlap import overlapping
 from penstock.stage.slots import Slot
 from penstock.stage.stage import Stage
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["ExchangingStage"]
-
-_log = logging.getLogger(__name__)
 
 
 class ExchangingStage(Stage):
@@ -42,7 +38,6 @@ class ExchangingStage(Stage):
     has_backward: bool
     chunks: int | None
     _slots: dict[int, Slot]
-    _has_told_shared = False
 
     def _slot(self, chunk_id: int) -> Slot:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
@@ -79,7 +74,11 @@ class ExchangingStage(Stage):
         return self._p2p(dist.irecv, slot.arrival, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of this microbatch's outputs; none on the last stage."""
+        """The sends of this microbatch's outputs; none on the last stage.
+
+        Outputs that share memory arrive as separate tensors, which no message tells the next
+        stage: return a clone of one of them if the next stage writes into the other in place.
+        """
         if self.is_last:
             return []
         slot = self._slot(fwd_chunk_id)
@@ -89,22 +88,8 @@ class ExchangingStage(Stage):
                 "forward_one_chunk() first, and send once"
             )
         outgoing, slot.outgoing = slot.outgoing, None
-        self._remark_on_shared(outgoing)
         tensors = [t.contiguous() for t in outgoing]
         return self._p2p(dist.isend, tensors, self.stage_index + 1)
-
-    def _remark_on_shared(self, tensors: Sequence[Tensor]) -> None:
-        """Say once that they have memory in common, which no message tells the next stage: driven
-        by a schedule, or on the same rank, it would be refused to write into it."""
-        if self._has_told_shared or not (shared := overlapping(tensors)):
-            return
-        self._has_told_shared = True
-        _log.warning(
-            "stage %d sends tensors %d and %d, which have memory in common here and will have none "
-            "where they arrive: if the next stage writes into one of them, return a clone of it",
-            self.stage_index,
-            *shared[0],
-        )
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of the gradients of this microbatch's outputs; none on the last stage."""

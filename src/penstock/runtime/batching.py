@@ -18,13 +18,13 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.engine import Engine
 from penstock.runtime.microbatch import (
     check_ready,
+    check_rows,
     merge_chunks,
     num_chunks,
     split_call,
     split_tree,
 )
-from penstock.runtime.pieces import Pieces
-from penstock.runtime.row_remarks import RowRemarks
+from penstock.runtime.sequence_chunks import SequenceChunks
 
 __all__ = ["Batching", "Passed", "Specs"]
 
@@ -68,7 +68,7 @@ class Batching:
         engine: Engine,
         n_microbatches: int,
         specs: Specs,
-        pieces: Pieces,
+        pieces: SequenceChunks,
         *,
         averages: bool,
     ) -> None:
@@ -77,7 +77,6 @@ class Batching:
         self._specs = specs
         self._pieces = pieces
         self._averages = averages
-        self._remarks = RowRemarks(weighs_rows=averages and engine.has_backward)
 
     def split(self, passed: Passed) -> Batch:
         """The batch of one call.
@@ -109,18 +108,9 @@ class Batching:
         batch.targets = passed.target_mbs
         if passed.target_mbs is None and has_target and self._engine.has_last:
             batch.targets = split_tree(passed.target, self._num, seen=target_rows)
-        self._remarks.on_counts(rows, target_rows, self._num, says=has_first)
-        self._remark(passed, batch, ready=length is not None)
+        check_rows({**target_rows, **rows}, self._num)
         self._pieces.split(batch, even=self._averages)
         return batch
-
-    def _remark(self, passed: Passed, batch: Batch, *, ready: bool) -> None:
-        if self._num == 1 or batch.args is None or not self._engine.has_first:
-            return
-        if torch.is_grad_enabled():
-            has_args = passed.args or passed.arg_mbs
-            self._remarks.on_rows(batch.args if has_args else batch.kwargs, ready=ready)
-        self._remarks.on_objects(passed.args, passed.kwargs)
 
     def join_losses(self, losses: Tensor | None) -> Tensor | None:
         """The microbatches' losses, of those of a program's microbatches."""

@@ -18,7 +18,7 @@ from penstock.errors import StageError
 from penstock.runtime.batch import Batch
 from penstock.runtime.loss import scalar_loss
 from penstock.runtime.role import Role
-from penstock.stage.dtensor import in_full, is_spread
+from penstock.stage.dtensor import full_tensor, is_dtensor
 from penstock.stage.pytree import map_tensors
 from penstock.stage.slots import Slot
 
@@ -58,7 +58,7 @@ class Ending:
         if isinstance(result, tuple) and len(result) == 2:
             result, batch.metrics[mb] = result
         loss = scalar_loss(result)
-        batch.losses[mb] = in_full(loss.detach())
+        batch.losses[mb] = full_tensor(loss.detach())
         if not self._role.train:
             return
         if not loss.requires_grad:
@@ -71,7 +71,7 @@ class Ending:
 
     def _seed(self, loss: Tensor) -> Tensor:
         """The gradient that the backward starts from: scaling the loss, not the gradients."""
-        if is_spread(loss):  # as its gradient is: over the same mesh
+        if is_dtensor(loss):  # as its gradient is: over the same mesh
             return torch.ones_like(loss) / self._role.loss_divisor
         key = (loss.dtype, loss.device)
         if key not in self._seeds:

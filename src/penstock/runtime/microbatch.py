@@ -1,43 +1,45 @@
-"""Split a batch into microbatches, and merge outputs again.
+"""Split a batch into microbatches, and merge outputs.
 
-Rows are shared out as evenly as they go: 10 rows in 4 microbatches are 3, 3, 2, 2. Nothing is
-dropped or padded. Each microbatch then counts alike in the mean of their losses, also where they
-differ in rows: where that mean is to be the batch's, pass batches that divide.
+Rows are split as evenly as possible: 10 rows in 4 microbatches are 3, 3, 2, 2. None is dropped or
+padded. Each microbatch counts alike in the mean of the losses, also if they differ in rows: for the
+batch's own mean pass batches that divide (``drop_last=True``), or sum in the loss and pass
+``scale_grads=False``.
 
-    tensors in any container                split; containers are those of ``row_trees.py``,
-                                            classes registered with torch's pytree among them
-    a BlockMask of flex attention           split along its batch dimension, where that is not 1
-    a PackedSequence                        refused: its rows do not lie together
-    all else, tensors without dimensions    given to every microbatch as it is
+    tensors in any pytree (see ``stage/pytree.py``)    split
+    a BlockMask of flex attention                      split along its batch dimension, if not 1
+    a PackedSequence                                   refused: its rows do not lie together
+    all else, tensors without dimensions               given to every microbatch as it is
 
-An object of a class that is none of these containers goes to every microbatch whole, whatever
-tensors it holds: nobody can know which of them have rows. Register its class with
-``torch.utils._pytree.register_pytree_node`` where they have. What such a class is registered with
-beside its tensors, its context, goes to every microbatch as it is: it must not depend on the number
-of rows.
+An object of a class that is no pytree goes whole to every microbatch, with any tensors in it, as
+does the context with which a class is registered. Register a class whose tensors have the batch's
+rows with ``torch.utils._pytree.register_pytree_node``.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import optree
 import torch
 from torch import Tensor
 
-from penstock.runtime.block_mask import is_block_mask, split_block_mask
-from penstock.runtime.row_trees import ROWS, flatten_rows
-from penstock.stage.pytree import same_value
+from penstock.stage.pytree import NAMESPACE, flatten, resizing, same_value, unflatten
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "Reducer",
     "Replicate",
     "TensorChunkSpec",
     "check_ready",
-    "is_split_alike",
+    "check_rows",
+    "inputs_digest",
     "merge_chunks",
     "num_chunks",
     "split_args_kwargs_into_chunks",
@@ -48,7 +50,7 @@ __all__ = [
 
 
 class TensorChunkSpec:
-    """Along which dimension a tensor is split into microbatches.
+    """The dimension along which a tensor is split into microbatches.
 
     Args:
         split_dim: the dimension.
@@ -76,15 +78,15 @@ class TensorChunkSpec:
 
 
 class Replicate:
-    """In a chunk spec: the value is given to every chunk, as where the spec has None."""
+    """Give a value to every chunk; in a chunk spec the same as None."""
 
 
 class Reducer:
-    """In ``output_merge_spec``: the microbatches' values are put together by a function.
+    """Reduce the microbatches' values by a function, in ``output_merge_spec``.
 
     Args:
-        init_value: what to begin with.
-        reduce_fn: makes of what there is so far, and the next microbatch's value, what is next.
+        init_value: the initial value.
+        reduce_fn: called with the value so far and the next microbatch's.
     """
 
     def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
@@ -101,31 +103,38 @@ _BATCH_DIM = TensorChunkSpec(0)
 def split_tree(
     tree: Any, chunks: int, spec: Any = None, seen: dict[int, torch.Size] | None = None
 ) -> list[Any]:
-    """Split every tensor of a tree.
+    """Split every tensor of a pytree.
 
     Args:
         tree: tensors and plain values in any containers (see the table above).
-        chunks: into how many.
-        spec: a ``TensorChunkSpec`` for all leaves, a tree of them that begins like ``tree``, or
-            None for dimension 0. Where a spec has None, the value is given to every chunk.
-        seen: is filled with the numbers of rows of what is split, each with the first shape met.
+        chunks: the number of chunks.
+        spec: a ``TensorChunkSpec`` for all leaves, a tree of them that is a prefix of ``tree``, or
+            None for dimension 0. A leaf whose spec is None is given to every chunk.
+        seen: filled with the numbers of rows of the split tensors, each with the first shape.
 
     Returns:
-        ``chunks`` trees; the first ones are a row longer where rows do not divide.
+        ``chunks`` trees; the first ones have a row more if rows do not divide.
 
     Raises:
         ValueError: a tensor has fewer rows than there are chunks, the spec does not fit, or a
             container can't be made of some of its rows.
     """
-    leaves, treedef = flatten_rows(tree)
-    specs = _leaf_specs(tree, len(leaves), spec)
-    columns = [_split_leaf(leaf, chunks, s, seen) for leaf, s in zip(leaves, specs, strict=True)]
-    # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
-    if treedef.is_leaf():
-        return list(columns[0])
-    if type(tree) is tuple and len(tree) == len(leaves) > 0 and treedef.num_nodes == len(tree) + 1:
-        return list(zip(*columns, strict=True))
-    return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
+    with resizing():
+        leaves, treedef = flatten(tree)
+        specs = _leaf_specs(tree, len(leaves), spec)
+        columns = [
+            _split_leaf(leaf, chunks, s, seen) for leaf, s in zip(leaves, specs, strict=True)
+        ]
+        # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
+        if treedef.is_leaf():
+            return list(columns[0])
+        if (
+            type(tree) is tuple
+            and len(tree) == len(leaves) > 0
+            and treedef.num_nodes == 1 + len(tree)
+        ):
+            return list(zip(*columns, strict=True))
+        return [unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
 
 
 def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
@@ -134,17 +143,17 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     if isinstance(spec, (TensorChunkSpec, Reducer)):
         return [spec] * num_leaves
     try:
-        specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=ROWS)
+        specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=NAMESPACE)
     except ValueError as error:
-        # Without what the leaves are: the error itself shows the tensors' numbers.
-        shape = optree.tree_structure(tree, none_is_leaf=True, namespace=ROWS)
+        # The structure alone: the error itself shows the tensors' numbers.
+        shape = optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
         raise ValueError(
             f"the chunk spec {spec!r} does not fit values in {shape}; give one TensorChunkSpec for "
             "all of them, or a tree of specs that begins as the values do"
         ) from error
     specs = [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
-    # None says in a spec what becomes of a leaf; in the tree itself it is none.
-    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=ROWS)
+    # None is a spec, but no leaf of the tree itself.
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [each for each, leaf in zip(specs, leaves, strict=True) if leaf is not None]
 
 
@@ -153,10 +162,10 @@ def _split_leaf(
 ) -> Sequence[Any]:
     if spec is None:
         return [leaf] * chunks
-    if is_block_mask(leaf):
+    if _is_block_mask(leaf):
         if isinstance(spec, TensorChunkSpec) and spec.split_dim:
             raise ValueError(f"a BlockMask is split along dimension 0, its batch, not by {spec}")
-        return split_block_mask(leaf, chunks)
+        return _split_block_mask(leaf, chunks)
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * chunks
     if not isinstance(spec, TensorChunkSpec):
@@ -176,36 +185,57 @@ def _split_leaf(
         raise ValueError(
             f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "
             f"along dimension {spec.split_dim}; pass at least {chunks} rows, or use "
-            f"n_microbatches={rows}; what is the same for every microbatch has None in "
-            "args_chunk_spec= or kwargs_chunk_spec=, or goes into each of the ready ones "
-            "(arg_mbs=, kwarg_mbs=, target_mbs=)"
+            f"n_microbatches={rows}; {_WHOLE_TENSOR}"
         )
     if seen is not None:
         seen.setdefault(rows, leaf.shape)
     parts = torch.tensor_split(leaf, chunks, dim=spec.split_dim)
     if leaf.requires_grad or type(leaf) is not Tensor:
         return parts
-    # Each with a version of its own: a model may write into its input, and what autograd has saved
-    # of one microbatch is not changed by what is written into another.
+    # Each with a version counter of its own: a model may write into one microbatch while autograd
+    # has saved tensors of another.
     return [part.data for part in parts]
 
 
-def is_split_alike(rows: int, others: int, chunks: int) -> bool:
-    """Whether two numbers of rows are cut at the same places, seen from the whole.
+_WHOLE_TENSOR = (
+    "a tensor whose rows are not the batch's (a mask or a table for all, offsets of packed "
+    "sequences) goes whole to every microbatch if args_chunk_spec= or kwargs_chunk_spec= has None "
+    "for it, or into each of the ready microbatches: arg_mbs=, kwarg_mbs=, target_mbs="
+)
 
-    Then chunk i of the one may belong to chunk i of the other: 4 images and 8 of their captions.
+
+def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
+    """Check that tensors with different numbers of rows are cut at the same places.
+
+    4 images and 8 captions in 2 microbatches are; 4 images and 5 offsets are not.
+
+    Args:
+        counts: the numbers of rows, each with a tensor's shape, from ``split_tree``.
+        chunks: the number of microbatches.
+
+    Raises:
+        ValueError: some tensors are cut at different places.
 
     Example:
-        >>> is_split_alike(4, 8, 2), is_split_alike(5, 8, 2)
-        (True, False)
+        >>> check_rows({4: torch.Size([4]), 8: torch.Size([8])}, 2)
     """
-    return all(
-        _begin(i, rows, chunks) * others == _begin(i, others, chunks) * rows for i in range(chunks)
-    )
+    if len(counts) < 2:
+        return
+    (rows, shape), *others = sorted(counts.items(), reverse=True)
+    for other_rows, other in others:
+        if any(
+            _begin(i, rows, chunks) * other_rows != _begin(i, other_rows, chunks) * rows
+            for i in range(chunks)
+        ):
+            raise ValueError(
+                f"{rows} rows of a tensor of shape {tuple(shape)} and {other_rows} of one of "
+                f"shape {tuple(other)} are cut at different places for {chunks} microbatches; "
+                f"{_WHOLE_TENSOR}"
+            )
 
 
 def _begin(chunk: int, rows: int, chunks: int) -> int:
-    """The first row of a chunk, where rows are shared out as evenly as they go."""
+    """The first row of a chunk."""
     each, longer = divmod(rows, chunks)
     return chunk * each + min(chunk, longer)
 
@@ -252,7 +282,7 @@ def split_call(
     args_seen: dict[int, torch.Size] | None,
     kwargs_seen: dict[int, torch.Size] | None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """``split_args_kwargs_into_chunks``; ``split_tree`` says what the last two arguments are."""
+    """``split_args_kwargs_into_chunks``; the last two arguments are ``seen`` of ``split_tree``."""
     split_args = split_tree(args, chunks, args_spec, args_seen) if args else [()] * chunks
     if not kwargs:
         return split_args, [{}] * chunks
@@ -260,7 +290,7 @@ def split_call(
 
 
 def _by_name(spec: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A spec for every keyword argument, of one that may lack some."""
+    """The spec with dimension 0 for the names that it lacks."""
     if not isinstance(spec, Mapping):
         return spec
     for name in spec:
@@ -277,23 +307,23 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
 
     Args:
         chunks: one tree per microbatch, all of the same structure.
-        chunk_spec: as for splitting: along which dimension tensors are joined (default 0). A
-            tensor without dimensions is stacked with its like; where the spec has a ``Reducer``,
-            values are put together by it; where it has None, and for what is no tensor, the
-            chunks must agree and their value is kept.
+        chunk_spec: as for splitting, the dimension along which tensors are concatenated (default
+            0). Tensors without dimensions are stacked. A ``Reducer`` reduces the values. If the
+            spec is None, and for values that are no tensors, the chunks must agree.
 
     Raises:
         ValueError: chunks differ in structure, or in a value that can't be joined, or a container
             can't be made of more rows.
     """
-    flats = [flatten_rows(chunk) for chunk in chunks]
-    treedef = flats[0][1]
-    if any(other != treedef for _, other in flats):
-        raise ValueError("the microbatches' outputs differ in structure and can't be merged")
-    specs = _leaf_specs(chunks[0], len(flats[0][0]), chunk_spec)
-    columns = zip(*(leaves for leaves, _ in flats), strict=True)
-    merged = [_merge_leaf(column, spec) for column, spec in zip(columns, specs, strict=True)]
-    return optree.tree_unflatten(treedef, merged)
+    with resizing():
+        flats = [flatten(chunk) for chunk in chunks]
+        treedef = flats[0][1]
+        if any(other != treedef for _, other in flats):
+            raise ValueError("the microbatches' outputs differ in structure and can't be merged")
+        specs = _leaf_specs(chunks[0], len(flats[0][0]), chunk_spec)
+        columns = zip(*(leaves for leaves, _ in flats), strict=True)
+        merged = [_merge_leaf(column, spec) for column, spec in zip(columns, specs, strict=True)]
+        return unflatten(treedef, merged)
 
 
 def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
@@ -321,7 +351,7 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
     return first
 
 
-# Of each kind of ready microbatches, what a batch that is to be split is passed as.
+# The arguments for a batch to split, by those for ready microbatches.
 _WHOLE = {
     "arg_mbs": "positional arguments",
     "kwarg_mbs": "keyword arguments",
@@ -330,7 +360,7 @@ _WHOLE = {
 
 
 def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, bool]) -> None:
-    """Hold lists of ready microbatches against what they are to be.
+    """Check the types of lists of ready microbatches.
 
     Args:
         ready: ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``.
@@ -338,7 +368,7 @@ def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, b
 
     Raises:
         ValueError: a batch was given as well.
-        TypeError: one is no list, or an item no tuple of arguments, or no dict of them.
+        TypeError: a value is no list, or an item no tuple or dict of arguments.
     """
     for name, mbs in ready.items():
         if mbs is not None and not hasattr(mbs, "__len__"):
@@ -372,3 +402,81 @@ def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the lists of microbatches differ in length: {lengths}")
     return next(iter(lengths.values()), None)
+
+
+def inputs_digest(
+    args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[Mapping[str, Any]]
+) -> tuple[int, int]:
+    """Two numbers by which ranks compare the inputs that they were given, from a few elements.
+
+    Args:
+        args: the positional arguments by microbatch; None if the rank was given no inputs.
+        kwargs: the keyword arguments by microbatch.
+
+    Returns:
+        A number for the names of the inputs (0 without inputs), and one for their values.
+    """
+    if args is None:
+        return 0, 0
+    kind = "positional" if args[0] else repr(sorted(kwargs[0]))
+    mbs: Sequence[Any] = args if args[0] else kwargs
+    samples = repr([_samples(leaf) for leaf in flatten([mbs[0], mbs[-1]])[0]])
+    return zlib.crc32(kind.encode()) + 1, zlib.crc32(samples.encode()) + 1
+
+
+def _samples(leaf: Any) -> Any:
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device.type == "meta":
+        return None
+    flat = leaf.detach().reshape(-1)
+    some = flat[:: max(1, len(flat) // 16)]
+    bits = some.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    return tuple(leaf.shape), leaf.dtype, bits.tolist()
+
+
+# --- masks of flex attention ---------------------------------------------------------------------
+#
+#     mask             rows         mask_mod is called with
+#     of the batch     0 1 2 3 4    row b
+#     microbatch 0     0 1 2        row b
+#     microbatch 1     3 4          row b + 3
+
+
+def _is_block_mask(value: object) -> TypeGuard[BlockMask]:
+    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
+
+
+def _split_block_mask(mask: BlockMask, chunks: int) -> Sequence[BlockMask]:
+    rows = mask.kv_num_blocks.size(0)
+    if rows == 1:
+        return [mask] * chunks
+    if rows < chunks:
+        raise ValueError(
+            f"a BlockMask of {rows} rows can't be split into {chunks} microbatches; make it of at "
+            f"least {chunks} rows, or with B=None where it is the same for all"
+        )
+    splits: dict[str, Sequence[Tensor | None]] = {}
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        table: Tensor | None = getattr(mask, name)
+        splits[name] = [None] * chunks if table is None else torch.tensor_split(table, chunks)
+    parts: list[Any] = []
+    for i in range(chunks):
+        tables: dict[str, Any] = {name: split[i] for name, split in splits.items()}
+        parts.append(
+            type(mask).from_kv_blocks(
+                **tables,
+                BLOCK_SIZE=mask.BLOCK_SIZE,
+                mask_mod=_from_row(_begin(i, rows, chunks), mask.mask_mod),
+                seq_lengths=mask.seq_lengths,
+                # Without the blocks of queries a mask serves forwards alone.
+                compute_q_blocks=mask.q_num_blocks is not None,
+            )
+        )
+    return parts
+
+
+def _from_row(first: int, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b + first, h, q_idx, kv_idx)
+
+    return shifted if first else mask_mod

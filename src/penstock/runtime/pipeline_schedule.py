@@ -32,8 +32,8 @@ from penstock.runtime.given import (
     group_of,
 )
 from penstock.runtime.in_turn import InTurn
-from penstock.runtime.pieces import Pieces
 from penstock.runtime.role import LossFn
+from penstock.runtime.sequence_chunks import SequenceChunks
 from penstock.schedule.action import Step
 from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
@@ -157,7 +157,7 @@ class PipelineSchedule:
             by_index = {s.stage_index: s for s in stages}
             ties = self._shared or stages[0].ties
             engine = Engine(program, by_index, transports, self._options, ties)
-            pieces = Pieces(program.num_splits, self._sequence_dim)
+            pieces = SequenceChunks(program.num_splits, self._sequence_dim)
             pieces.prepare(stages, program)
         self._engine = engine
         if group is not None:

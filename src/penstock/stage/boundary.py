@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: any tree of tensors and plain values.
+"""Boundaries between stages: the description of a pytree of tensors and plain values.
 
     stage s returns      crosses as             stage s+1 is called with
     (hidden, mask)       the leaves, in order   hidden, mask
@@ -6,9 +6,9 @@
     hidden               (hidden,)              hidden
     {"h": hidden}        ({"h": hidden},)       the dict
 
-A ``BoundarySpec`` describes the tree, and each leaf's shape, dtype and need of gradients. It is
-learned from the first value that crosses, travels as data (JSON, never pickled objects), and
-every later value is held against it. This module neither sends nor runs anything.
+A ``BoundarySpec`` describes the tree, and each leaf's shape, dtype and need of a gradient. The
+sender makes it of the first value that crosses, sends it as JSON (never pickled objects), and
+checks later values against it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
-from penstock.stage.dtensor import MeshOf, local_part, unknown_mesh, whole
-from penstock.stage.overlap import overlapping
-from penstock.stage.pytree import as_args, decode_tree, encode_tree, flatten
+from penstock.stage.aliasing import sharing_memory
+from penstock.stage.dtensor import MeshOf, from_local, local_part, unknown_mesh
+from penstock.stage.pytree import as_args, decode_tree, encode_tree, flatten, unflatten
 from penstock.stage.tensor_meta import Plain, TensorMeta, decode_leaf, encode_leaf, plain_tag
 
 __all__ = ["BoundarySpec", "describe", "static_spec"]
 
 
 class BoundarySpec:
-    """The tree that crosses a boundary, and what each of its leaves is.
+    """The description of a pytree that crosses a boundary.
 
     Args:
         tree: the structure of the arguments tuple.
         leaves: for each leaf a ``TensorMeta``, or the plain value itself.
-        shared: pairs of tensors, by their numbers, that had memory in common where they were made.
-            They arrive apart: what is written into the one does not reach the other.
+        shared: the pairs of tensors, by index, that shared memory in the sending stage. They
+            arrive as separate tensors.
     """
 
     __slots__ = (
@@ -62,28 +62,24 @@ class BoundarySpec:
         self.tree = tree
         self.leaves = leaves
         self.shared = shared
-        # Which leaves are tensors, what they are, and which of these take gradients.
         self.tensor_leaves = tuple(i for i, x in enumerate(leaves) if isinstance(x, TensorMeta))
         self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self.tensor_leaves)
         self.grad_slots = tuple(i for i, meta in enumerate(self.metas) if meta.requires_grad)
         self.grad_metas = tuple(self.metas[i] for i in self.grad_slots)
-        # Whether a step with inputs of the same shapes may well send something else: what follows
-        # from shapes is told as bytes where stages are cut by module.
+        # Plain values may change from step to step while all shapes stay the same. (Bytes do not:
+        # stages cut by module send descriptions of shapes as bytes.)
         self.holds_values = any(isinstance(leaf, _VALUES) for leaf in leaves)
         self.in_order = all(meta.order is None for meta in self.metas)
         # The common case, kept fast: one tensor and nothing else.
         self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
-        if not self.metas or self.metas[0].spread is not None:
+        if not self.metas or self.metas[0].dtensor is not None:
             self.single = None
 
     def tensors(self, output: Any) -> Sequence[Tensor]:
-        """The tensors of a stage's output, in the order in which they cross.
-
-        Args:
-            output: what the stage returned.
+        """The tensors of a stage's output, in the order in which they are sent.
 
         Raises:
-            BoundaryError: it is not what this boundary has carried so far.
+            BoundaryError: the output does not fit this description.
         """
         if self.single is not None:
             only = output[0] if type(output) is tuple and len(output) == 1 else output
@@ -101,7 +97,7 @@ class BoundarySpec:
         return [local_part(leaves[i]) for i in self.tensor_leaves]
 
     def check_static(self, given: BoundarySpec | None, what: str) -> None:
-        """Hold this spec against the shapes and dtypes that the user gave in advance.
+        """Check this spec against the shapes and dtypes that the user gave in advance.
 
         Raises:
             BoundaryError: they differ.
@@ -120,19 +116,19 @@ class BoundarySpec:
                 )
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors as they travel, see ``TensorMeta.pack``."""
+        """The tensors as they are sent, see ``TensorMeta.pack``."""
         if self.in_order:
             return [t.contiguous() for t in tensors]
         return [meta.pack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors as they left, from what arrived."""
+        """The received tensors with their memory formats restored."""
         if self.in_order:
             return tensors
         return [meta.unpack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The gradients laid out as the tensors are, from what arrived."""
+        """The received gradients in the memory formats of the tensors."""
         if self.in_order:
             return grads
         pairs = zip(self.grad_metas, grads, strict=True)
@@ -141,30 +137,30 @@ class BoundarySpec:
     def arguments(
         self, tensors: Sequence[Tensor], mesh_of: MeshOf = unknown_mesh
     ) -> tuple[Any, ...]:
-        """The next stage's positional arguments, from the tensors that crossed.
+        """The next stage's positional arguments.
 
         Args:
-            tensors: what arrived, laid out as it left.
-            mesh_of: over what tensors are spread here, where they are.
+            tensors: the received tensors, unpacked.
+            mesh_of: finds this rank's mesh of a DTensor.
         """
         if self.single is not None:
             return (tensors[0],)
         leaves = list(self.leaves)
         for i, tensor, meta in zip(self.tensor_leaves, tensors, self.metas, strict=True):
-            spread = meta.spread
-            leaves[i] = tensor if spread is None else whole(tensor, spread, mesh_of(spread))
-        args: Any = optree.tree_unflatten(self.tree, leaves)
+            whole = meta.dtensor
+            leaves[i] = tensor if whole is None else from_local(tensor, whole, mesh_of(whole))
+        args: Any = unflatten(self.tree, leaves)
         return args  # type: ignore[no-any-return]  # as_args made it a tuple
 
     def encode(self) -> bytes:
-        """The spec as JSON, to be read by ``decode`` on another rank."""
+        """The spec as JSON, read by ``decode`` on another rank."""
         leaves = [encode_leaf(leaf) for leaf in self.leaves]
         told = {"tree": encode_tree(self.tree), "leaves": leaves, "shared": self.shared}
         return json.dumps(told).encode()
 
     @staticmethod
     def decode(data: bytes) -> BoundarySpec:
-        """The spec that ``encode`` wrote.
+        """Read the spec that ``encode`` wrote.
 
         Raises:
             BoundaryError: it names a class that this process has not imported.
@@ -203,7 +199,7 @@ def describe(output: Any) -> BoundarySpec:
     leaves, tree = flatten(as_args(output))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     described = tuple(_describe_leaf(i, leaf) for i, leaf in enumerate(leaves))
-    return BoundarySpec(tree, described, overlapping(tensors) if len(tensors) > 1 else ())
+    return BoundarySpec(tree, described, sharing_memory(tensors) if len(tensors) > 1 else ())
 
 
 def _is_one_tuple(tree: optree.PyTreeSpec) -> bool:
@@ -234,7 +230,7 @@ def _named(cls: type[Any]) -> str:
 
 
 def _advice(leaf: Any) -> str:
-    """What to return in place of a leaf that can't cross."""
+    """The advice in place of a leaf that can't cross."""
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "item"):
         return "return its .item(), or a tensor of an array"
     plain = next((cls for cls in _SUBCLASSED if isinstance(leaf, cls)), None)
@@ -261,10 +257,10 @@ def _mismatch(slot: int, expected: TensorMeta | Plain, got: Any) -> BoundaryErro
 
 
 def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
-    """The spec of what the user says will cross; by default floating tensors take gradients.
+    """The spec of a user's example tensors; by default floating tensors take gradients.
 
     Args:
-        values: example tensors, or None where nothing is said.
+        values: example tensors, or None.
         grads: per value an example gradient, None where it takes none; or None altogether.
         what: ``"input"`` or ``"output"``, for messages.
         stage_index: likewise.

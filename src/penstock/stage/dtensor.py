@@ -1,11 +1,10 @@
-"""Tensors that are spread over a mesh of devices (DTensor): their local parts cross.
+"""DTensors at a boundary: each rank's local part crosses, with a description of the whole.
 
-    stage 0, rank 0 of 2   x[:4] ─────► stage 1, rank 0 of 2   x[:4]     each part to its like,
-    stage 0, rank 1 of 2   x[4:] ─────► stage 1, rank 1 of 2   x[4:]     with how they are one
+    stage 0, rank 0 of 2   x[:4] ─────► stage 1, rank 0 of 2   x[:4]
+    stage 0, rank 1 of 2   x[4:] ─────► stage 1, rank 1 of 2   x[4:]
 
-What crosses is described as data: the mesh by the names and sizes of its dimensions, since the mesh
-of the next stage is another one. ``torch.distributed.tensor`` takes a second to import, so that it
-is not imported here before a user's code has done so.
+The next stage has another mesh, with dimensions of the same names and sizes. This module does not
+import ``torch.distributed.tensor``, which takes a second, before user code has.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from torch import Tensor
 from penstock.errors import BoundaryError
 
 __all__ = [
+    "DTensorMeta",
     "MeshOf",
-    "Spread",
+    "dtensor_meta",
     "find_mesh",
-    "in_full",
-    "is_spread",
-    "largest",
+    "from_local",
+    "full_tensor",
+    "is_dtensor",
     "local_part",
-    "spread_of",
+    "max_magnitude",
     "unknown_mesh",
-    "whole",
 ]
 
 _MODULE = "torch.distributed.tensor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """How local parts make one tensor.
+class DTensorMeta:
+    """The description of a DTensor without its local part.
 
     Args:
         mesh: the names of the mesh's dimensions, and their sizes.
-        placements: for each of these, what it does: ``("shard", dim)``, ``("replicate", None)`` or
+        placements: for each dimension ``("shard", dim)``, ``("replicate", None)`` or
             ``("partial", op)``.
-        shape: of the whole tensor.
-        stride: likewise.
+        shape: the shape of the full tensor.
+        stride: its strides.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -54,16 +53,16 @@ class Spread:
     stride: tuple[int, ...]
 
     def encode(self) -> list[Any]:
-        """Lists of plain values, to be read by ``decode``."""
+        """JSON values, to be read by ``decode``."""
         return [self.mesh, self.placements, self.shape, self.stride]
 
     @classmethod
-    def decode(cls, data: list[Any]) -> Spread:
-        """What ``encode`` wrote."""
+    def decode(cls, data: list[Any]) -> DTensorMeta:
+        """Read the values that ``encode`` wrote."""
         mesh, placements, shape, stride = data
         return cls(
             mesh=tuple((str(name), int(size)) for name, size in mesh),
-            placements=tuple((str(kind), what) for kind, what in placements),
+            placements=tuple((str(kind), value) for kind, value in placements),
             shape=tuple(shape),
             stride=tuple(stride),
         )
@@ -71,34 +70,34 @@ class Spread:
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
         placed = ", ".join(
-            f"{kind} {what}" if what is not None else kind for kind, what in self.placements
+            kind if value is None else f"{kind} {value}" for kind, value in self.placements
         )
         return f"{placed} over ({mesh}), {tuple(self.shape)} in all"
 
 
-MeshOf: TypeAlias = Callable[[Spread], Any]
-"""The mesh over which a received tensor is spread."""
+MeshOf: TypeAlias = Callable[[DTensorMeta], Any]
+"""Finds the mesh of a received DTensor."""
 
 
-def spread_of(tensor: Tensor) -> Spread | None:
-    """How ``tensor`` is spread; None where it is whole.
+def dtensor_meta(tensor: Tensor) -> DTensorMeta | None:
+    """The description of a DTensor; None for another tensor.
 
     Raises:
-        BoundaryError: it is spread in a way that has no name here.
+        BoundaryError: one of its placements is of an unknown kind.
     """
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return None
-    spread: Any = tensor
-    return Spread(
-        mesh=_dimensions(spread.device_mesh),
-        placements=tuple(map(_described, spread.placements)),
-        shape=tuple(spread.shape),
-        stride=tuple(spread.stride()),
+    dtensor: Any = tensor
+    return DTensorMeta(
+        mesh=_dimensions(dtensor.device_mesh),
+        placements=tuple(map(_described, dtensor.placements)),
+        shape=tuple(dtensor.shape),
+        stride=tuple(dtensor.stride()),
     )
 
 
-def is_spread(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is one of several parts."""
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor."""
     if type(tensor) is Tensor:
         return False
     kinds = sys.modules.get(_MODULE)
@@ -106,27 +105,27 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, with its graph; a whole tensor as it is."""
-    if not is_spread(tensor):
+    """This rank's part of a DTensor, differentiable; another tensor as it is."""
+    if not is_dtensor(tensor):
         return tensor
-    spread: Any = tensor
-    part: Tensor = spread.to_local()
+    dtensor: Any = tensor
+    part: Tensor = dtensor.to_local()
     return part
 
 
-def in_full(tensor: Tensor) -> Tensor:
-    """What a tensor is in all; each rank of its mesh, if it has one, calls and gets it."""
-    if not is_spread(tensor):
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor, a collective over its mesh; another tensor as it is."""
+    if not is_dtensor(tensor):
         return tensor
-    spread: Any = tensor
-    full: Tensor = spread.full_tensor()
+    dtensor: Any = tensor
+    full: Tensor = dtensor.full_tensor()
     return full
 
 
-def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude in tensors that are spread over one mesh, each rank of which calls.
+def max_magnitude(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude in DTensors of one mesh, a collective over it.
 
-    Torch has none of a part without elements, such as a rank gets of a tensor with fewer rows than
+    torch's ``max`` fails for a local part without elements, as of a tensor with fewer rows than
     there are ranks.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -138,43 +137,43 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
         parts.append(tensor.redistribute(placements=summed).to_local())
     magnitudes = [part.abs().max() for part in parts if part.numel()]
     here = torch.stack(magnitudes or [parts[0].new_zeros(())]).max().reshape(1)
-    # Gathered: a maximum that is taken on the way loses what is not a number.
+    # Gathered, not reduced: a maximum taken on the way may lose a NaN.
     mesh = every[0].device_mesh
     everywhere: Any = DTensor.from_local(here, mesh, [Shard(0)] * mesh.ndim, run_check=False)
     found: Tensor = everywhere.full_tensor().max()
     return found
 
 
-def whole(part: Tensor, spread: Spread, mesh: Any) -> Tensor:
-    """The tensor of which ``part`` is this rank's, with its graph."""
+def from_local(part: Tensor, meta: DTensorMeta, mesh: Any) -> Tensor:
+    """The DTensor with this local part, differentiable."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    made: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
-    placements = [made[k]() if what is None else made[k](what) for k, what in spread.placements]
-    shape = torch.Size(spread.shape)
+    kinds: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
+    placements = [kinds[k]() if value is None else kinds[k](value) for k, value in meta.placements]
+    shape = torch.Size(meta.shape)
     return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=shape, stride=spread.stride
+        part, mesh, placements, run_check=False, shape=shape, stride=meta.stride
     )
 
 
-def unknown_mesh(spread: Spread) -> Any:
-    """Where nothing says what the mesh is.
+def unknown_mesh(meta: DTensorMeta) -> Any:
+    """Refuse a DTensor whose mesh is not known here.
 
     Raises:
         BoundaryError: always.
     """
     raise BoundaryError(
-        f"a tensor came that is spread as {spread}, and nothing says over which mesh here: pass "
-        "get_mesh= to PipelineStage, or have a parameter that is spread over it"
+        f"the stage receives a DTensor ({meta}), and its mesh on this rank is not known: pass "
+        "get_mesh= to PipelineStage, or have a parameter that is a DTensor over it"
     )
 
 
-def find_mesh(spread: Spread, tensors: Iterable[Tensor]) -> Any:
-    """The mesh with dimensions of these names over which one of ``tensors`` is spread, if any."""
-    for tensor in filter(is_spread, tensors):
+def find_mesh(meta: DTensorMeta, tensors: Iterable[Tensor]) -> Any:
+    """The mesh with such dimensions of one of ``tensors``; None if there is none."""
+    for tensor in filter(is_dtensor, tensors):
         found: Any = tensor
         mesh = found.device_mesh
-        if mesh.mesh_dim_names is not None and _dimensions(mesh) == spread.mesh:
+        if mesh.mesh_dim_names is not None and _dimensions(mesh) == meta.mesh:
             return mesh
     return None
 
@@ -193,6 +192,6 @@ def _described(placement: Any) -> tuple[str, Any]:
     if type(placement) is kinds.Partial:
         return ("partial", placement.reduce_op)
     raise BoundaryError(
-        f"a tensor spread as {placement} can't cross between stages; redistribute it to Shard(), "
-        "Replicate() or Partial() first, or return its to_local()"
+        f"a DTensor with the placement {placement} can't cross between stages; redistribute it to "
+        "Shard(), Replicate() or Partial() first, or return its to_local()"
     )

@@ -1,70 +1,67 @@
-"""Trees of values: opened into leaves, and written as JSON without them.
+"""Pytrees: containers opened into leaves, put together again, and described as JSON.
 
-    opened                                   how
-    tuple, list, dict, named tuple, …        as optree does
-    classes registered with torch's pytree   as they are registered
-    dataclasses                              by fields, and by what was set on the instance beside
-                                             them, where that is made of tensors and plain values
-    other classes of mappings                as in ``mappings.py``
+    container                                 opened
+    tuple, list, dict, named tuple, …         as optree opens them
+    classes registered with torch's pytree    as registered
+    dataclasses                               by their fields, and by attributes set beside the
+                                              fields, if made of tensors and plain values
+    other mappings (UserDict, BatchEncoding)  by their items, if their class takes a dict of them
+    all else                                  not opened: a leaf
 
-Any nesting of these is a tree, wherever one is taken apart: inputs, what crosses, outputs. Leaves
-are put back into the same value; a value of other rows is made otherwise (``row_trees.py``). This
-module does not care what the leaves are.
+``unflatten`` puts leaves back into the same value. Inside ``with resizing():`` leaves may have
+other numbers of rows: dataclasses are then made by their constructors, since attributes such as
+``self.rows = len(self.x)`` depend on the rows, and a container that can't be resized is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from types import BuiltinFunctionType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from penstock._torch_compat import pytree_node
 from penstock.errors import BoundaryError
-from penstock.stage.mappings import Whole, is_mapping, mapping_parts
 from penstock.stage.tensor_meta import decode_leaf, encode_leaf, plain_tag
 
 __all__ = [
     "NAMESPACE",
-    "Leaf",
-    "Make",
-    "Open",
     "as_args",
-    "attributes",
     "decode_tree",
     "encode_tree",
     "flatten",
-    "flatten_in",
-    "how_to_open",
-    "is_carried",
-    "is_container",
     "map_tensors",
-    "register_in",
+    "resizing",
     "same_value",
     "tensors_of",
     "unflatten",
 ]
 
+# The optree namespace in which containers are registered when they are first met.
 NAMESPACE = "penstock"
 
-# What a container's class is known by: (children, context) of a value, and a value of these.
-Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any]]
-Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
+# (children, context) of a container, and a container of these.
+_Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any]]
+_Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
+
+_resizing: ContextVar[bool] = ContextVar("resizing", default=False)
 
 
 def as_args(output: Any) -> tuple[Any, ...]:
-    """A stage's output as the positional arguments of the next stage (see the table above)."""
+    """A stage's output as the positional arguments of the next stage."""
     # Named tuples, torch.return_types and torch.Size are tuples too, but one value each.
     if type(output) is tuple:
         return output
@@ -72,119 +69,64 @@ def as_args(output: Any) -> tuple[Any, ...]:
 
 
 def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and structure of any tree (see the table above)."""
-    return flatten_in(NAMESPACE, value, lambda cls: _register(cls, *how_to_open(cls)))
+    """The leaves and the structure of a pytree.
+
+    Raises:
+        BoundaryError: a mapping holds tensors and its class does not rebuild it.
+        ValueError: (in ``resizing``) a container can't be made of other rows.
+    """
+    leaves, tree = optree.tree_flatten(value, namespace=NAMESPACE)
+    fresh = [cls for cls in {type(leaf) for leaf in leaves} if _is_container(cls)]
+    if not fresh:
+        return leaves, tree
+    for cls in fresh:
+        _register(cls)
+    return flatten(value)
 
 
 def unflatten(tree: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
-    """The tree of this structure around these leaves."""
+    """The pytree of this structure around these leaves."""
     return optree.tree_unflatten(tree, leaves)
 
 
+@contextmanager
+def resizing() -> Iterator[None]:
+    """Flatten and unflatten values whose leaves change in their number of rows."""
+    token = _resizing.set(True)
+    try:
+        yield
+    finally:
+        _resizing.reset(token)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in a tree."""
+    """All tensors of a pytree."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """A tree like ``value``, with what ``change`` makes of its tensors in their places."""
+    """A pytree like ``value`` with ``change(tensor)`` in place of each tensor."""
     leaves, tree = flatten(value)
     return unflatten(tree, [change(x) if isinstance(x, Tensor) else x for x in leaves])
 
 
-def flatten_in(
-    namespace: str, value: Any, register: Callable[[type[Any]], None]
-) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and structure of a tree, containers opened as they are in an optree namespace.
-
-    Args:
-        namespace: the namespace.
-        value: the tree.
-        register: makes a class known there; called where a container is first met.
-    """
-    leaves, tree = optree.tree_flatten(value, namespace=namespace)
-    fresh = [cls for cls in {type(leaf) for leaf in leaves} if is_container(cls)]
-    if not fresh:
-        return leaves, tree
-    for cls in fresh:
-        register(cls)
-    return flatten_in(namespace, value, register)
-
-
-def is_container(cls: type[Any]) -> bool:
-    """Whether a class is opened because of what it is, or of what torch's pytree knows of it."""
-    return dataclasses.is_dataclass(cls) or is_mapping(cls) or pytree_node(cls) is not None
-
-
-def how_to_open(cls: type[Any]) -> tuple[Open, Make]:
-    """What opens a container of this class, and what makes the same one again."""
-    # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
-    is_both = dataclasses.is_dataclass(cls) and issubclass(cls, dict)
-    node = None if is_both else pytree_node(cls)
-    if node is not None:
-        return node
-    if not dataclasses.is_dataclass(cls):
-        return mapping_parts(cls)
-    names = tuple(f.name for f in dataclasses.fields(cls))
-    if is_both:
-        return (
-            lambda value: ([getattr(value, name) for name in names], names),
-            lambda children, names: cls(**dict(zip(names, children, strict=True))),
-        )
-
-    def open_(value: Any) -> tuple[Sequence[Any], Any]:
-        held = attributes(value)
-        here = {n: x for n, x in held.items() if n in names or is_carried(x)}
-        return list(here.values()), tuple(here)
-
-    def make(children: Sequence[Any], names: Any) -> Any:
-        made = object.__new__(cls)
-        for name, value in zip(names, children, strict=True):
-            object.__setattr__(made, name, value)
-        return made
-
-    return open_, make
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """What a dataclass's fields hold, and what was set beside them; not what is computed anew."""
-    cls = type(value)
-    beside = (
-        name
-        for name in getattr(value, "__dict__", ())
-        if not isinstance(getattr(cls, name, None), cached_property)
-    )
-    names = dict.fromkeys((*(f.name for f in dataclasses.fields(cls)), *beside))
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def is_carried(value: Any) -> bool:
-    """Whether a value is a tensor, a plain value, or a container of these.
-
-    What stands beside a dataclass's fields is carried along if so. Other objects may point back to
-    the dataclass itself.
-    """
-    if isinstance(value, (list, tuple)):
-        return all(map(is_carried, value))
-    if isinstance(value, dict):
-        return all(map(is_carried, value.values()))
-    return value is None or isinstance(value, Tensor) or plain_tag(value) is not None
-
-
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two values are equal; where nobody can tell, they are not."""
+    """Whether two values are equal; False if they can't be compared."""
     if left is right:
         return True
     try:
         if isinstance(left, Tensor):
             return isinstance(right, Tensor) and torch.equal(left, right)
         return bool(left == right)
-    except (ValueError, TypeError, RuntimeError):  # such as arrays, of which each item is compared
+    except (ValueError, TypeError, RuntimeError):  # such as arrays, compared element by element
         return False
 
 
-class Context:
-    """What a container is beside its children, compared by value."""
+# --- the classes ---------------------------------------------------------------------------------
+
+
+class _Context:
+    """The part of a container that is no child, compared by value."""
 
     __slots__ = ("value",)
 
@@ -192,7 +134,7 @@ class Context:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Context) or type(self.value) is not type(other.value):
+        if not isinstance(other, _Context) or type(self.value) is not type(other.value):
             return False
         return same_value(self.value, other.value)
 
@@ -204,97 +146,286 @@ class Context:
 
 
 @dataclass(slots=True)
-class _Sketch:
-    """Stands for a container of a registered class, which nobody makes without its leaves."""
+class _Outline:
+    """A container of a registered class, known by its parts; its class is not called."""
 
     cls: type[Any]
     context: Any
     children: Sequence[Any]
 
 
-_sketches: ContextVar[bool] = ContextVar("sketches", default=False)
-# Bare instances that stand for values while their structure is read, by id.
-_sketched: dict[int, _Sketch] = {}
+# Whether unflatten makes outlines; and the outlines of bare instances, by the instances' ids.
+_outlining: ContextVar[bool] = ContextVar("outlining", default=False)
+_outlines: ContextVar[dict[int, _Outline] | None] = ContextVar("outlines", default=None)
 _registered: set[type[Any]] = set()
 
 
-def register_in(namespace: str, cls: type[Any], open_: Open, make: Make) -> None:
-    """Let optree open a class and make it again, in one of its namespaces.
+def _is_container(cls: type[Any]) -> bool:
+    return dataclasses.is_dataclass(cls) or _is_mapping(cls) or pytree_node(cls) is not None
 
-    Args:
-        namespace: its name, as ``flatten_in`` takes it.
-        cls: the class.
-        open_: takes one apart, into children and context.
-        make: makes one of these.
-    """
 
-    def flatten_node(value: Any) -> tuple[Sequence[Any], Context, Any]:
-        children, context = open_(value)
-        return tuple(children), Context(context), _entries(cls, children, context)
+def _is_mapping(cls: type[Any]) -> bool:
+    return issubclass(cls, Mapping) and not issubclass(cls, nn.Module)
+
+
+def _register(cls: type[Any]) -> None:
+    """Let optree open and make containers of a class."""
+    open_, make = _parts_of(cls)
+
+    def flatten_node(value: Any) -> tuple[Sequence[Any], _Context, Any]:
+        outline = (_outlines.get() or {}).get(id(value))
+        children, context = (outline.children, outline.context) if outline else open_(value)
+        return tuple(children), _Context(context), _entries(cls, len(children), context)
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
+        if _outlining.get():
+            return _Outline(cls, context.value, children)
         return make(children, context.value)
 
     optree.register_pytree_node(
         cls,
         flatten_node,
         unflatten_node,  # type: ignore[arg-type]  # what it makes is no Collection; optree takes it
-        namespace=namespace,
+        namespace=NAMESPACE,
     )
-
-
-def _entries(cls: type[Any], children: Sequence[Any], context: Any) -> Any:
-    """What paths to a container's children are made of; None for their numbers."""
-    names = context if dataclasses.is_dataclass(cls) else None
-    if names is None and is_mapping(cls) and isinstance(context, tuple):
-        names = next(iter(context), None)
-    return names if isinstance(names, tuple) and len(names) == len(children) else None
-
-
-def _register(cls: type[Any], open_: Open, make: Make) -> None:
-    def opened(value: Any) -> tuple[Sequence[Any], Any]:
-        sketch = _sketched.get(id(value))
-        return (sketch.children, sketch.context) if sketch else open_(value)
-
-    def made(children: Sequence[Any], context: Any) -> Any:
-        return _Sketch(cls, context, children) if _sketches.get() else make(children, context)
-
-    register_in(NAMESPACE, cls, opened, made)
     _registered.add(cls)
 
 
+def _entries(cls: type[Any], num_children: int, context: Any) -> Any:
+    """The names in the paths to a container's children; None for their indices."""
+    names = context if dataclasses.is_dataclass(cls) else None
+    if names is None and _is_mapping(cls) and isinstance(context, tuple):
+        names = next(iter(context), None)
+    return names if isinstance(names, tuple) and len(names) == num_children else None
+
+
+def _parts_of(cls: type[Any]) -> tuple[_Open, _Make]:
+    if cls is PackedSequence:
+        return _open_packed, _make_packed
+    # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
+    if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
+        names = tuple(f.name for f in dataclasses.fields(cls))
+        return (
+            lambda value: ([getattr(value, name) for name in names], names),
+            lambda children, names: cls(**dict(zip(names, children, strict=True))),
+        )
+    node = pytree_node(cls)
+    if node is not None:
+        return node
+    return _dataclass_parts(cls) if dataclasses.is_dataclass(cls) else _mapping_parts(cls)
+
+
+def _open_packed(packed: Any) -> tuple[Sequence[Any], Any]:
+    if _resizing.get():
+        raise ValueError(
+            "a PackedSequence can't be split into microbatches or merged: its rows do not lie "
+            "together; use padded tensors and lengths, or ready microbatches (arg_mbs=, "
+            "target_mbs=) and merge_outputs=False"
+        )
+    return tuple(packed), None
+
+
+def _make_packed(children: Sequence[Any], _: Any) -> PackedSequence:
+    data, sizes, *orders = children
+    return PackedSequence(data, sizes.cpu(), *orders)
+
+
+# --- dataclasses ---------------------------------------------------------------------------------
+
+
+def _dataclass_parts(cls: type[Any]) -> tuple[_Open, _Make]:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    taken = tuple(inspect.signature(cls.__init__).parameters)[1:]
+
+    def open_(value: Any) -> tuple[Sequence[Any], Any]:
+        held = _attributes(value)
+        if not _resizing.get():
+            here = {n: x for n, x in held.items() if n in fields or _is_plain_tree(x)}
+            return list(here.values()), tuple(here)
+        children = [held.get(name) for name in taken]
+        other = next((name for name in taken if name not in fields), None)
+        if other is not None:
+            _refuse(cls, f"its constructor takes {other}, which is none of its fields")
+        again = _attributes(make(children, taken))
+        for name, mine in held.items():
+            if name not in again:
+                _refuse(cls, f"its constructor sets no {name}")
+            if (name in taken or _is_plain_tree(mine)) and not _is_same_tree(mine, again[name]):
+                _refuse(cls, f"called with its fields, its constructor makes another {name}")
+        return children, taken
+
+    def make(children: Sequence[Any], names: Any) -> Any:
+        if _resizing.get():
+            try:
+                return cls(**dict(zip(names, children, strict=True)))
+            except Exception as error:
+                _refuse(cls, f"its constructor fails when called with its fields: {error!r}", error)
+        made = object.__new__(cls)
+        for name, value in zip(names, children, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return open_, make
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """A dataclass's fields and the attributes set beside them; no cached properties."""
+    cls = type(value)
+    beside = (
+        name
+        for name in getattr(value, "__dict__", ())
+        if not isinstance(getattr(cls, name, None), cached_property)
+    )
+    names = dict.fromkeys((*(f.name for f in dataclasses.fields(cls)), *beside))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _is_plain_tree(value: Any) -> bool:
+    """Whether a value is a tensor, a plain value, or a list, tuple or dict of these.
+
+    Other attributes of a dataclass may refer back to the dataclass itself.
+    """
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain_tree, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain_tree, value.values()))
+    return value is None or isinstance(value, Tensor) or plain_tag(value) is not None
+
+
+def _is_same_tree(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    mine, tree = flatten(left)
+    others, other_tree = flatten(right)
+    return tree == other_tree and all(map(_is_same_leaf, mine, others))
+
+
+def _is_same_leaf(left: Any, right: Any) -> bool:
+    if same_value(left, right):
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return same_value(left.nan_to_num(), right.nan_to_num())
+    if isinstance(left, float) and isinstance(right, float):
+        return left != left and right != right
+    # Objects that nothing is known of may be made anew by the constructor.
+    return not (_is_plain_tree(left) or _is_plain_tree(right))
+
+
+def _refuse(cls: type[Any], why: str, error: Exception | None = None) -> NoReturn:
+    raise ValueError(
+        f"a {cls.__qualname__} can't be split into microbatches or merged: {why}; register it with "
+        "torch.utils._pytree.register_pytree_node, or use ready microbatches and "
+        "merge_outputs=False"
+    ) from error
+
+
+# --- mappings ------------------------------------------------------------------------------------
+
+
+def _mapping_parts(cls: type[Any]) -> tuple[_Open, _Make]:
+    def open_(value: Any) -> tuple[Sequence[Any], Any]:
+        items = dict(value)
+        beside = _plain_attributes(value, items)
+        if beside is not None:
+            return list(items.values()), (tuple(items), beside)
+        if _holds_tensor(items) or _holds_tensor(getattr(value, "__dict__", {})):
+            raise BoundaryError(
+                f"a {cls.__qualname__} can't be split, moved or sent: called with a dict of its "
+                "items, its constructor does not make it again; use a dict, or register the class "
+                "with torch.utils._pytree.register_pytree_node"
+            )
+        return (), value  # settings, say: one value, which can't cross
+
+    def make(children: Sequence[Any], context: Any) -> Any:
+        if not isinstance(context, tuple):
+            return context
+        keys, beside = context
+        made = cls(dict(zip(keys, children, strict=True)))
+        for name, mine in beside.items():
+            object.__setattr__(made, name, mine)
+        return made
+
+    return open_, make
+
+
+def _plain_attributes(value: Any, items: dict[Any, Any]) -> dict[str, Any] | None:
+    """The plain attributes that a mapping's class does not set when called with the items.
+
+    None if called with its items the class makes another mapping, or loses a tensor.
+    """
+    try:
+        made = type(value)(dict(items))
+        again = dict(made)
+    except Exception:  # the constructor takes other arguments
+        return None
+    if not _is_same_object(items, again):
+        return None
+    theirs = getattr(made, "__dict__", {})
+    beside = {}
+    for name, mine in getattr(value, "__dict__", {}).items():
+        if _is_same_object(mine, theirs.get(name)):
+            continue
+        if _holds_tensor(mine):
+            return None
+        if plain_tag(mine) is not None:
+            beside[name] = mine
+    return beside
+
+
+def _is_same_object(left: Any, right: Any) -> bool:
+    """Whether two values are one object, or containers of the same objects."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return list(left) == list(right) and all(
+            _is_same_object(left[key], right[key]) for key in left
+        )
+    if isinstance(left, (list, tuple)) and type(right) is type(left):
+        return len(left) == len(right) and all(map(_is_same_object, left, right))
+    return left is right
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, Tensor)
+
+
+# --- descriptions for other ranks ----------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """Stands for the leaf of this index while a tree is written or read."""
+class _Leaf:
+    """The place of the leaf of this index."""
 
     index: int
 
 
-# Classes that this process has sent: found again without a look into their module.
+# Classes that this process has sent, by name: found again without a look into their modules.
 _seen_classes: dict[str, type[Any]] = {}
 
 
 def encode_tree(tree: optree.PyTreeSpec) -> Any:
-    """A tree's structure as JSON has it; leaves by number.
+    """A structure as JSON values; leaves by index.
 
     Raises:
-        BoundaryError: it holds a container that can't be told in words.
+        BoundaryError: it holds a container that can't be described.
     """
-    token = _sketches.set(True)
+    token = _outlining.set(True)
     try:
-        drawn = optree.tree_unflatten(tree, [Leaf(i) for i in range(tree.num_leaves)])
+        outline = optree.tree_unflatten(tree, [_Leaf(i) for i in range(tree.num_leaves)])
     finally:
-        _sketches.reset(token)
-    return _encode(drawn)
+        _outlining.reset(token)
+    return _encode(outline)
 
 
 def _encode(node: Any) -> Any:
     match node:
-        case Leaf(index):
+        case _Leaf(index):
             return index
         case None:
             return None
-        case _Sketch(cls, context, children):
+        case _Outline(cls, context, children):
             told = _encode_context(cls, context)
             items = [_encode(child) for child in children]
             return {"open": _class_name(cls), "context": told, "items": items}
@@ -305,10 +436,10 @@ def _encode(node: Any) -> Any:
         case dict() if type(node) in (dict, OrderedDict):
             items = [[_encode_key(k), _encode(v)] for k, v in node.items()]
             return {"kind": type(node).__name__, "items": items}
-    raise _can_not_cross(type(node))
+    raise _not_sent(type(node))
 
 
-def _can_not_cross(cls: type[Any]) -> BoundaryError:
+def _not_sent(cls: type[Any]) -> BoundaryError:
     return BoundaryError(
         f"a {cls.__qualname__} can't cross between stages; return a tuple, list, dict, named "
         "tuple or dataclass"
@@ -322,8 +453,8 @@ def _encode_key(key: Any) -> Any:
 
 
 def _encode_context(cls: type[Any], context: Any) -> Any:
-    if isinstance(context, Whole):
-        raise _can_not_cross(cls)
+    if type(context) is cls:
+        raise _not_sent(cls)
     leaves, tree = flatten(context)
     for leaf in leaves:
         if plain_tag(leaf) is None:
@@ -341,34 +472,25 @@ def decode_tree(data: Any) -> optree.PyTreeSpec:
     Raises:
         BoundaryError: it names a class that this process has not imported.
     """
+    token = _outlines.set({})
     try:
         return flatten(_decode(data))[1]
     finally:
-        _sketched.clear()
+        _outlines.reset(token)
 
 
 def _decode(node: Any) -> Any:
     if node is None:
         return None
     if isinstance(node, int):
-        # A bare object is a leaf to optree, whatever it is.
-        return object()
+        return object()  # a leaf to optree
     items = node["items"]
     if "open" in node:
-        cls = _find_class(node["open"])
-        if cls not in _registered:
-            _register(cls, *how_to_open(cls))
-        tree, leaves = node["context"]
-        children = [_decode(x) for x in items]
-        structure = flatten(_decode(tree))[1]
-        context: Any = optree.tree_unflatten(structure, [decode_leaf(leaf) for leaf in leaves])
-        bare = _bare(cls)
-        _sketched[id(bare)] = _Sketch(cls, context, children)
-        return bare
+        return _decode_outline(_find_class(node["open"]), node["context"], items)
     if "class" in node:
         cls = _find_class(node["class"])
         values = [_decode(x) for x in items]
-        # Not called: what its own __new__ makes of its items, it can't make of these.
+        # tuple.__new__: the class's own __new__ may check its items, which are none yet.
         return cls(values) if optree.is_structseq_class(cls) else tuple.__new__(cls, values)
     match node["kind"]:
         case "tuple":
@@ -382,8 +504,20 @@ def _decode(node: Any) -> Any:
     raise BoundaryError(f"a boundary's description names an unknown container {node['kind']!r}")
 
 
+def _decode_outline(cls: type[Any], context: Any, items: Sequence[Any]) -> Any:
+    if cls not in _registered:
+        _register(cls)
+    tree, leaves = context
+    told: Any = unflatten(decode_tree(tree), [decode_leaf(leaf) for leaf in leaves])
+    bare = _bare(cls)
+    outlines = _outlines.get()
+    assert outlines is not None, "set by decode_tree"
+    outlines[id(bare)] = _Outline(cls, told, [_decode(x) for x in items])
+    return bare
+
+
 def _bare(cls: type[Any]) -> Any:
-    """An instance of ``cls`` to which nothing has happened."""
+    """An instance of a class whose constructor has not run."""
     for base in cls.__mro__:
         new = base.__dict__.get("__new__")
         if isinstance(new, BuiltinFunctionType):
@@ -398,7 +532,7 @@ def _class_name(cls: type[Any]) -> str:
 
 
 def _find_class(name: str) -> type[Any]:
-    """The class of this name among those that this process has; nothing is imported for it."""
+    """The class of this name in the modules that this process has imported."""
     if name in _seen_classes:
         return _seen_classes[name]
     module_name, _, path = name.partition(":")
@@ -406,7 +540,7 @@ def _find_class(name: str) -> type[Any]:
     for part in path.split("."):
         found = getattr(found, part, None)
     is_known = isinstance(found, type) and (
-        is_container(found)
+        _is_container(found)
         or found in _registered
         or hasattr(found, "_fields")
         or optree.is_structseq_class(found)
@@ -421,12 +555,6 @@ def _find_class(name: str) -> type[Any]:
     return cls
 
 
-def _packed(children: Sequence[Any], _: Any) -> PackedSequence:
-    data, sizes, *orders = children
-    return PackedSequence(data, sizes.cpu(), *orders)
-
-
-# A named tuple that is not made of any four values, such as those that stand for its own.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # that it is a named tuple, too
-    _register(PackedSequence, lambda packed: (tuple(packed), None), _packed)
+    _register(PackedSequence)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-from penstock.stage.generators import (
+from penstock.stage.rng import (
     host_random_states,
     random_state,
     set_host_random_states,

@@ -1,41 +1,49 @@
-"""Random numbers as one device draws them: a stream per microbatch, going on from stage to stage.
+"""Random numbers: generators' states, and one stream per microbatch as one device draws them.
 
     microbatch 0    seed(step, 0) ─► stage 0 draws ── state ──► stage 1 draws ── state ──► ...
     microbatch 1    seed(step, 1) ─► stage 0 draws ── state ──► stage 1 draws ── state ──► ...
 
-In whatever order a schedule runs microbatches, and wherever stages lie, each draws what it would
-draw in the plain loop, where ``microbatch_rng`` stands around each microbatch's forward. The state
-of the generator crosses a boundary as one more tensor (5056 bytes on the CPU, 16 on CUDA). The
-generator that the user sees is as it was after each forward. Schedules and messages are not known
-here.
+Whatever the schedule and wherever the stages, each microbatch draws the numbers of the plain loop
+with ``microbatch_rng`` around each microbatch's forward. The state of the generator crosses a
+boundary as one more tensor (5056 bytes on the CPU, 16 on CUDA). After each forward the user's
+generator is as it was before.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.stage.generators import (
-    random_state,
-    random_state_there,
-    seed_random_state,
-    set_random_state,
-)
 from penstock.stage.pytree import as_args
 
-__all__ = ["RandomStream", "draw_step_seed", "microbatch_rng"]
+__all__ = [
+    "RandomStream",
+    "draw_step_seed",
+    "host_random_states",
+    "microbatch_rng",
+    "random_state",
+    "seed_random_state",
+    "set_host_random_states",
+    "set_random_state",
+    "undrawn",
+]
+
+# The kinds of devices that draw from the CPU's generator.
+_DRAWN_ON_HOST = ("cpu", "meta")
 
 
 def draw_step_seed() -> int:
-    """A seed for one step's microbatches, drawn from torch's generator on the CPU.
+    """Draw a seed for one step's microbatches from torch's generator on the CPU.
 
-    A pipeline with ``microbatch_rng=True`` draws one so at the beginning of each training step,
-    and takes that of the first stage's rank.
+    A pipeline with ``microbatch_rng=True`` draws one at the beginning of each training step, on
+    the first stage's rank.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -56,7 +64,7 @@ def microbatch_rng(
     Args:
         step_seed: of ``draw_step_seed``.
         microbatch: its number in the step, from 0.
-        device: where the model is; it is this device's generator that is seeded, and put back.
+        device: the model's device, whose generator is seeded and restored.
 
     Example:
         >>> dropout = torch.nn.Dropout()
@@ -79,9 +87,9 @@ class RandomStream:
     """One stage's part of the microbatches' streams.
 
     Args:
-        device: whose generator the stage draws from.
+        device: the device whose generator the stage draws from.
         first: whether streams begin here.
-        last: whether they end here.
+        last: whether streams end here.
     """
 
     def __init__(self, device: torch.device, *, first: bool, last: bool) -> None:
@@ -92,7 +100,7 @@ class RandomStream:
         self.step_seed = 0
 
     def begin(self, microbatch: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before a forward: go on with the microbatch's stream, which came with its arguments.
+        """Set the generator to the microbatch's stream, whose state comes last in ``args``.
 
         Returns:
             The module's own arguments.
@@ -106,17 +114,101 @@ class RandomStream:
         return tuple(own)
 
     def end(self, output: Any) -> Any:
-        """After a forward: the output, with how far the stream has come."""
-        return output if self._last else (*as_args(output), random_state_there(self._device))
+        """The output of a forward, with the state of the stream appended."""
+        if self._last:
+            return output
+        state = random_state(self._device)
+        if self._device.type == "cuda":  # without the host waiting
+            state = state.pin_memory().to(self._device, non_blocking=True)
+        return (*as_args(output), state)
 
     def leave(self) -> None:
-        """Put the generator back as the user had it."""
+        """Restore the user's generator."""
         assert self._before is not None
         set_random_state(self._device, self._before)
         self._before = None
 
 
 def _seed(device: torch.device, step_seed: int, microbatch: int) -> None:
-    # Hashed: sums of both would give one microbatch the stream of another one, steps later.
+    # Hashed: a sum would repeat the stream of another microbatch in a later step.
     digest = hashlib.blake2b(f"{step_seed}/{microbatch}".encode(), digest_size=8).digest()
     seed_random_state(device, int.from_bytes(digest) >> 1)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of a device's generator, on the CPU.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> before = random_state(cpu)
+        >>> one = torch.rand(())
+        >>> set_random_state(cpu, before)
+        >>> torch.equal(one, torch.rand(()))
+        True
+    """
+    if device.type in _DRAWN_ON_HOST:
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Restore a state of ``random_state``, which may lie on any device by now."""
+    if device.type in _DRAWN_ON_HOST:
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state.cpu(), device)
+
+
+def seed_random_state(device: torch.device, seed: int) -> None:
+    """Seed a device's generator."""
+    if device.type in _DRAWN_ON_HOST:
+        torch.default_generator.manual_seed(seed)
+        return
+    module: Any = torch.get_device_module(device)
+    # manual_seed seeds the current device; some kinds of devices have one alone.
+    with module.device(device) if hasattr(module, "device") else nullcontext():
+        module.manual_seed(seed)
+
+
+def host_random_states() -> dict[str, Any]:
+    """The states of Python's ``random`` and, if imported, of NumPy's generator, by name.
+
+    Example:
+        >>> before = host_random_states()
+        >>> one = random.random()
+        >>> set_host_random_states(before)
+        >>> one == random.random()
+        True
+    """
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def set_host_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the states of ``host_random_states``."""
+    random.setstate(states["random"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+@contextmanager
+def undrawn(device: torch.device) -> Iterator[None]:
+    """Restore the generators of the device and the host at exit.
+
+    Example:
+        >>> with undrawn(torch.device("cpu")):
+        ...     one = torch.rand(())
+        >>> torch.equal(one, torch.rand(()))
+        True
+    """
+    states = host_random_states()
+    before = {place: random_state(place) for place in {torch.device("cpu"), device}}
+    try:
+        yield
+    finally:
+        for place, state in before.items():
+            set_random_state(place, state)
+        set_host_random_states(states)

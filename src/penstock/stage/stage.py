@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from penstock._torch_compat import run_backward
 from penstock.errors import StageError
+from penstock.stage.aliasing import InputAliases
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.carry import Carry
 from penstock.stage.device_streams import indexed
-from penstock.stage.dtensor import Spread, find_mesh, unknown_mesh
+from penstock.stage.dtensor import DTensorMeta, find_mesh, unknown_mesh
 from penstock.stage.pytree import flatten
 from penstock.stage.rng import RandomStream
 from penstock.stage.slots import Slot
 from penstock.stage.wrappers import unwrapped
-from penstock.stage.writable import InputWriter
 
 __all__ = ["Stage"]
 
@@ -94,7 +94,7 @@ class Stage:
         self.outputs_spec: BoundarySpec | None = None
         self.defers_weights = defers_weights and dw_builder is None
         self._leaks: tuple[nn.Module, list[nn.Parameter]] | None = None
-        self._writer = InputWriter()
+        self._aliases = InputAliases()
 
     @property
     def is_first(self) -> bool:
@@ -112,26 +112,26 @@ class Stage:
         # In an evaluation there is no graph to be leaves of, whatever comes out of parameters.
         grad_slots = spec.grad_slots if torch.is_grad_enabled() else ()
         slot.leaves = [tensors[i].requires_grad_() for i in grad_slots]
-        if slot.leaves and self._writer.may_write(self.submod):
-            tensors = self._writer.lend(tensors)
+        if slot.leaves and self._aliases.may_write(self.submod):
+            tensors = self._aliases.of(tensors)
         if spec.shared:
-            self._writer.guard(tensors, spec.shared)
+            self._aliases.watch(tensors, spec.shared)
         return spec.arguments(tensors, self.mesh_of)
 
-    def mesh_of(self, spread: Spread) -> Any:
-        """The mesh of this stage over which what it receives is spread.
+    def mesh_of(self, meta: DTensorMeta) -> Any:
+        """This rank's mesh of a received DTensor.
 
         Raises:
-            BoundaryError: nothing says which.
+            BoundaryError: it is not known.
         """
-        if spread.mesh not in self._meshes:
-            names = tuple(name for name, _ in spread.mesh)
+        if meta.mesh not in self._meshes:
+            names = tuple(name for name, _ in meta.mesh)
             if self.get_mesh is not None:
                 found = self.get_mesh(names, None)
             else:
-                found = find_mesh(spread, self.submod.parameters()) or unknown_mesh(spread)
-            self._meshes[spread.mesh] = found
-        return self._meshes[spread.mesh]
+                found = find_mesh(meta, self.submod.parameters()) or unknown_mesh(meta)
+            self._meshes[meta.mesh] = found
+        return self._meshes[meta.mesh]
 
     @property
     def reads_kwargs(self) -> bool:
@@ -141,7 +141,7 @@ class Stage:
     @property
     def may_write_inputs(self) -> bool:
         """Whether the module writes into what it receives, or may do so for all that is known."""
-        return self._writer.may_write(self.submod)
+        return self._aliases.may_write(self.submod)
 
     def forward(
         self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
@@ -172,7 +172,7 @@ class Stage:
         if self.carry is not None:
             kwargs = self.carry.take(slot.microbatch, kwargs)
         output = self._run_module(slot, args, kwargs, defer=defer)
-        self._writer.check()
+        self._aliases.check()
         return output if self.carry is None else self.carry.give(slot.microbatch, output)
 
     def _run_module(

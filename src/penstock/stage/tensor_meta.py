@@ -1,4 +1,4 @@
-"""What crosses a boundary, leaf by leaf: a tensor's description or a plain value, also as JSON."""
+"""Leaves at a boundary: the description of a tensor, or a plain value; also as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
-from penstock.stage.dtensor import Spread, local_part, spread_of
+from penstock.stage.dtensor import DTensorMeta, dtensor_meta, local_part
 
 __all__ = ["Plain", "TensorMeta", "decode_leaf", "encode_leaf", "plain_tag"]
 
@@ -20,23 +20,22 @@ Plain: TypeAlias = Any  # a leaf that is no tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """Shape and dtype of a tensor that crosses, and whether its gradient comes back.
+    """The shape, dtype and memory format of a tensor that crosses a boundary.
 
     Args:
-        shape: its sizes.
+        shape: its shape; of a DTensor, its local part's, as are the dtype and the order.
         dtype: its dtype.
-        requires_grad: whether the producing stage needs its gradient.
-        order: its dimensions as they lie in memory, outermost first, where that is another order
-            than their own (channels last, transposed): so it arrives as it left. None otherwise.
-        spread: how it is spread over a mesh of devices, if it is: then the rest is about this
-            rank's part of it.
+        requires_grad: whether its gradient is sent back.
+        order: its dimensions by descending stride, if that is another order (channels last,
+            transposed), so that the memory format is restored; None otherwise.
+        dtensor: the DTensor's description, if it is one.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
     order: tuple[int, ...] | None = None
-    spread: Spread | None = None
+    dtensor: DTensorMeta | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
@@ -47,33 +46,33 @@ class TensorMeta:
             dtype=part.dtype,
             requires_grad=tensor.requires_grad,
             order=_order_in_memory(part),
-            spread=spread_of(tensor),
+            dtensor=dtensor_meta(tensor),
         )
 
     @property
     def wire_shape(self) -> Sequence[int]:
-        """The shape in which it travels: contiguous, dimensions as they lie in memory."""
+        """The shape in which it is sent: contiguous, dimensions by descending stride."""
         return self.shape if self.order is None else [self.shape[i] for i in self.order]
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """``tensor`` as it travels: a view wherever it is dense."""
+        """``tensor`` as it is sent: a view if it is dense."""
         return (tensor if self.order is None else tensor.permute(self.order)).contiguous()
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """What ``pack`` was given, from what arrived."""
+        """The received tensor with its memory format restored."""
         if self.order is None:
             return tensor
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return tensor.permute(inverse)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what this describes.
+        """Whether this describes ``tensor``.
 
-        One that needs no gradient any more fits (its producer was frozen since); one that needs
-        a gradient which nobody would send back does not.
+        A tensor that no longer requires grad fits (its producer was frozen since); one that
+        requires grad where none would be sent back does not.
         """
-        if self.spread is not None or type(tensor) is not Tensor:
-            if spread_of(tensor) != self.spread:
+        if self.dtensor is not None or type(tensor) is not Tensor:
+            if dtensor_meta(tensor) != self.dtensor:
                 return False
             tensor = local_part(tensor)
         return (
@@ -90,7 +89,7 @@ class TensorMeta:
     def __str__(self) -> str:
         """``float32 (4, 512), with gradient``."""
         told = f"{self.kind}, {'with' if self.requires_grad else 'no'} gradient"
-        return told if self.spread is None else f"{told}, {self.spread}"
+        return told if self.dtensor is None else f"{told}, {self.dtensor}"
 
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
@@ -118,14 +117,16 @@ _PLAIN: dict[type[Any], str] = {
 
 
 def plain_tag(value: Plain) -> str | None:
+    """The kind of a plain value; None for any other object."""
     return _PLAIN.get(type(value))
 
 
 def encode_leaf(leaf: TensorMeta | Plain) -> list[Any]:
+    """A leaf as JSON values."""
     if isinstance(leaf, TensorMeta):
         dtype = str(leaf.dtype).removeprefix("torch.")
-        spread = None if leaf.spread is None else leaf.spread.encode()
-        return ["tensor", list(leaf.shape), dtype, leaf.requires_grad, leaf.order, spread]
+        dtensor = None if leaf.dtensor is None else leaf.dtensor.encode()
+        return ["tensor", list(leaf.shape), dtype, leaf.requires_grad, leaf.order, dtensor]
     tag = plain_tag(leaf)
     match tag:
         case "bool" | "int" | "str":
@@ -143,14 +144,15 @@ def encode_leaf(leaf: TensorMeta | Plain) -> list[Any]:
 
 
 def decode_leaf(data: list[Any]) -> TensorMeta | Plain:
+    """Read a leaf that ``encode_leaf`` wrote."""
     match data:
-        case ["tensor", shape, dtype, requires_grad, order, spread]:
+        case ["tensor", shape, dtype, requires_grad, order, dtensor]:
             return TensorMeta(
                 shape=torch.Size(shape),
                 dtype=_dtype(dtype),
                 requires_grad=requires_grad,
                 order=None if order is None else tuple(order),
-                spread=None if spread is None else Spread.decode(spread),
+                dtensor=None if dtensor is None else DTensorMeta.decode(dtensor),
             )
         case ["float", value]:
             return float.fromhex(value)

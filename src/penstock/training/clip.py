@@ -23,7 +23,7 @@ from penstock.parallel.counted import counts_here, pipeline_size
 from penstock.runtime.comm.process_group import objects_group
 from penstock.runtime.together import all_gather_ints, together
 from penstock.stage.device_streams import indexed
-from penstock.stage.dtensor import in_full, is_spread, largest
+from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
 
 __all__ = ["clip_grad_norm_"]
 
@@ -127,11 +127,11 @@ def _norms_here(
         grads = [p.grad for p in alike if p.grad is not None and counts_here(p)]
         if not grads:
             continue
-        if math.isinf(norm_type) and is_spread(grads[0]):
-            norms.append(largest(grads))
+        if math.isinf(norm_type) and is_dtensor(grads[0]):
+            norms.append(max_magnitude(grads))
             continue
         norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-        norms.append(in_full(norm))  # of sharded gradients the norm is sharded too
+        norms.append(full_tensor(norm))  # of sharded gradients the norm is sharded too
     return norms
 
 

@@ -33,7 +33,7 @@ from penstock.partition.forward.between_blocks import cross_between
 from penstock.partition.huggingface import HFPipelinePlan
 from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example
-from penstock.stage.generators import undrawn
+from penstock.stage.rng import undrawn
 from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.weight_grad.compiled import keep_compiled
 

@@ -51,8 +51,8 @@ from penstock.partition.forward.units import Units
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.spec import own_loss
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.generators import undrawn
 from penstock.stage.pytree import flatten, map_tensors, unflatten
+from penstock.stage.rng import undrawn
 
 __all__ = ["DryRunner", "input_names"]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.stage.generators import host_random_states, set_host_random_states
+from penstock.stage.rng import host_random_states, set_host_random_states
 
 __all__ = ["HostDraws", "HostStream", "draw_seeds"]
 

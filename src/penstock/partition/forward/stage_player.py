@@ -26,8 +26,8 @@ from penstock.partition.forward.host_draws import HostStream
 from penstock.partition.forward.route import Route
 from penstock.partition.forward.shell import is_hollow
 from penstock.partition.huggingface import capture_since, mark, replay
-from penstock.stage.generators import random_state, set_random_state
 from penstock.stage.pytree import flatten, unflatten
+from penstock.stage.rng import random_state, set_random_state
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["Left", "StagePlayer"]

@@ -19,7 +19,7 @@ from penstock.compat.announcing import key_of, own_group
 from penstock.errors import PenstockError, ScheduleError
 from penstock.runtime.together import together
 from penstock.stage.device_streams import indexed
-from penstock.stage.dtensor import in_full
+from penstock.stage.dtensor import full_tensor
 
 __all__ = ["chosen_device", "from_first_rank", "gather_state", "objects_group", "process_group"]
 
@@ -112,7 +112,7 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
             (DTensors) of the same tensors.
     """
     mine = {
-        name: in_full(value).detach().cpu() if isinstance(value, torch.Tensor) else value
+        name: full_tensor(value).detach().cpu() if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
     }
     if group is None:

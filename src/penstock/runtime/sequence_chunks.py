@@ -1,10 +1,10 @@
-"""Sequences split into pieces: each microbatch of a batch becomes several, and one again.
+"""Sequence chunks: each microbatch's sequences cut into ``num_splits`` parts, and joined again.
 
-    batch            microbatches              pieces, k = 2
+    batch            microbatches              chunks, num_splits = 2
     (rows, length) ─► (rows/M, length) ─────► (rows/M, length/2), (rows/M, length/2)
 
-Programs know pieces as microbatches (``Program.num_splits``). Losses and outputs are put together
-again, so that a caller sees microbatches alone. This module runs nothing.
+A program counts chunks as microbatches (``Program.num_splits``). Losses and outputs are joined, so
+that callers see microbatches alone.
 """
 
 from __future__ import annotations
@@ -13,30 +13,27 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
 from penstock.runtime.batch import Batch
 from penstock.runtime.microbatch import merge_chunks
-from penstock.runtime.row_trees import flatten_rows
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.stage.carry import Carry, takes_state
+from penstock.stage.pytree import flatten, resizing, unflatten
 from penstock.stage.stage import Stage
 
-__all__ = ["Pieces"]
-
-_REPLAYED = frozenset({Op.RECOMPUTE, Op.OFFLOAD})
+__all__ = ["SequenceChunks"]
 
 
-class Pieces:
-    """How a program splits sequences, if it does.
+class SequenceChunks:
+    """The split of sequences by one program.
 
     Args:
-        num_splits: into how many pieces; 1 leaves all as it is.
-        sequence_dim: along which dimension sequences run.
+        num_splits: the number of chunks of a sequence; 1 splits nothing.
+        sequence_dim: the dimension along which sequences run.
     """
 
     def __init__(self, num_splits: int, sequence_dim: int) -> None:
@@ -44,10 +41,10 @@ class Pieces:
         self._dim = sequence_dim
 
     def prepare(self, stages: Sequence[Stage], program: Program) -> None:
-        """Let stages hand their state from piece to piece, or no longer do so.
+        """Check that stages can run sequence chunks.
 
         Raises:
-            ScheduleError: a stage's module takes no state, or the program runs forwards again.
+            ScheduleError: a stage's module takes no state, or the program recomputes forwards.
         """
         for stage in stages:
             stage.carry = Carry(self._num) if self._num > 1 else None
@@ -57,27 +54,28 @@ class Pieces:
             if not takes_state(stage.submod):
                 raise ScheduleError(
                     f"stage {stage.stage_index}: {program.name} splits sequences into {self._num} "
-                    f"pieces, and the forward of {type(stage.submod).__name__} takes no state; "
-                    "let it take state=None, what it returned for the piece before, and return "
-                    "(output, state)"
+                    f"chunks, and the forward of {type(stage.submod).__name__} takes no state; "
+                    "let it take state=None, the state that it returned for the chunk before, and "
+                    "return (output, state)"
                 )
-        replayed = next((act for act in program.actions() if act.op in _REPLAYED), None)
-        if replayed is not None:
+        rerun = (Op.RECOMPUTE, Op.OFFLOAD)
+        refused = next((act for act in program.actions() if act.op in rerun), None)
+        if refused is not None:
             raise ScheduleError(
-                f"{replayed}: forwards of pieces of sequences can't be recomputed or offloaded; "
-                "use checkpointing within the modules, or whole sequences"
+                f"{refused}: forwards of sequence chunks can't be recomputed or offloaded; use "
+                "checkpointing within the modules, or whole sequences"
             )
 
     def split(self, batch: Batch, *, even: bool) -> None:
-        """Make pieces of a batch's microbatches.
+        """Split a batch's microbatches into chunks, in place.
 
         Args:
-            batch: arguments and targets by microbatch; after this, by piece.
-            even: whether pieces must be of one length, as for means of their losses.
+            batch: arguments and targets by microbatch; after this, by chunk.
+            even: whether chunks must be of one length, as for means of their losses.
 
         Raises:
-            ValueError: a sequence has fewer positions than there are pieces, or can't be split
-                evenly where it has to.
+            ValueError: a sequence has fewer positions than there are chunks, or can't be split
+                evenly.
         """
         if self._num == 1:
             return
@@ -91,9 +89,10 @@ class Pieces:
         return list(chain.from_iterable(self._split_tree(tree, what, even) for tree in trees))
 
     def _split_tree(self, tree: Any, what: str, even: bool) -> list[Any]:
-        leaves, treedef = flatten_rows(tree)
-        columns = [self._split_leaf(leaf, what, even) for leaf in leaves]
-        return [optree.tree_unflatten(treedef, [c[i] for c in columns]) for i in range(self._num)]
+        with resizing():
+            leaves, treedef = flatten(tree)
+            columns = [self._split_leaf(leaf, what, even) for leaf in leaves]
+            return [unflatten(treedef, [c[i] for c in columns]) for i in range(self._num)]
 
     def _split_leaf(self, leaf: Any, what: str, even: bool) -> Sequence[Any]:
         if not self._has_sequence(leaf):
@@ -102,14 +101,14 @@ class Pieces:
         shown = f"a {what} of shape {tuple(leaf.shape)} can't be split"
         if length < self._num:
             raise ValueError(
-                f"{shown} into {self._num} pieces along dimension {self._dim}; pass sequences of "
-                f"at least {self._num} positions, or split them into fewer pieces"
+                f"{shown} into {self._num} sequence chunks along dimension {self._dim}; pass "
+                f"sequences of at least {self._num} positions, or split them into fewer chunks"
             )
         if even and length % self._num:
             raise ValueError(
-                f"{shown} evenly into {self._num} pieces along dimension {self._dim}, and the "
-                "mean of uneven pieces' losses is not that of the sequence; pad it, or sum in the "
-                "loss and pass scale_grads=False"
+                f"{shown} evenly into {self._num} sequence chunks along dimension {self._dim}, and "
+                "the mean of uneven chunks' losses is not that of the sequence; pad it, or sum in "
+                "the loss and pass scale_grads=False"
             )
         return torch.tensor_split(leaf, self._num, dim=self._dim)
 
@@ -117,16 +116,16 @@ class Pieces:
         return isinstance(leaf, Tensor) and -leaf.dim() <= self._dim < leaf.dim()
 
     def join_losses(self, losses: Tensor | None, *, mean: bool) -> Tensor | None:
-        """The microbatches' losses: of their pieces the mean, or the sum where none is scaled."""
+        """The microbatches' losses: the mean of their chunks' losses, or the sum."""
         if self._num == 1 or losses is None:
             return losses
         by_microbatch = losses.reshape(-1, self._num)
         return by_microbatch.mean(1) if mean else by_microbatch.sum(1)
 
     def join_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """The microbatches' outputs, each of its pieces'.
+        """The microbatches' outputs: those of their chunks, concatenated.
 
-        Tensors in which sequences do not run are stacked, in a dimension after all others.
+        Tensors without a sequence dimension are stacked in a new last dimension.
         """
         if self._num == 1:
             return outputs
@@ -135,12 +134,13 @@ class Pieces:
             for first in range(0, len(outputs), self._num)
         ]
 
-    def _join_tree(self, pieces: Sequence[Any]) -> Any:
-        flats = [flatten_rows(piece) for piece in pieces]
-        if any(tree != flats[0][1] for _, tree in flats):
-            raise ValueError("the pieces' outputs differ in structure and can't be joined")
-        columns = zip(*(leaves for leaves, _ in flats), strict=True)
-        return optree.tree_unflatten(flats[0][1], [self._join_leaf(c) for c in columns])
+    def _join_tree(self, chunks: Sequence[Any]) -> Any:
+        with resizing():
+            flats = [flatten(chunk) for chunk in chunks]
+            if any(tree != flats[0][1] for _, tree in flats):
+                raise ValueError("the outputs of sequence chunks differ in structure")
+            columns = zip(*(leaves for leaves, _ in flats), strict=True)
+            return unflatten(flats[0][1], [self._join_leaf(c) for c in columns])
 
     def _join_leaf(self, column: tuple[Any, ...]) -> Any:
         if self._has_sequence(column[0]):

@@ -84,7 +84,9 @@ def test_uneven_pieces_are_for_sums() -> None:
     program = build("seq1f1b", ranks=2, microbatches=2, splits=2)
     inputs, target = token_batch(2, 5, 0)
     pipe = Pipeline(causal(4), loss_fn=token_loss, schedule=program)
-    with pytest.raises(ValueError, match=r"shape \(1, 5\) can't be split evenly into 2 pieces"):
+    with pytest.raises(
+        ValueError, match=r"shape \(1, 5\) can't be split evenly into 2 sequence chunks"
+    ):
         pipe.step(inputs, target=target)
 
     def total(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -102,7 +104,9 @@ def test_uneven_pieces_are_for_sums() -> None:
     torch.testing.assert_close(summed.losses, one.losses)
     for a, b in zip(summed.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-13)
-    with pytest.raises(ValueError, match="into 5 pieces along dimension 1; pass sequences of at"):
+    with pytest.raises(
+        ValueError, match="into 5 sequence chunks along dimension 1; pass sequences of at"
+    ):
         one.step(*[t[:, :4] for t in (inputs,)], target=target[:, :4])
 
 
@@ -276,5 +280,5 @@ def test_recomputation_is_refused() -> None:
     program = build("seq1f1b", ranks=1, microbatches=1)
     (steps,) = program.ranks
     again = program.with_ranks(((*steps[:2], action(0, Op.RECOMPUTE, 1), *steps[2:]),))
-    with pytest.raises(ScheduleError, match="0RECOMPUTE1: forwards of pieces of sequences can't"):
+    with pytest.raises(ScheduleError, match="0RECOMPUTE1: forwards of sequence chunks can't"):
         Pipeline([Embed()], loss_fn=token_loss, schedule=again)
