@@ -30,7 +30,7 @@ from timings import draw_beside, measured_costs
 from torch import Tensor
 
 import penstock
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.training.checkpoint import save
 from penstock.view.perfetto import save_perfetto
 

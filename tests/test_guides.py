@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import penstock
-from penstock.schedule import catalog
+from penstock.schedule import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,7 +33,7 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(
     exec(compile(python_of(page), named(page), "exec"), {"__name__": "page"})
     for each in penstock.schedules():
         if each.name not in known:
-            catalog.remove(each.name)
+            registry.remove(each.name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

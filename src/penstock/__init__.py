@@ -54,10 +54,9 @@ if TYPE_CHECKING:
         get_schedule_class,
     )
     from penstock.schedule.action import Action, Op
-    from penstock.schedule.catalog import build, schedules
     from penstock.schedule.check import check
-    from penstock.schedule.own import schedule
     from penstock.schedule.program import CheckedProgram, Program
+    from penstock.schedule.registry import build, schedule, schedules
     from penstock.schedule.text import load_csv, save_csv
     from penstock.search.engine import search
     from penstock.search.result import Point, Progress, SearchResult
@@ -183,7 +182,7 @@ _HOLDS = {
         "get_schedule_class",
     ),
     "penstock.schedule.action": ("Action", "Op", "Overlap"),
-    "penstock.schedule.catalog": ("build", "schedules"),
+    "penstock.schedule.registry": ("build", "schedules"),
     "penstock.schedule.check": ("check",),
     "penstock.schedule.program": ("CheckedProgram", "Program"),
     "penstock.schedule.text": ("load_csv", "save_csv"),
@@ -253,7 +252,7 @@ class _Package(ModuleType):
     """This package."""
 
     pipeline = _Function("penstock.partition.export.split_model")
-    schedule = _Function("penstock.schedule.own")
+    schedule = _Function("penstock.schedule.registry")
     search = _Function("penstock.search.engine")
     simulate = _Function("penstock.simulate.engine")
 

@@ -28,8 +28,8 @@ from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example, Split, SplitSpec, own_loss
 from penstock.partition.ties import SharedBuffers, Tie, find_ties, refuse_shared_statistics
 from penstock.runtime.comm.process_group import from_first_rank
-from penstock.schedule.choice import choose_program, copies_of
 from penstock.schedule.program import Program
+from penstock.schedule.resolve import choose_program, copies_of
 from penstock.schedule.text import load_csv
 from penstock.stage.wrappers import plain_name
 

@@ -36,8 +36,8 @@ from penstock.partition.spec import Example, SplitSpec
 from penstock.runtime.comm.link import Link, measure_link
 from penstock.runtime.comm.process_group import from_first_rank, objects_group
 from penstock.runtime.together import together
-from penstock.schedule.choice import DEFAULT_MICROBATCHES
 from penstock.schedule.program import Program
+from penstock.schedule.resolve import DEFAULT_MICROBATCHES
 from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from penstock import Costs, Pipeline, build, check, load_csv, simulate
 from penstock.cli.sources import complete
-from penstock.schedule.catalog import family
 from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
+from penstock.schedule.registry import family
 from penstock.schedule.text import save_csv, to_json
 from penstock.search.budget import Budget
 from penstock.simulate.measured import costs_of, program_of
@@ -72,8 +72,8 @@ def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Pat
     ("text", "message"),
     [
         ("0F0,0X0\n", "mine.csv: row 1, column 2: '0X0'"),
-        ("", "mine.csv: no steps; the placement can't be seen from the text"),
-        ('0F0\n1F0,"0B0\n', "mine.csv: row 2, column 2: '\"0B0' has a quotation mark that is not"),
+        ("", "mine.csv: no steps; the placement can't be inferred"),
+        ('0F0\n1F0,"0B0\n', "mine.csv: row 2: not CSV"),
         ("0F0,0B0\r1F0,1Q0\r", "mine.csv: row 2, column 2: '1Q0' is not an action"),
         ("0F0,999F0,0B0\n", "mine.csv: 998 stages computed nowhere (1 to 998)"),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock as library
-from penstock.schedule import catalog
+from penstock.schedule import registry
 from penstock.schedule.program import Program
 from penstock.view.perfetto import from_perfetto
 
@@ -35,7 +35,7 @@ def mine() -> Iterator[str]:
         return library.build("gpipe", ranks=ranks, microbatches=microbatches)
 
     yield "of-my-own"
-    catalog.remove("of-my-own")
+    registry.remove("of-my-own")
 
 
 def test_a_registered_schedule_is_one_of_the_command(

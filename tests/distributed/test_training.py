@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.agreement import TRAINING

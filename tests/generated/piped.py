@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, auto, pipeline, save_csv, schedule
 from penstock.errors import PenstockError
-from penstock.schedule.catalog import remove
+from penstock.schedule.registry import remove
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
 from tests.generated.case import Case

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import penstock
 from penstock.schedule.action import Action, action
-from penstock.schedule.catalog import Family, family
+from penstock.schedule.family import Family
 from penstock.schedule.passes import merge_backward, offload, recompute
 from penstock.schedule.program import Program
+from penstock.schedule.registry import family
 from penstock.schedule.rules import COPIES, COVERS, prerequisites
 from tests.agreement import BIDIRECTIONAL, TRAINING, virtuals
 from tests.generated.draws import Draws

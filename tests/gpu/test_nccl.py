@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.errors import PenstockError
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.testing.compare import Tolerance
 from penstock.testing.processes import run_ranks
 from tests.agreement import Twins

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import Pipe, Pipeline, PipelineStage, draw_step_seed, microbatch_rng, pipeline
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import BIDIRECTIONAL, ROUNDING, TRAINING
 from tests.partition.capturing import cuts_before

@@ -18,8 +18,8 @@ import penstock
 from penstock import Pipeline, build, draw_step_seed, microbatch_rng
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import family
 from penstock.schedule.passes import recompute
+from penstock.schedule.registry import family
 from tests.agreement import BIDIRECTIONAL, ROUNDING, TRAINING, virtuals
 from tests.dropout import MICROBATCHES, compare_dropout, dropping, plain_steps
 from tests.models import DIM, features, token_loss

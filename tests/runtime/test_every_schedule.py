@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.testing.compare import plain_step
 from tests.agreement import TRAINING, Twins, virtuals
 from tests.models import CASES

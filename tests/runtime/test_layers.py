@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.testing.compare import Tolerance, plain_step
 from tests.agreement import TRAINING, Twins
 from tests.models import CASES, DIM, VOCABULARY, features, mlp, sequences

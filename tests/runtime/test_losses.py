@@ -21,7 +21,7 @@ from penstock import (
     StageError,
     TensorChunkSpec,
 )
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import TRAINING, Twins
 from tests.models import DIM, features, mlp

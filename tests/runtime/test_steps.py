@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import BoundaryError, Pipeline, PipelineStage
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.models import CASES, DIM, features, mlp, token_loss, tokens

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import penstock
 from penstock import Pipeline, StageError
 from penstock.schedule.action import Op
-from penstock.schedule.catalog import family
 from penstock.schedule.passes import forward_only
+from penstock.schedule.registry import family
 from penstock.schedule.rules import COMPUTE, prerequisites
 from tests.agreement import TRAINING
 from tests.models import features, mlp

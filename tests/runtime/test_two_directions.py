@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage, ScheduleError, StageError, build
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from tests.agreement import BIDIRECTIONAL, ROUNDING, Twins
 from tests.models import CASES, features
 

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.catalog import Family, build, schedules
 from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
+from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, schedules
 from penstock.testing.programs import computed_programs
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Overlap
-from penstock.schedule.catalog import Arrangement, Family, build, family, schedules
 from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
+from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.passes import lower
 from penstock.schedule.placement import bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.rules import COPIES
 from penstock.simulate.engine import simulate
 from penstock.simulate.memory import peak_in_flight

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.catalog import build
+from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation

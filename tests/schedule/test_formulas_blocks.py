@@ -5,8 +5,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
-from penstock.schedule.catalog import build
 from penstock.schedule.placement import v_shape
+from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from tests.schedule.test_formulas import COST, MORE, RANKS, VIRTUAL, run

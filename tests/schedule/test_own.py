@@ -10,7 +10,7 @@ import pytest
 
 import penstock
 from penstock.errors import ScheduleError
-from penstock.schedule import catalog
+from penstock.schedule import registry
 from penstock.schedule.family import Arrangement
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, parse_csv, save_csv
@@ -18,11 +18,11 @@ from penstock.schedule.text import load_csv, parse_csv, save_csv
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    before = {each.name for each in catalog.schedules()}
+    before = {each.name for each in registry.schedules()}
     yield
-    for each in catalog.schedules():
+    for each in registry.schedules():
         if each.name not in before:
-            catalog.remove(each.name)
+            registry.remove(each.name)
 
 
 def one_at_a_time(*, ranks: int, microbatches: int) -> Program:
@@ -162,14 +162,14 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = [
-        EntryPoint("from-a-package", "penstock_plugin:made", catalog._ENTRY_POINTS),
-        EntryPoint("undecorated", "penstock_plugin:bare", catalog._ENTRY_POINTS),
-        EntryPoint("broken", "penstock_no_such_module:made", catalog._ENTRY_POINTS),
+        EntryPoint("from-a-package", "penstock_plugin:made", registry._ENTRY_POINTS),
+        EntryPoint("undecorated", "penstock_plugin:bare", registry._ENTRY_POINTS),
+        EntryPoint("broken", "penstock_no_such_module:made", registry._ENTRY_POINTS),
     ]
-    monkeypatch.setattr(catalog, "entry_points", lambda group: found)
-    catalog._discover.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: found)
+    registry._discover.cache_clear()
     yield found
-    catalog._discover.cache_clear()
+    registry._discover.cache_clear()
 
 
 @pytest.mark.usefixtures("installed")
@@ -289,4 +289,4 @@ def test_an_option_can_not_be_called_as_what_build_takes() -> None:
 
 
 def test_any_even_number_of_stages_per_rank_is_any() -> None:
-    assert (1 << 16) in (catalog.family("hanayo").virtuals or ())
+    assert (1 << 16) in (registry.family("hanayo").virtuals or ())

@@ -4,11 +4,11 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, action
-from penstock.schedule.catalog import build
 from penstock.schedule.check import check, problems
 from penstock.schedule.passes import forward_only, lower, merge_backward
 from penstock.schedule.placement import bidirectional, linear
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build
 from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
 from penstock.simulate.engine import simulate

@@ -7,10 +7,10 @@ from hypothesis import given
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, action
-from penstock.schedule.catalog import build
 from penstock.schedule.check import problems
 from penstock.schedule.placement import Placement, bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build
 from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
 from penstock.testing.programs import placements

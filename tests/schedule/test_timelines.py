@@ -5,7 +5,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-from penstock.schedule.catalog import build, family, schedules
+from penstock.schedule.registry import build, family, schedules
 from tests.schedule.drawing import draw
 
 TIMELINES = [

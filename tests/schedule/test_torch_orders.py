@@ -7,8 +7,8 @@ import pytest
 from torch.distributed.pipelining import schedules as peer
 
 from penstock.schedule.action import Op
-from penstock.schedule.catalog import build
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build
 
 
 def theirs(name: str, *, ranks: int, microbatches: int, virtual: int) -> list[list[str]]:

@@ -6,7 +6,7 @@ those of the published methods, computed by hand or taken from their papers.
 
 import pytest
 
-from penstock.schedule.catalog import build
+from penstock.schedule.registry import build
 from penstock.simulate.engine import simulate
 
 TABLE = [

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.catalog import build, family, schedules
 from penstock.schedule.passes import lower, offload, recompute
 from penstock.schedule.placement import Placement, bidirectional, linear, looped
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.text import parse_csv
 from penstock.simulate.bounds import Argument, least_memory, lower_bounds
 from penstock.simulate.costs import Costs

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, action
-from penstock.schedule.catalog import build
 from penstock.schedule.passes import lower, offload
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs

@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.catalog import build
+from penstock.schedule.registry import build
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Overlap, Step, action
-from penstock.schedule.catalog import build, family, schedules
 from penstock.schedule.passes import lower
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.text import parse_csv
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs

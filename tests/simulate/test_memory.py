@@ -1,10 +1,10 @@
 """Peaks: activations held from F to W, or to the full backward."""
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.catalog import build
 from penstock.schedule.passes import lower
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build
 from penstock.simulate.memory import peak_in_flight
 
 KINDS = {op.value: op for op in Op}

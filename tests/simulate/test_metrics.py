@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, action
-from penstock.schedule.catalog import build
+from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.metrics import compare_traces

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.schedule.catalog import build
+from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.result import Simulation

@@ -6,7 +6,7 @@ import pytest
 from bokeh.document import Document
 
 import penstock
-from penstock.schedule import catalog
+from penstock.schedule import registry
 from penstock.schedule.program import Program
 from penstock.view.playground import Playground
 
@@ -54,7 +54,7 @@ def test_a_schedule_of_ones_own_that_fails_is_told_on_the_page() -> None:
         page.schedule.value = "only-four"
         settled(document)
     finally:
-        catalog.remove("only-four")
+        registry.remove("only-four")
     assert "only-four: its function failed for 4 ranks and 8 microbatches" in page.error.text
     assert "its function failed" in page.comparison.text and "gpipe" in page.comparison.text
 

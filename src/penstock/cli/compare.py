@@ -31,7 +31,7 @@ from penstock.cli.settings import (
 from penstock.cli.sources import complete, is_file, load_program, takes_virtual
 from penstock.cli.values import number, percent
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import family
+from penstock.schedule.registry import family
 from penstock.simulate.costs import Costs
 from penstock.simulate.result import Simulation
 from penstock.simulate.shares import share_of, share_out

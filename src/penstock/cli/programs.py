@@ -34,14 +34,14 @@ from penstock.cli.settings import (
 )  # fmt: skip
 from penstock.cli.sources import complete, is_file, load, load_program
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import family
-from penstock.schedule.catalog import schedules as families
 from penstock.schedule.check import Channels
 from penstock.schedule.check import check as check_program
 from penstock.schedule.family import Family
 from penstock.schedule.messages import number_of, numbers_of
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
+from penstock.schedule.registry import family
+from penstock.schedule.registry import schedules as families
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.result import Simulation
 from penstock.trace import Trace

@@ -16,10 +16,10 @@ from pathlib import Path
 from penstock.cli.settings import Settings
 from penstock.cli.values import read_options
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import family, refuse_options, schedules
 from penstock.schedule.check import check
 from penstock.schedule.family import Family
 from penstock.schedule.program import Program
+from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.schedule.text import from_json, load_csv
 from penstock.simulate.fitting import build_for
 from penstock.trace import Trace

@@ -24,8 +24,8 @@ from penstock.partition.balance.layout import Layout
 from penstock.partition.balance.terms import SplitObjective, Terms
 from penstock.partition.plan import rules_refused
 from penstock.schedule.action import Op
-from penstock.schedule.choice import choose_program
 from penstock.schedule.program import Program
+from penstock.schedule.resolve import choose_program
 from penstock.schedule.rules import WEIGHT_GRADS
 
 __all__ = ["SplitRequest", "measured_costs"]
@@ -35,7 +35,7 @@ def stage_flights(program: Program) -> list[int]:
     """The most microbatches that each of the model's stages holds at once.
 
     Example:
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> stage_flights(build("1f1b", ranks=3, microbatches=8))
         [3, 2, 1]
     """

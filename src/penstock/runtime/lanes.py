@@ -79,7 +79,7 @@ def assign(steps: Iterable[Step], placement: Placement) -> dict[tuple[int, int |
     """The lane of each stage's microbatches, from the steps of one process in their order.
 
     Example:
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> program = build("dualpipev", ranks=1, microbatches=2)
         >>> assign(program.ranks[0], program.placement)
         {(0, 0): 0, (1, 0): 1, (0, 1): 0, (1, 1): 1}

@@ -35,8 +35,8 @@ from penstock.runtime.in_turn import InTurn
 from penstock.runtime.role import LossFn
 from penstock.runtime.sequence_chunks import SequenceChunks
 from penstock.schedule.action import Step
-from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family
 from penstock.trace import Trace
 
 __all__ = ["DEFAULT_TIMEOUT_S", "PipelineSchedule"]

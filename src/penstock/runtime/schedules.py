@@ -22,8 +22,8 @@ from penstock.runtime.schedule_kinds import (
     PipelineScheduleRuntime,
     PipelineScheduleSingle,
 )
-from penstock.schedule.catalog import family
 from penstock.schedule.program import Program, refuse_no_program
+from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv
 
 __all__ = [

@@ -240,7 +240,7 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
 
     Example:
         >>> from penstock.schedule.passes import lower
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> program = lower(build("1f1b", ranks=2, microbatches=3))
         >>> {str(a): n for a, n in acknowledgements(program, 0).items()}
         {'0B0': 1, '0B1': 2, '0B2': 3}

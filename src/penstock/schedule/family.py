@@ -1,7 +1,4 @@
-"""What is known of a family of schedules beside its builder.
-
-This module knows no family; ``penstock.schedule.catalog`` lists them.
-"""
+"""A family of schedules: its builder, and the ranks, stages and microbatches that it takes."""
 
 from __future__ import annotations
 
@@ -9,10 +6,21 @@ from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import log10, prod
 
+from penstock.errors import ScheduleError
+from penstock.schedule.messages import is_count
 from penstock.schedule.program import Program
 
-__all__ = ["Arrangement", "Family"]
+__all__ = ["MOST_FORWARDS", "Arrangement", "Family", "refuse_sizes"]
+
+# Forwards of a program; with their backwards they take 20 to 30 GB. The largest clusters run
+# programs of some millions.
+MOST_FORWARDS = 10**8
+# Longer numbers are shown by their number of digits.
+_DIGITS = 18
+# What every schedule is built with has names that no option can have.
+_NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
 
 
 class Arrangement(Enum):
@@ -25,11 +33,7 @@ class Arrangement(Enum):
     BIDIRECTIONAL = "bidirectional"
 
 
-# What every schedule is built with has names that no option can have.
-_NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
-
-
-def _the_same(ranks: int, microbatches: int) -> tuple[int, int]:
+def _unchanged(ranks: int, microbatches: int) -> tuple[int, int]:
     """Any numbers work."""
     return ranks, microbatches
 
@@ -41,22 +45,22 @@ class Family:
     Args:
         name: the canonical name, which its programs carry.
         builder: called with ``ranks``, ``microbatches``, the family's options, and ``virtual``
-            where the family takes more than one number of stages per rank.
+            if the family takes more than one number of stages per rank.
         arrangement: how stages lie on ranks, and with that in how many copies.
-        default_virtual: stages per rank where none is asked for.
+        default_virtual: stages per rank by default.
         virtuals: the numbers of stages per rank that work, rising; None for any.
         summary: one line for people.
         doc: more for people: a timeline drawn, formulas, the source.
-        source: where the method was published.
+        source: the publication of the method.
         aliases: other names, beside those that differ in case, separators or a leading
             "Schedule" alone.
-        options: the builder's further arguments: each one's name, and in a line what it is.
+        options: the builder's further arguments: for each name, a line about it.
         any_option: whether it takes options of any other name, too.
-        rule: which ranks P and microbatches M work, in words; empty where all do.
+        rule: the ranks P and microbatches M that work, in words; empty if all do.
         splits_sequences: whether its programs split sequences (``Program.num_splits``), so that
-            stages hand their state from piece to piece.
+            stages hand their state from chunk to chunk.
         nearest: for ranks and microbatches the nearest numbers that work, which are these
-            themselves where they do.
+            themselves if they do.
     """
 
     name: str
@@ -72,11 +76,11 @@ class Family:
     rule: str = ""
     splits_sequences: bool = False
     doc: str = field(default="", repr=False)
-    nearest: Callable[[int, int], tuple[int, int]] = _the_same
+    nearest: Callable[[int, int], tuple[int, int]] = _unchanged
 
     @property
     def copies(self) -> int:
-        """How often its ranks hold the model (see ``Placement``)."""
+        """Copies of the model that its ranks hold (see ``Placement``)."""
         return 2 if self.arrangement is Arrangement.BIDIRECTIONAL else 1
 
     @property
@@ -91,11 +95,7 @@ class Family:
                 return " or ".join(map(str, several))
 
     def virtuals_near(self, virtual: int) -> Sequence[int]:
-        """The nearest numbers of stages per rank that work, one to each side where there are.
-
-        Args:
-            virtual: a number that does not work.
-        """
+        """The nearest numbers of stages per rank that work, one to each side if there are two."""
         assert self.virtuals is not None
         at = bisect(self.virtuals, virtual)
         return self.virtuals[max(at - 1, 0) : at + 1]
@@ -107,3 +107,38 @@ class Family:
     def works(self, *, ranks: int, microbatches: int) -> bool:
         """Whether it can be built for so many."""
         return self.nearest(ranks, microbatches) == (ranks, microbatches)
+
+
+def refuse_sizes(asker: str, **sizes: object) -> None:
+    """Refuse numbers that no program can have.
+
+    Args:
+        asker: the caller in messages, such as a schedule's name.
+        sizes: by name, the numbers whose product is the number of forwards of the program.
+
+    Raises:
+        ScheduleError: one is no whole number from 1 on, or there would be too many forwards.
+
+    Example:
+        >>> refuse_sizes("1f1b", ranks=4, microbatches=0)
+        Traceback (most recent call last):
+        penstock.errors.ScheduleError: 1f1b: microbatches=0 must be a whole number from 1 on
+    """
+    numbers: list[int] = []
+    for what, number in sizes.items():
+        if not is_count(number):
+            raise ScheduleError(
+                f"{asker}: {what}={number!r} must be a whole number from 1 on", parameter=what
+            )
+        numbers.append(number)
+    if prod(numbers) > MOST_FORWARDS:
+        given = ", ".join(f"{what}={_shown(n)}" for what, n in zip(sizes, numbers, strict=True))
+        raise ScheduleError(
+            f"{asker}: {given} are {_shown(prod(numbers))} forwards, more than a machine holds; at "
+            f"most {MOST_FORWARDS} can be planned"
+        )
+
+
+def _shown(number: int) -> str:
+    digits = int((number.bit_length() - 1) * log10(2))
+    return str(number) if digits < _DIGITS else f"over 10^{digits}"

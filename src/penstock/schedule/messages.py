@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 __all__ = ["Problem", "is_count", "number_of", "numbers_of", "quoted", "runs_of"]
 
@@ -35,7 +36,7 @@ class Problem:
         return f"{', '.join(place)}: {self.message}" if place else self.message
 
 
-def is_count(value: object, least: int = 1) -> bool:
+def is_count(value: object, least: int = 1) -> TypeGuard[int]:
     """Whether a value is a whole number from ``least`` on; True and False are none.
 
     Example:

@@ -1,28 +1,30 @@
-"""The one text form of actions and programs: as torch writes them, plus JSON.
+"""The text forms of actions and programs: those of torch, and JSON.
 
     step       0F1   3B0   1I2   1W2   2SEND_F0   0UNSHARD   (0F3;1B2)OVERLAP_F_B
-    program    a line per rank, steps parted by commas; empty cells are idle time, and skipped
+    program    a line per rank, steps separated by commas; empty cells are idle time, and skipped
 
-Reading what was written gives the same value back; anything that is left over is an error. This
-module knows what a program looks like, not whether it is right: ``penstock.schedule.check`` does.
+``parse(format(p)) == p``, and trailing text is an error. This module does not judge programs;
+``penstock.schedule.check`` does.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from penstock.errors import ScheduleError, Where
-from penstock.schedule.action import Step
+from penstock.schedule.action import Action, Op, Overlap, Step, action
 from penstock.schedule.messages import number_of, quoted, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program, refuse_no_program
-from penstock.schedule.rows import cells_of, lines_of, read_row, refuse
-from penstock.schedule.rules import COMPUTE
-from penstock.schedule.step_text import format_step, parse_action, parse_step
+from penstock.schedule.rules import COMPUTE, WHOLE_STAGE
 
 __all__ = [
     "format_csv",
@@ -36,20 +38,98 @@ __all__ = [
     "to_json",
 ]
 
+_OVERLAP = "OVERLAP_F_B"
+_NAMES = {op.value: op for op in Op}
+_ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(_NAMES, key=len, reverse=True))})([0-9]*)")
+
 _JSON_FORMAT = "penstock program 1"
-# Those that older files lack, and what they are there.
+# Fields that older files lack, and their values there.
 _JSON_DEFAULTS: dict[str, object] = {"copies": 1, "num_splits": 1}
 _JSON_COUNTS = ("num_ranks", "copies", "num_microbatches", "num_splits")
 _JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "ranks"}
-
-# No file counts as far: Python reads numbers of more digits slowly, and beyond 4300 not at all.
-_MOST_DIGITS = 18
-# How many stages or microbatches may be missing by mistake, which the checker tells.
-_MAY_BE_MISSING = 1000
-
 _KINDS: dict[type, str] = {int: "a whole number", str: "a text", list: "a list"}
 
+# No program counts further: Python reads numbers of more digits slowly, beyond 4300 not at all.
+_MOST_DIGITS = 18
+# Stages or microbatches that may be missing by mistake; the checker lists them.
+_MAY_BE_MISSING = 1000
+
 T = TypeVar("T")
+
+
+def parse_action(text: str) -> Action:
+    """Read one action.
+
+    Args:
+        text: such as ``"2F3"`` or ``"0UNSHARD"``; blanks around it are allowed.
+
+    Raises:
+        ScheduleError: not an action, a microbatch too many or missing, or trailing text.
+
+    Example:
+        >>> parse_action("2SEND_F0").op
+        <Op.SEND_F: 'SEND_F'>
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise ScheduleError(
+            f"{quoted(text)} is not an action; expected a stage, one of {', '.join(_NAMES)}, and a "
+            "microbatch, as in 2F3 or 0UNSHARD"
+        )
+    if max(len(match[1]), len(match[3])) > _MOST_DIGITS:
+        raise ScheduleError(
+            f"{quoted(text)}: no program has a stage or a microbatch of more than {_MOST_DIGITS} "
+            "digits"
+        )
+    stage, op, microbatch = int(match[1]), _NAMES[match[2]], match[3]
+    if op in WHOLE_STAGE:
+        if microbatch:
+            raise ScheduleError(
+                f"{text!r}: {op.value} is about a whole stage; write {stage}{op.value}"
+            )
+        return action(stage, op)
+    if not microbatch:
+        raise ScheduleError(f"{text!r}: microbatch missing; write one, as in {stage}{op.value}0")
+    return action(stage, op, int(microbatch))
+
+
+def parse_step(text: str) -> Step:
+    """Read one step: an action, or an overlapped pair.
+
+    Args:
+        text: such as ``"2F3"`` or ``"(0F3;1B2)OVERLAP_F_B"``; blanks around it are allowed.
+
+    Raises:
+        ScheduleError: not a step, or trailing text.
+
+    Example:
+        >>> [str(a) for a in parse_step("(0F3;1B2)OVERLAP_F_B").parts]
+        ['0F3', '1B2']
+    """
+    stripped = text.strip()
+    if not stripped.startswith("("):
+        return parse_action(text)
+    inner, bracket, kind = stripped[1:].partition(")")
+    if not bracket or kind != _OVERLAP:
+        raise ScheduleError(
+            f"{quoted(text)} is not an overlapped pair; expected actions separated by ';' in "
+            f"brackets, then {_OVERLAP}, as in (0F3;1B2){_OVERLAP}"
+        )
+    try:
+        parts = tuple(parse_action(part) for part in inner.split(";"))
+    except ScheduleError as error:
+        raise ScheduleError(f"in {quoted(text)}: {error}") from error
+    outside = [str(a) for a in parts if a.op not in COMPUTE]
+    if outside:
+        raise ScheduleError(
+            f"in {quoted(text)}: only computation can be overlapped, not {', '.join(outside)}"
+        )
+    return Overlap(parts=parts)
+
+
+def format_step(step: Step) -> str:
+    """Write one step; ``parse_step`` reads it."""
+    return str(step)
 
 
 def parse_csv(
@@ -63,10 +143,10 @@ def parse_csv(
     """Read a program.
 
     Args:
-        text: one line per rank, steps parted by commas; empty cells are skipped.
+        text: one line per rank, steps separated by commas; empty cells are skipped.
         num_microbatches: microbatches per step; None for the highest in the text, plus one.
-        placement: which rank holds which stage; None to see it from who computes what.
-        num_splits: into how many pieces sequences are split, which the text does not tell.
+        placement: the rank of every stage; None to infer it from the computations.
+        num_splits: sequence chunks per microbatch, which the text does not hold.
         name: the program's name.
 
     Returns:
@@ -87,14 +167,7 @@ def parse_csv(
 
 
 def format_csv(program: Program) -> str:
-    """Write a program: what ``parse_csv`` reads.
-
-    Args:
-        program: any program.
-
-    Returns:
-        One line per rank, steps parted by commas, each line ended by a newline.
-    """
+    """Write a program: one line per rank, steps separated by commas. ``parse_csv`` reads it."""
     return "".join(",".join(map(str, steps)) + "\n" for steps in program.ranks)
 
 
@@ -123,7 +196,7 @@ def save_csv(program: Program, path: str | PathLike[str]) -> None:
     """Write a program to a file, as ``format_csv``.
 
     Raises:
-        ScheduleError: what is given is no program.
+        ScheduleError: ``program`` is no program.
         OSError: the file can't be written.
     """
     refuse_no_program(program, "save_csv()")
@@ -131,14 +204,7 @@ def save_csv(program: Program, path: str | PathLike[str]) -> None:
 
 
 def to_json(program: Program) -> str:
-    """Write a program with its name and placement as JSON: what ``from_json`` reads.
-
-    Args:
-        program: any program.
-
-    Returns:
-        One JSON object; the steps are in their text form.
-    """
+    """Write a program with its name and placement as one JSON object; ``from_json`` reads it."""
     document = {
         "format": _JSON_FORMAT,
         "name": program.name,
@@ -156,14 +222,14 @@ def from_json(text: str) -> Program:
     """Read a program from JSON.
 
     Args:
-        text: what ``to_json`` wrote.
+        text: made by ``to_json``.
 
     Returns:
         The program, not checked.
 
     Raises:
         ScheduleError: not JSON, not a program's fields, numbers of ranks, stages or microbatches
-            that the steps can't be of, or a text that is no step (the message names row and
+            that do not fit the steps, or a text that is no step (the message names row and
             column, from 1).
     """
     try:
@@ -185,20 +251,17 @@ def from_json(text: str) -> Program:
     stage_ranks = _field(document, "stage_ranks", list)
     if not all(type(rank) is int for rank in stage_ranks):
         raise ScheduleError("'stage_ranks': expected a list of whole numbers")
-    counts = {name: _count(document, name) for name in _JSON_COUNTS}
-    ranks = tuple(read_row(row, cells, source="") for row, cells in enumerate(rows))
+    counts = {name: _field(document, name, int) for name in _JSON_COUNTS}
+    for name, number in counts.items():
+        if number < 1:
+            raise ScheduleError(f"{name!r}: expected a whole number from 1 on, got {number}")
+    ranks = tuple(_read_row(row, cells, source="") for row, cells in enumerate(rows))
     if counts["num_ranks"] > len(stage_ranks):
         raise ScheduleError(
             f"'num_ranks': {counts['num_ranks']}, but 'stage_ranks' is of "
             f"{number_of(len(stage_ranks), 'stage')}; every rank holds a stage"
         )
-    actions = _num_actions(ranks)
-    for what, number in (("stage", len(stage_ranks)), ("microbatch", counts["num_microbatches"])):
-        if number > actions + _MAY_BE_MISSING:
-            raise ScheduleError(
-                f"{number_of(number, what)} in a program of {number_of(actions, 'action')}; "
-                "each takes one at least"
-            )
+    _refuse_far_counts(ranks, len(stage_ranks), counts["num_microbatches"], source="")
     return Program(
         name=_field(document, "name", str),
         placement=Placement(
@@ -218,13 +281,6 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _count(document: dict[str, object], name: str) -> int:
-    number = _field(document, name, int)
-    if number < 1:
-        raise ScheduleError(f"{name!r}: expected a whole number from 1 on, got {number}")
-    return number
-
-
 def _field(document: dict[str, object], name: str, kind: type[T]) -> T:
     value = document.get(name)
     if type(value) is not kind:
@@ -240,13 +296,21 @@ def _parse(
     name: str,
     source: str,
 ) -> Program:
-    rows = [cells_of(row, line, source=source) for row, line in enumerate(lines_of(text))]
+    rows: list[list[str]] = []
+    try:
+        rows.extend(csv.reader(io.StringIO(text, newline=None), strict=True))
+    except csv.Error as error:
+        place = f"{source}row {len(rows) + 1}"
+        _refuse(f"{place}: not CSV ({error}); steps need no quotes", Where(rank=len(rows)))
     # Empty lines at the end are no ranks, unless the placement says so.
     num_ranks = placement.num_ranks if placement is not None else 1
     while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    ranks = tuple(read_row(row, cells, source=source) for row, cells in enumerate(rows))
-    _refuse_far_numbers(ranks, source)
+    ranks = tuple(_read_row(row, cells, source=source) for row, cells in enumerate(rows))
+    acts = [act for steps in ranks for step in steps for act in step.parts]
+    num_stages = 1 + max((act.stage for act in acts), default=0)
+    microbatches = 1 + max((act.microbatch or 0 for act in acts), default=0)
+    _refuse_far_counts(ranks, num_stages, microbatches, source)
     if placement is None:
         placement = _placement_of(ranks, source)
     elif len(ranks) != placement.num_ranks:
@@ -254,64 +318,76 @@ def _parse(
             f"{source}{number_of(len(ranks), 'row')}; the placement has "
             f"{number_of(placement.num_ranks, 'rank')}, and each takes a line"
         )
-    if num_microbatches is None:
-        used = [a.microbatch for steps in ranks for step in steps for a in step.parts]
-        num_microbatches = 1 + max((m for m in used if m is not None), default=0)
     return Program(
         name=name,
         placement=placement,
-        num_microbatches=num_microbatches,
+        num_microbatches=microbatches if num_microbatches is None else num_microbatches,
         ranks=ranks,
         num_splits=num_splits,
     )
 
 
-def _num_actions(ranks: tuple[tuple[Step, ...], ...]) -> int:
-    return sum(len(step.parts) for steps in ranks for step in steps)
+def _read_row(row: int, cells: Sequence[str], *, source: str) -> tuple[Step, ...]:
+    """The steps of a rank; cells without one are skipped."""
+    steps: list[Step] = []
+    for column, cell in enumerate(cells):
+        if not cell or cell.isspace():
+            continue
+        try:
+            steps.append(parse_step(cell))
+        except ScheduleError as error:
+            place = f"{source}row {row + 1}, column {column + 1}"
+            _refuse(f"{place}: {error}", Where(rank=row, action=cell.strip()))
+    return tuple(steps)
 
 
-def _refuse_far_numbers(ranks: tuple[tuple[Step, ...], ...], source: str) -> None:
-    """Refuse a stage or microbatch so high that those below it can't all be in the text."""
-    actions = _num_actions(ranks)
-    for rank, steps in enumerate(ranks):
-        for act in (a for step in steps for a in step.parts):
-            for what, number in (("stage", act.stage), ("microbatch", act.microbatch or 0)):
-                if number >= actions + _MAY_BE_MISSING:
-                    refuse(
-                        f"{source}row {rank + 1}, {act}: {what} {number} in a text of "
-                        f"{number_of(actions, 'action')}; each {what} from 0 on takes one at "
-                        "least",
-                        Where(rank=rank, action=str(act)),
-                    )
+def _refuse_far_counts(
+    ranks: tuple[tuple[Step, ...], ...], num_stages: int, num_microbatches: int, source: str
+) -> None:
+    """Refuse so many stages or microbatches that the text can't hold an action for each."""
+    actions = sum(len(step.parts) for steps in ranks for step in steps)
+    for thing, number in (("stage", num_stages), ("microbatch", num_microbatches)):
+        if number > actions + _MAY_BE_MISSING:
+            raise ScheduleError(
+                f"{source}{number_of(number, thing)} in a program of "
+                f"{number_of(actions, 'action')}; each takes one at least"
+            )
 
 
 def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement:
-    """The placement in which each stage lies where the text computes it."""
+    """The placement of each stage on the rank that computes it."""
     holders: dict[int, int] = {}
     for rank, steps in enumerate(ranks):
         for act in (a for step in steps for a in step.parts if a.op in COMPUTE):
             if holders.setdefault(act.stage, rank) != rank:
-                refuse(
+                _refuse(
                     f"{source}stage {act.stage} is computed in row {holders[act.stage] + 1} and "
                     f"in row {rank + 1}; one rank holds a stage",
                     Where(rank=rank, stage=act.stage, action=str(act)),
                 )
         if rank not in holders.values():
-            refuse(
+            _refuse(
                 f"{source}row {rank + 1}: this rank computes nothing; every rank holds a stage",
                 Where(rank=rank),
             )
     missing = [stage for stage in range(max(holders, default=-1) + 1) if stage not in holders]
     if not holders or missing:
         nowhere = f"{number_of(len(missing), 'stage')} computed nowhere ({runs_of(missing)})"
-        what = nowhere if missing else "no steps"
-        raise ScheduleError(f"{source}{what}; the placement can't be seen from the text")
+        found = nowhere if missing else "no steps"
+        raise ScheduleError(f"{source}{found}; the placement can't be inferred from the text")
     stage_ranks = tuple(holders[stage] for stage in range(len(holders)))
     one = Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)
     if len(stage_ranks) % 2:
         return one
-    # Two copies of the model show in that each takes microbatches that the other does not.
+    # Each of two copies of the model takes microbatches that the other does not.
     two = replace(one, copies=2)
     acts = (a for steps in ranks for step in steps for a in step.parts)
     apart = all(a.microbatch is None or two.passes(a.microbatch, a.stage) for a in acts)
     return two if apart else one
+
+
+def _refuse(message: str, where: Where) -> NoReturn:
+    """Raise an error whose message tells row and column itself: the place is for programs."""
+    error = ScheduleError(message)
+    error.where = where
+    raise error

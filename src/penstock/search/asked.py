@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from typing import get_args
 
 from penstock.errors import ScheduleError
+from penstock.schedule.family import refuse_sizes
 from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement, looped, wave
-from penstock.schedule.sizes import refuse_sizes
 from penstock.search.problem import Objective, SearchProblem, slack
 from penstock.search.relief import Relief, least_relieved, reliefs
 from penstock.simulate.costs import Costs, as_number

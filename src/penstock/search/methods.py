@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import build, schedules
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.search.blocks import Knobs, legs
 from penstock.search.budget import Budget

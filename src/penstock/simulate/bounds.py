@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.errors import ScheduleError
+from penstock.schedule.family import refuse_sizes
 from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement, looped
-from penstock.schedule.sizes import refuse_sizes
 from penstock.simulate.chains import StageChain, chains
 from penstock.simulate.costs import Costs
 

@@ -61,7 +61,7 @@ def simulate(
             no number ≥ 0; or what is given is no program, or no costs.
 
     Example:
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> result = simulate(build("gpipe", ranks=4, microbatches=8))
         >>> result.makespan, result.peak_in_flight
         (33.0, (8, 8, 8, 8))

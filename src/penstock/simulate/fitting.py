@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from penstock.schedule.catalog import build, family
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family
 from penstock.simulate.costs import Costs
 
 __all__ = ["build_for", "wanted_costs"]

@@ -33,7 +33,7 @@ def program_of(trace: Trace) -> Program:
         ScheduleError: a rank computed nothing, or stages are missing.
 
     Example:
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> from penstock.simulate.engine import simulate
         >>> program = build("dualpipev", ranks=2, microbatches=4)
         >>> program_of(simulate(program).trace) == program

@@ -43,7 +43,7 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
         For each rank, its peak.
 
     Example:
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> peak_in_flight(build("1f1b", ranks=4, microbatches=8))
         (4, 3, 2, 1)
     """

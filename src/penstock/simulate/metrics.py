@@ -85,7 +85,7 @@ def compare_traces(measured: Trace, simulated: Trace, *, scale: float | None = N
             time.
 
     Example:
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> from penstock.simulate.costs import Costs
         >>> from penstock.simulate.engine import simulate
         >>> program = build("1f1b", ranks=2, microbatches=2)

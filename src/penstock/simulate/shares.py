@@ -36,7 +36,7 @@ def share_of(program: Program) -> float:
     Of two copies of a model a microbatch passes one, so that a rank may have less than one stage.
 
     Example:
-        >>> from penstock.schedule.catalog import build
+        >>> from penstock.schedule.registry import build
         >>> [share_of(build(name, ranks=4, microbatches=8)) for name in ("zbv", "dualpipe")]
         [2.0, 1.0]
     """

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.schedule.catalog import build, family, refuse_options
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family, refuse_options
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.fitting import wanted_costs

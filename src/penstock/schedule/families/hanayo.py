@@ -23,9 +23,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.families.repeating import place_block, repeat
 from penstock.schedule.families.squeezing import squeeze
+from penstock.schedule.family import refuse_sizes
 from penstock.schedule.placement import Placement, wave
 from penstock.schedule.program import Program
-from penstock.schedule.sizes import refuse_sizes
 
 __all__ = ["hanayo"]
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.families.common import alternate, chunks
+from penstock.schedule.family import refuse_sizes
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
-from penstock.schedule.sizes import refuse_sizes
 
 __all__ = ["seq1f1b"]
 

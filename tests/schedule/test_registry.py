@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import Family, build, family, schedules
+from penstock.schedule.family import Family
+from penstock.schedule.registry import build, family, schedules
 
 
 @pytest.mark.parametrize("each", schedules(), ids=lambda each: each.name)

@@ -1,12 +1,12 @@
-"""The rows of the catalog: Penstock's own families of schedules.
+"""The families of schedules that Penstock has: a file in this folder, and a row here.
 
-A new family is a file in ``builders/`` and a row here. What is looked up in them, and added to
-them by users, is in ``penstock.schedule.catalog``.
+``penstock.schedule.registry`` looks names up in the table, and adds the families of users.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from inspect import getdoc
 from sys import maxsize, modules
 
@@ -38,8 +38,15 @@ from penstock.schedule.family import Arrangement, Family
 
 __all__ = ["FAMILIES"]
 
-_GROUP = "the most microbatches that go round the loop together"
-_AHEAD = "how many computations a reload is asked for ahead of its backward"
+_linear = partial(Family, arrangement=Arrangement.LINEAR, default_virtual=1, virtuals=(1,))
+_looped = partial(Family, arrangement=Arrangement.LOOPED, default_virtual=2, virtuals=None)
+_v_shaped = partial(Family, arrangement=Arrangement.V_SHAPE, default_virtual=2, virtuals=(2,))
+_both_ways = partial(
+    Family, arrangement=Arrangement.BIDIRECTIONAL, default_virtual=1, virtuals=(1,)
+)
+
+_GROUP = {"group": "the most microbatches that go round the loop together"}
+_AHEAD = {"ahead": "how many computations a reload is asked for ahead of its backward"}
 _COSTS = {
     "forward": "what a forward costs: a number, or one per stage",
     "input_grad": "what an input gradient costs: a number, or one per stage",
@@ -47,205 +54,143 @@ _COSTS = {
 }
 
 _ROWS = (
-    Family(
+    _looped(
         name="forward-only",
         builder=forward_only,
-        arrangement=Arrangement.LOOPED,
         default_virtual=1,
-        virtuals=None,
         summary="forwards alone, for evaluation",
         source="arXiv:2104.04473",
     ),
-    Family(
+    _linear(
         name="gpipe",
         builder=gpipe,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
         summary="all forwards, then all backwards",
         source="arXiv:1811.06965",
     ),
-    Family(
+    _linear(
         name="1f1b",
         builder=one_f_one_b,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
         summary="one forward, one backward in turn: GPipe's time in less memory",
         source="arXiv:2007.01045",
         aliases=("dapple",),
     ),
-    Family(
+    _linear(
         name="eager-1f1b",
         builder=eager_1f1b,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
         summary="1F1B with twice the warm-up, so that messages travel while ranks compute",
         source="arXiv:2211.05322",
     ),
-    Family(
+    _linear(
         name="seq1f1b",
         builder=seq1f1b,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
-        summary="1F1B over pieces of sequences, for causal models: a smaller bubble, less memory",
+        summary="1F1B over chunks of sequences, for causal models: a smaller bubble, less memory",
         source="arXiv:2406.03488",
-        options={"splits": "into how many pieces each sequence is split"},
+        options={"splits": "into how many chunks each sequence is split"},
         splits_sequences=True,
     ),
-    Family(
+    _looped(
         name="interleaved-1f1b",
         builder=interleaved_1f1b,
-        arrangement=Arrangement.LOOPED,
-        default_virtual=2,
-        virtuals=None,
         summary="1F1B over several stages per rank: a smaller bubble, more messages",
         source="arXiv:2104.04473",
-        options={"group": _GROUP},
+        options=_GROUP,
     ),
-    Family(
+    _looped(
         name="looped-bfs",
         builder=looped_bfs,
-        arrangement=Arrangement.LOOPED,
-        default_virtual=2,
-        virtuals=None,
         summary="GPipe over several stages per rank, for sharded parameters",
         source="arXiv:2211.05953",
         aliases=("breadth-first",),
     ),
-    Family(
+    _linear(
         name="zb-h1",
         builder=zb_h1,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
         summary="1F1B with a split backward: a third of the bubble, the same memory",
         source="arXiv:2401.10241",
     ),
-    Family(
+    _linear(
         name="zb-h2",
         builder=zb_h2,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
         summary="no bubble within a rank's own time, for twice the memory",
         source="arXiv:2401.10241",
     ),
-    Family(
+    _linear(
         name="zb-1p",
         builder=zb_1p,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
         summary="zero bubble searched for given costs, in the memory of P activations",
         source="arXiv:2401.10241",
         options=_COSTS,
     ),
-    Family(
+    _linear(
         name="zb-2p",
         builder=zb_2p,
-        arrangement=Arrangement.LINEAR,
-        default_virtual=1,
-        virtuals=(1,),
         summary="zero bubble searched for given costs, in the memory of 2P activations",
         source="arXiv:2401.10241",
         options=_COSTS,
     ),
-    Family(
+    _looped(
         name="interleaved-zb",
         builder=interleaved_zb,
-        arrangement=Arrangement.LOOPED,
-        default_virtual=2,
-        virtuals=None,
         summary="interleaved, with weight gradients put off into the bubble",
         source="arXiv:2401.10241",
         aliases=("interleaved-zero-bubble",),
     ),
-    Family(
+    _looped(
         name="gis",
         builder=gis,
-        arrangement=Arrangement.LOOPED,
-        default_virtual=2,
-        virtuals=None,
         summary="interleaved zero bubble in less memory, for a larger bubble",
         source="arXiv:2503.01328",
-        options={"group": _GROUP},
+        options=_GROUP,
     ),
-    Family(
+    _looped(
         name="gis-h",
         builder=gis_h,
-        arrangement=Arrangement.LOOPED,
-        default_virtual=2,
-        virtuals=None,
         summary="GIS in groups of P / 2: about half the memory of interleaved 1F1B",
         source="arXiv:2503.01328",
-        options={"group": _GROUP},
+        options=_GROUP,
     ),
-    Family(
+    _looped(
         name="po-h",
         builder=po_h,
-        arrangement=Arrangement.LOOPED,
-        default_virtual=2,
-        virtuals=None,
         summary="interleaved, the activations of the earlier stages offloaded to the host",
         source="arXiv:2503.01328",
-        options={"ahead": _AHEAD},
+        options=_AHEAD,
     ),
-    Family(
+    _looped(
         name="po-f",
         builder=po_f,
-        arrangement=Arrangement.LOOPED,
-        default_virtual=2,
-        virtuals=None,
         summary="GIS, all activations offloaded to the host",
         source="arXiv:2503.01328",
-        options={"ahead": _AHEAD},
+        options=_AHEAD,
     ),
-    Family(
+    _v_shaped(
         name="zbv",
         builder=zbv,
-        arrangement=Arrangement.V_SHAPE,
-        default_virtual=2,
-        virtuals=(2,),
         summary="zero bubble over a V-shape, in 1F1B's memory",
         source="arXiv:2401.10241",
         aliases=("zbv-zero-bubble",),
     ),
-    Family(
+    _v_shaped(
         name="v-zb",
         builder=v_zb,
-        arrangement=Arrangement.V_SHAPE,
-        default_virtual=2,
-        virtuals=(2,),
-        summary="zero bubble over a V-shape by a repeated block, in 1F1B's memory",
+        summary="zero bubble over a V-shape by a periodic pattern, in 1F1B's memory",
         source="arXiv:2405.15362",
     ),
-    Family(
+    _v_shaped(
         name="v-half",
         builder=v_half,
-        arrangement=Arrangement.V_SHAPE,
-        default_virtual=2,
-        virtuals=(2,),
         summary="half of 1F1B's memory and half of its bubble over a V-shape",
         source="arXiv:2405.15362",
     ),
-    Family(
+    _v_shaped(
         name="v-min",
         builder=v_min,
-        arrangement=Arrangement.V_SHAPE,
-        default_virtual=2,
-        virtuals=(2,),
         summary="a third of 1F1B's memory, two thirds of its bubble over a V-shape",
         source="arXiv:2405.15362",
     ),
-    Family(
+    _v_shaped(
         name="1f1b-v",
         builder=one_f_one_b_v,
-        arrangement=Arrangement.V_SHAPE,
-        default_virtual=2,
-        virtuals=(2,),
         summary="1F1B over a V-shape: two thirds of its memory, whole backwards",
         source="arXiv:2405.15362",
         options={"limit": "the most activations that a rank may hold"},
@@ -260,32 +205,23 @@ _ROWS = (
         source="arXiv:2308.15762",
         options={"waves": "how many waves there are: half of virtual"},
     ),
-    Family(
+    _v_shaped(
         name="dualpipev",
         builder=dualpipev,
-        arrangement=Arrangement.V_SHAPE,
-        default_virtual=2,
-        virtuals=(2,),
-        summary="forwards and backwards in blocks over a V-shape",
+        summary="forwards and backwards overlapped over a V-shape",
         source="arXiv:2412.19437",
     ),
-    Family(
+    _both_ways(
         name="dualpipe",
         builder=dualpipe,
-        arrangement=Arrangement.BIDIRECTIONAL,
-        default_virtual=1,
-        virtuals=(1,),
-        summary="two directions in blocks: a forward of one, a backward of the other",
+        summary="two directions, a forward of one overlapped with a backward of the other",
         source="arXiv:2412.19437",
         rule="even P, even M ≥ 2P",
         nearest=nearest_dualpipe,
     ),
-    Family(
+    _both_ways(
         name="chimera",
         builder=chimera,
-        arrangement=Arrangement.BIDIRECTIONAL,
-        default_virtual=1,
-        virtuals=(1,),
         summary="1F1B in two directions, each in the other's bubbles",
         source="arXiv:2107.06925",
         rule="even P, M ≥ 2",

@@ -1,14 +1,14 @@
-"""Which program a pipeline plays: from what a user says of stages, ranks and microbatches.
+"""Resolves a program from the stages, ranks and microbatches that a user gives.
 
-What is said fixes the rest, or does not fit and is refused. Nothing here knows models.
+Numbers that are given fix the rest, or do not fit and are refused. This module knows no models.
 """
 
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.catalog import build, family
 from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family
 
 __all__ = ["DEFAULT_MICROBATCHES", "choose_program", "copies_of"]
 
@@ -16,11 +16,7 @@ DEFAULT_MICROBATCHES = 8
 
 
 def copies_of(schedule: str | Program) -> int:
-    """In how many copies a schedule has the model.
-
-    Args:
-        schedule: its name, or a program.
-    """
+    """The number of copies of the model under a schedule, given by name or as a program."""
     if isinstance(schedule, Program):
         return schedule.placement.copies
     return family(schedule).copies
@@ -35,18 +31,18 @@ def choose_program(
     virtual: int | None,
     world: int | None,
 ) -> Program:
-    """The program to play.
+    """The program to run.
 
     Args:
         schedule: a schedule's name, or the program itself.
-        num_stages: into how many stages the model is cut, where that is said.
-        n_microbatches: microbatches per step, likewise.
-        ranks: on how many ranks, likewise.
-        virtual: stages per rank, likewise.
-        world: how many processes run; None where one plays all ranks.
+        num_stages: number of stages of the model, if given.
+        n_microbatches: microbatches per step, if given.
+        ranks: number of ranks, if given.
+        virtual: stages per rank, if given.
+        world: number of processes; None if one process runs all ranks.
 
     Raises:
-        ScheduleError: these do not fit each other, or do not say enough.
+        ScheduleError: the numbers do not fit each other, or do not say enough.
 
     Example:
         >>> program = choose_program(
@@ -56,7 +52,7 @@ def choose_program(
         2
     """
     if isinstance(schedule, Program):
-        refuse_misfits(schedule, num_stages, n_microbatches, ranks, virtual, world)
+        _refuse_misfits(schedule, num_stages, n_microbatches, ranks, virtual, world)
         return schedule
     known = ranks if world is None else world
     if virtual is None:
@@ -64,7 +60,7 @@ def choose_program(
             virtual = num_stages // known
         else:
             virtual = family(schedule).default_virtual
-    num_ranks = infer_ranks(num_stages, virtual) if known is None else known
+    num_ranks = _ranks_for(num_stages, virtual) if known is None else known
     if num_stages is not None and num_stages != num_ranks * virtual:
         raise ScheduleError(
             f"{number_of(num_stages, 'stage')}, but {schedule} on {number_of(num_ranks, 'rank')} "
@@ -78,7 +74,7 @@ def choose_program(
     )
 
 
-def refuse_misfits(
+def _refuse_misfits(
     program: Program,
     num_stages: int | None,
     n_microbatches: int | None,
@@ -86,16 +82,15 @@ def refuse_misfits(
     virtual: int | None,
     world: int | None,
 ) -> None:
-    """What is asked for beside a program must be what the program says."""
+    """Refuse numbers beside a program that are not the program's."""
+    given = "the program given as schedule"
     if n_microbatches not in (None, program.num_whole_microbatches):
         raise ScheduleError(
-            f"n_microbatches={n_microbatches}, but the program given as schedule has "
-            f"{program.num_whole_microbatches}"
+            f"n_microbatches={n_microbatches}, but {given} has {program.num_whole_microbatches}"
         )
     if world not in (None, program.num_ranks):
         raise ScheduleError(
-            f"the program given as schedule is for {number_of(program.num_ranks, 'rank')}, but "
-            f"there are {world}"
+            f"{given} is for {number_of(program.num_ranks, 'rank')}, but there are {world}"
         )
     has_stages = program.placement.num_model_stages
     per_rank = has_stages / program.num_ranks
@@ -105,13 +100,10 @@ def refuse_misfits(
         ("stages per rank", virtual, int(per_rank) if per_rank.is_integer() else per_rank),
     ):
         if asked not in (None, has):
-            raise ScheduleError(
-                f"{asked} {what} are given, but the program given as schedule has {has}"
-            )
+            raise ScheduleError(f"{asked} {what} are given, but {given} has {has}")
 
 
-def infer_ranks(num_stages: int | None, virtual: int) -> int:
-    """The ranks that so many stages need."""
+def _ranks_for(num_stages: int | None, virtual: int) -> int:
     if num_stages is None:
         raise ScheduleError("say on how many ranks to run: pass ranks=, or split= with the stages")
     if num_stages % virtual:

@@ -1,0 +1,392 @@
+"""The registry of schedules: Penstock's families, and those that users add.
+
+    @penstock.schedule("all-then-all")
+    def all_then_all(*, ranks, microbatches): ...      build("all-then-all", ranks=4, ...)
+
+Penstock's own are the rows of ``penstock.schedule.families.table``. Users add theirs with the
+decorator, or through the entry point group ``penstock.schedules``. A program of a user is checked
+when it is built; then it is simulated, drawn and run like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from penstock.errors import PenstockError, ScheduleError
+from penstock.schedule.check import check
+from penstock.schedule.family import Arrangement, Family, refuse_sizes
+from penstock.schedule.messages import number_of
+from penstock.schedule.program import Program
+
+__all__ = ["build", "family", "refuse_options", "remove", "schedule", "schedules"]
+
+Builder = TypeVar("Builder", bound=Callable[..., Program])
+
+_ENTRY_POINTS = "penstock.schedules"
+_GIVEN = ("ranks", "microbatches", "virtual")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_log = logging.getLogger(__name__)
+
+# Families of users, by canonical name in normal form.
+_ADDED: dict[str, Family] = {}
+
+
+def schedules() -> tuple[Family, ...]:
+    """All families: Penstock's own, then those that users have added.
+
+    Example:
+        >>> [each.name for each in schedules()][:3]
+        ['forward-only', 'gpipe', '1f1b']
+    """
+    _discover()
+    return (*_own(), *_ADDED.values())
+
+
+def family(name: str) -> Family:
+    """The family called ``name``.
+
+    Args:
+        name: a family's name; case and separators (hyphen, underscore, space) don't count, and
+            torch's class names are understood too.
+
+    Raises:
+        ScheduleError: there is no such family, or ``name`` is not a string.
+
+    Example:
+        >>> family("ScheduleInterleavedZeroBubble").name
+        'interleaved-zb'
+    """
+    if not isinstance(name, str):
+        raise ScheduleError(f"a schedule is asked for by its name, not by {name!r}")
+    found = _lookup(name)
+    if found is None:
+        faults = "".join(f"; {fault}" for fault in _discover())
+        found = _lookup(name)
+    if found is None:
+        known = schedules()
+        written = {_normal(n): each.name for each in known for n in (each.name, *each.aliases)}
+        near = get_close_matches(_normal(name), written, n=1)
+        hint = f"did you mean {written[near[0]]!r}? The" if near else "the"
+        names = ", ".join(each.name for each in known)
+        raise ScheduleError(f"there is no schedule {name!r}; {hint} schedules are: {names}{faults}")
+    return found
+
+
+def build(
+    name: str, *, ranks: int, microbatches: int, virtual: int | None = None, **options: object
+) -> Program:
+    """The program of a schedule.
+
+    Args:
+        name: the family's name, as ``family`` takes it.
+        ranks: number of ranks.
+        microbatches: number of microbatches per step.
+        virtual: stages per rank; None for the family's default.
+        options: further arguments of the family's builder, such as ``group`` for
+            interleaved-1f1b.
+
+    Returns:
+        A program that holds computations only; ``penstock.schedule.passes`` adds the rest.
+
+    Raises:
+        ScheduleError: no such schedule, an option that it does not have, or a number that it
+            can't work with (the message says which work).
+
+    Example:
+        >>> program = build("1F1B", ranks=2, microbatches=2)
+        >>> " ".join(map(str, program.ranks[0]))
+        '0F0 0F1 0B0 0B1'
+    """
+    chosen = family(name)
+    virtual = chosen.default_virtual if virtual is None else virtual
+    refuse_sizes(chosen.name, ranks=ranks, microbatches=microbatches, virtual=virtual)
+    refuse_options(chosen, options)
+    if not chosen.works(ranks=ranks, microbatches=microbatches):
+        near_ranks, near_microbatches = chosen.nearest(ranks, microbatches)
+        raise ScheduleError(
+            f"{chosen.name}: ranks={ranks} and microbatches={microbatches} do not work, it takes "
+            f"{chosen.rule}; the nearest that do are ranks={near_ranks} and "
+            f"microbatches={near_microbatches}",
+            parameter="ranks",
+        )
+    if chosen.virtuals is not None and virtual not in chosen.virtuals:
+        near = " or ".join(map(str, chosen.virtuals_near(virtual)))
+        works = chosen.virtuals_text
+        nearest = "" if near == works else f" (the nearest: {near})"
+        free = ", ".join(each.name for each in schedules() if each.virtuals is None)
+        raise ScheduleError(
+            f"{chosen.name}: virtual={virtual} stages per rank do not work; {works} does{nearest}, "
+            f"and any number does with {free}",
+            parameter="virtual",
+        )
+    if chosen.virtuals is None or len(chosen.virtuals) > 1:
+        options = {"virtual": virtual, **options}
+    return chosen.builder(ranks=ranks, microbatches=microbatches, **options)
+
+
+def refuse_options(chosen: Family, options: Iterable[str]) -> None:
+    """Refuse names that are no options of a family.
+
+    Raises:
+        ScheduleError: one of them is none; the message lists those that are.
+    """
+    for option in options:
+        if not chosen.takes_option(option):
+            has = (
+                f"its options are: {', '.join(chosen.options)}" if chosen.options else "it has none"
+            )
+            raise ScheduleError(f"{chosen.name} has no option {option!r}; {has}")
+
+
+def schedule(
+    name: str,
+    *,
+    virtual: int | None = None,
+    arrangement: Arrangement | None = None,
+    summary: str | None = None,
+    source: str = "",
+    aliases: tuple[str, ...] = (),
+) -> Callable[[Builder], Builder]:
+    """Make the function below a schedule that ``build``, ``Pipeline`` and the command know.
+
+    The function takes ``ranks`` and ``microbatches`` by name, and ``virtual`` if it works with
+    several numbers of stages per rank. Its other parameters are the schedule's options; with
+    ``**more`` any name is one. ``build`` turns whatever it raises into a ScheduleError.
+
+    Args:
+        name: the schedule's name; registering it again replaces it.
+        virtual: the stages per rank that it makes or, if the function takes ``virtual``, makes
+            by default; None for the function's own default, or 1.
+        arrangement: how it lays stages on ranks. None for linear, or looped if there are
+            several stages per rank. ``Arrangement.BIDIRECTIONAL`` says that ranks hold two copies
+            of the model, which must be known before a program is built.
+        summary: one line for people; None for the first line of the docstring.
+        source: the publication of the method.
+        aliases: other names.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        ScheduleError: a name that Penstock's own schedules have, or none; or the function takes no
+            ``ranks`` or no ``microbatches``, or is none; or ``virtual`` is no whole number from 1
+            on, or ``arrangement`` no ``Arrangement``.
+
+    Example:
+        >>> from penstock.schedule.text import parse_csv
+        >>> @schedule("doctest-one-rank")
+        ... def one_rank(*, ranks, microbatches):
+        ...     '''Forward and backward of each microbatch in turn.'''
+        ...     return parse_csv(",".join(f"0F{m},0B{m}" for m in range(microbatches)))
+        >>> " ".join(map(str, build("doctest-one-rank", ranks=1, microbatches=2).ranks[0]))
+        '0F0 0B0 0F1 0B1'
+        >>> build("doctest-one-rank", ranks=2, microbatches=2)
+        Traceback (most recent call last):
+        penstock.errors.ScheduleError: doctest-one-rank made a program for 1 rank and 2 \
+microbatches, asked for 2 and 2
+        >>> remove("doctest-one-rank")
+    """
+    _refuse_no_name(name)
+    if isinstance(aliases, str):
+        raise ScheduleError(f"schedule {name!r}: aliases is a tuple of names, as in ({aliases!r},)")
+    if not isinstance(arrangement, Arrangement | None):
+        there_are = ", ".join(str(each) for each in Arrangement)
+        raise ScheduleError(
+            f"schedule {name!r}: arrangement={arrangement!r} must be one of {there_are} (of "
+            "penstock.schedule.family)"
+        )
+
+    def register(builder: Builder) -> Builder:
+        parameters = _parameters(name, builder)
+        by_name = [key for key, each in parameters.items() if each.kind in _BY_NAME]
+        several = "virtual" in by_name
+        usual = virtual
+        if usual is None:
+            default = parameters["virtual"].default if several else 1
+            usual = 2 if default in (None, inspect.Parameter.empty) else default
+        refuse_sizes(f"schedule {name!r}", virtual=usual)
+        laid = Arrangement.LOOPED if several or usual > 1 else Arrangement.LINEAR
+        doc = (inspect.getdoc(builder) or "").strip()
+        new = Family(
+            name=name,
+            builder=builder,
+            arrangement=laid if arrangement is None else arrangement,
+            default_virtual=usual,
+            virtuals=None if several else (usual,),
+            summary=doc.partition("\n")[0].rstrip(".") if summary is None else summary,
+            source=source,
+            aliases=aliases,
+            doc=doc,
+            options={each: "" for each in by_name if each not in _GIVEN},
+            any_option=any(each.kind is each.VAR_KEYWORD for each in parameters.values()),
+        )
+        _add(replace(new, builder=_verified(new, parameters)))
+        return builder
+
+    return register
+
+
+def remove(name: str) -> None:
+    """Remove a family that users have added; nothing happens if there is none."""
+    _ADDED.pop(_normal(name), None)
+
+
+def _normal(name: str) -> str:
+    """``name`` without what doesn't tell names apart: case, separators, torch's prefix."""
+    plain = "".join(c for c in name.lower() if c not in "-_ ")
+    return plain.removeprefix("schedule")
+
+
+@cache
+def _own() -> tuple[Family, ...]:
+    """Penstock's own families, imported with the first question: they are many modules."""
+    from penstock.schedule.families.table import FAMILIES
+
+    return FAMILIES
+
+
+@cache
+def _own_by_name() -> dict[str, Family]:
+    return {_normal(name): each for each in _own() for name in (each.name, *each.aliases)}
+
+
+def _lookup(name: str) -> Family | None:
+    wanted = _normal(name)
+    if wanted in _own_by_name():
+        return _own_by_name()[wanted]
+    for each in _ADDED.values():
+        if wanted in map(_normal, (each.name, *each.aliases)):
+            return each
+    return None
+
+
+def _add(new: Family) -> None:
+    """Add a family, or replace one that was added under the same name before."""
+    key = _normal(new.name)
+    for name in (new.name, *new.aliases):
+        _refuse_no_name(name)
+        holder = _lookup(name)
+        if (holder is not None and _normal(holder.name) != key) or _normal(name) in _own_by_name():
+            raise ScheduleError(
+                f"a schedule can't be called {name!r}: Penstock has one of that name already"
+            )
+    _ADDED[key] = new
+
+
+def _refuse_no_name(name: object) -> None:
+    if not (isinstance(name, str) and _normal(name)):
+        raise ScheduleError(
+            f"a schedule can't be called {name!r}; give it a name, as in "
+            "@penstock.schedule('my-schedule')"
+        )
+
+
+@cache
+def _discover() -> tuple[str, ...]:
+    """Import the families of installed packages, once; the faults of those that can't be."""
+    faults = []
+    for entry in entry_points(group=_ENTRY_POINTS):
+        try:
+            found = entry.load()
+            # The decorator may have registered it already.
+            known = (getattr(each.builder, "__wrapped__", None) for each in _ADDED.values())
+            if callable(found) and not any(each is found for each in known):
+                schedule(entry.name)(found)
+        except Exception as error:
+            # One broken package must not take the other schedules away.
+            _log.warning("schedule %s of %s: %r", entry.name, entry.value, error)
+            faults.append(f"{entry.name!r} ({entry.value}) can't be loaded: {error!r}")
+    return tuple(faults)
+
+
+def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a decorated function; refuses those that ``build`` can't call."""
+    try:
+        found = inspect.signature(builder).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(
+            f"schedule {name!r}: {builder!r} is no function whose parameters can be read; put "
+            f"@penstock.schedule({name!r}) above a function of ranks and microbatches that returns "
+            "a Program"
+        ) from error
+    by_name = [key for key, each in found.items() if each.kind in _BY_NAME]
+    missing = [each for each in _GIVEN[:2] if each not in by_name]
+    if missing:
+        raise ScheduleError(
+            f"schedule {name!r}: its function must take ranks and microbatches by name, and "
+            f"takes no {' and no '.join(missing)}"
+        )
+    if "name" in by_name:
+        raise ScheduleError(
+            f"schedule {name!r}: an option can't be called 'name', which build takes for the "
+            "schedule's; call the parameter something else"
+        )
+    return found
+
+
+def _verified(
+    family: Family, parameters: Mapping[str, inspect.Parameter]
+) -> Callable[..., Program]:
+    """The family's builder, with programs that are right and of the sizes asked for."""
+    name = family.name
+    needed = [key for key in family.options if parameters[key].default is inspect.Parameter.empty]
+
+    @functools.wraps(family.builder)
+    def build(*, ranks: int, microbatches: int, **more: Any) -> Program:
+        missing = [key for key in needed if key not in more]
+        if missing:
+            raise ScheduleError(
+                f"{name} is built only with a value for its {', '.join(missing)}, which its "
+                "function has no default for"
+            )
+        try:
+            made: object = family.builder(ranks=ranks, microbatches=microbatches, **more)
+        except (PenstockError, MemoryError):
+            raise
+        except Exception as error:  # whatever the user's function raises
+            raise ScheduleError(
+                f"{name}: its function failed for {number_of(ranks, 'rank')} and "
+                f"{number_of(microbatches, 'microbatch')} ({type(error).__name__}: {error})"
+            ) from error
+        if not isinstance(made, Program):
+            raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
+        whole = made.num_whole_microbatches
+        if (made.num_ranks, whole) != (ranks, microbatches):
+            raise ScheduleError(
+                f"{name} made a program for {number_of(made.num_ranks, 'rank')} and "
+                f"{number_of(whole, 'microbatch')}, asked for {ranks} and {microbatches}"
+            )
+        _refuse_other_stages(family, made, more.get("virtual", family.default_virtual))
+        return check(replace(made, name=name))
+
+    return build
+
+
+def _refuse_other_stages(family: Family, made: Program, virtual: int) -> None:
+    """Refuse a program of other stages than the family says, for which models are cut."""
+    name, copies = family.name, made.placement.copies
+    if copies != family.copies:
+        told = "with" if copies > 1 else "without"
+        raise ScheduleError(
+            f"{name} made a program with {number_of(copies, 'copy')} of the model, but its "
+            f"arrangement, {family.arrangement.value}, has {family.copies}; register it "
+            f"{told} arrangement=Arrangement.BIDIRECTIONAL (of penstock.schedule.family)"
+        )
+    stages, ranks = made.placement.num_model_stages, made.num_ranks
+    several = family.virtuals is None
+    # Where a rank holds more stages than another, no number of them per rank was to be given.
+    if stages != ranks * virtual and (several or stages % ranks == 0):
+        right = stages // ranks
+        hint = "" if several else f"; tell @penstock.schedule({name!r}) that virtual is {right}"
+        raise ScheduleError(
+            f"{name} made a program of {number_of(stages, 'stage')} on "
+            f"{number_of(ranks, 'rank')}, asked for {virtual} on each{hint}"
+        )
