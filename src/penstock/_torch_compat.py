@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,9 @@ from torch.distributed import distributed_c10d
 from torch.export import _trace as export_trace
 from torch.fx.experimental import symbolic_shapes
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PenstockError
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HOOKS",
+    "HookWatch",
+    "TorchDispatchMode",
     "REGISTRIES",
     "WRAPPERS_KEEP_UNDER",
     "WRAPPERS_STATE",
@@ -97,7 +101,6 @@ __all__ = [
     "takes_cpu_tensors",
     "version_of",
     "view_base",
-    "watched_hooks",
     "without_hooks",
     "without_modes",
     "without_override_check",
@@ -867,59 +870,50 @@ def autocast_state(device: torch.device) -> tuple[Any, ...]:
     )
 
 
-# Told of hooks, by all that watch them now: one may begin within another.
-_watchers: list[Callable[[str], None]] = []
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
 # Of torch's own code, what looks at the graph in a user's stead.
 _GRAPH = str(Path(torch.__file__).parent / "autograd" / "graph.py")
+_GRAD_FN: Any = torch._C.TensorBase.grad_fn
 
 
-@contextmanager
-def watched_hooks(told: Callable[[str], None]) -> Iterator[None]:
-    """Tell of every tensor that gets a hook on its gradient, or shows its node of the graph.
+class HookWatch(TorchFunctionMode):
+    """Within it, tells of every tensor that gets a hook, or shows its node of the graph.
 
     Hooks on nodes can't be seen, but who would put one there reads ``grad_fn`` first.
 
+    Args:
+        tell: called with what was done.
+
     Example:
-        >>> with watched_hooks(print):
+        >>> with HookWatch(print):
         ...     handle = torch.zeros(2, requires_grad=True).register_hook(print)
         registers a hook on a tensor
     """
-    of: Any = Tensor
-    if not _watchers:
-        of.register_hook = _told_register_hook
-        of.grad_fn = property(_told_grad_fn)
-    _watchers.append(told)
-    try:
-        yield
-    finally:
-        _watchers.remove(told)
-        if not _watchers:
-            of.register_hook = _register_hook
-            del of.grad_fn
 
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
 
-_register_hook = Tensor.register_hook
-_grad_fn: Any = torch._C.TensorBase.grad_fn
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch."""
+        if func is Tensor.register_hook:
+            self._tell("registers a hook on a tensor")
+        elif getattr(func, "__self__", None) is _GRAD_FN:
+            frame: Any = sys._getframe(1)
+            while frame.f_code.co_name == "__torch_function__":  # of other modes
+                frame = frame.f_back
+            helps = frame.f_code.co_filename == _GRAPH
+            while frame.f_code.co_filename == _GRAPH:
+                frame = frame.f_back
+            if not frame.f_code.co_filename.startswith(_OURS if helps else (_TORCH, _OURS)):
+                self._tell("reads a tensor's grad_fn")
+        return func(*args, **(kwargs or {}))
 
-
-def _told_register_hook(tensor: Tensor, hook: Any) -> Any:
-    for watcher in list(_watchers):
-        watcher("registers a hook on a tensor")
-    return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
-
-
-def _told_grad_fn(tensor: Tensor) -> Any:
-    frame: Any = sys._getframe(1)
-    helps = frame.f_code.co_filename == _GRAPH
-    while frame.f_code.co_filename == _GRAPH:
-        frame = frame.f_back
-    reader = frame.f_code.co_filename
-    if not reader.startswith(_OURS if helps else (_TORCH, _OURS)):
-        for watcher in list(_watchers):
-            watcher("reads a tensor's grad_fn")
-    return _grad_fn.__get__(tensor)
+    def paused(self) -> AbstractContextManager[None]:
+        """See nothing for a while."""
+        return without_modes(HookWatch)
 
 
 def in_function_forward() -> bool:
@@ -1014,7 +1008,7 @@ def refusing(refuse: Callable[[str, bool], None]) -> Iterator[None]:
     try:
         for owner, name, value in replaced:
             setattr(owner, name, value)
-        with watched_hooks(lambda what: refuse(HOOK_KINDS[what], True)):
+        with HookWatch(lambda what: refuse(HOOK_KINDS[what], True)):
             yield
     finally:
         for owner, name, value in before:

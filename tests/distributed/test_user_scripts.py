@@ -147,23 +147,24 @@ def batches_that_differ(rank: int) -> list[bool]:
 
 
 def one_model_in_two_pipelines(rank: int) -> list[bool]:
-    """Cut alike they train the same; cut otherwise, what other ranks have trained is not here."""
+    """Cut alike they train the same; cut otherwise, the trained state has to be handed on."""
     model = nn.Sequential(*make_layers(4))
 
     def made(schedule: str) -> Pipeline:
         return Pipeline(model, loss_fn=mse, schedule=schedule, n_microbatches=2)
 
-    first, alike, other = made("1f1b"), made("gpipe"), made("zbv")
-    before = remarks(lambda: other.eval(batch()))
+    def loss(pipe: Pipeline) -> Tensor:
+        pipe.eval(batch(), target=batch())
+        return torch.stack(pipe.losses)
+
+    first, alike = made("1f1b"), made("gpipe")
     first.step(batch(), target=batch())
-    alike_told = remarks(lambda: alike.eval(batch()))
-    told = remarks(lambda: [other.eval(batch()) for _ in range(2)])
-    later = made("zbv")
-    later_told = remarks(lambda: later.eval(batch()))
-    handed_on = made("zbv")
-    handed_on.load_state_dict(first.state_dict(full=True))
-    silent = remarks(lambda: handed_on.eval(batch()))
-    return [before == alike_told == silent == [], len(told) == len(later_told) == 1]
+    with torch.no_grad():
+        for param in first.parameters():
+            param -= param.grad
+    other = made("zbv")
+    other.load_state_dict(first.state_dict(full=True))
+    return [torch.equal(loss(first), loss(alike)), torch.equal(loss(first), loss(other))]
 
 
 def play(rank: int, num_ranks: int) -> dict[str, list[bool]]:

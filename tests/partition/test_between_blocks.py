@@ -35,8 +35,8 @@ def test_a_plan_tells_what_its_stages_send(name: str) -> None:
         plan = measured.plan(counts)
         split = split_by_module(model, plan, example)
         sent = crossing_tensors(split.stages, example)
-        assert split.crossings is not None
-        assert [len(each) for each in sent] == [len(each) for each in split.crossings.carried]
+        assert split.plan is not None
+        assert [len(each) for each in sent] == [len(each) for each in split.plan.boundary_values]
         assert [list(costs.sends) for costs in plan.costs[:-1]] == [
             [described(tensor) for tensor in tensors] for tensors in sent
         ]

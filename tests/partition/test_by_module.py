@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import random
 import re
 import weakref
 from collections.abc import Callable
@@ -82,7 +81,7 @@ def test_without_an_example_the_first_batch_is_one() -> None:
     model = odd_model("Skips")
     plain = copy.deepcopy(model)
     split = split_by_module(model, ["blocks.2"])
-    assert split.dry_run is None and split.crossings is None
+    assert split.trace is None and split.plan is None
     x = batch("Skips")["x"]
     first, second = split.stages
     assert torch.equal(second(*first(x)), plain(x))
@@ -141,8 +140,8 @@ def test_the_order_of_calls_decides_with_an_example() -> None:
 
 def test_what_crosses_is_what_is_needed() -> None:
     split = split_by_module(odd_model("Skips"), [1, 1, 2], batch("Skips"))
-    assert split.crossings is not None
-    crossing = [[str(source) for source in boundary] for boundary in split.crossings.carried]
+    assert split.plan is not None
+    crossing = [[str(source) for source in boundary] for boundary in split.plan.boundary_values]
     # The input itself goes to the third block, on the last stage, by way of the second.
     assert crossing[0] == ["input x", "output 0 of embed", "output 0 of blocks.0"]
     assert crossing[1] == [*crossing[0], "output 0 of blocks.1"]
@@ -178,11 +177,11 @@ def test_nothing_of_the_model_changes() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modules = dict(model.named_modules())
     given = batch("Loose")
-    draws = Layerwise(lambda x: x + torch.rand(()) + random.random())
-    state, other = torch.get_rng_state(), random.getstate()
+    draws = Layerwise(lambda x: x + torch.rand(()))
+    state = torch.get_rng_state()
     split_by_module(inner, [2, 2], given)
     split_by_module(draws, [2, 2], given)
-    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == other
+    assert torch.equal(torch.get_rng_state(), state)
     assert dict(model.named_modules()) == modules
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -301,7 +300,7 @@ def test_random_numbers_between_modules_are_drawn_once_or_refused() -> None:
     split_by_module(model.eval(), [2, 2], batch("NetBase"))
 
 
-def test_a_model_that_does_something_else_than_in_its_dry_run() -> None:
+def test_a_model_that_does_something_else_than_in_its_trace() -> None:
     """Loud, never a wrong number: other calls, other structures, other shapes."""
 
     class Fickle(NetBase):
@@ -317,7 +316,7 @@ def test_a_model_that_does_something_else_than_in_its_dry_run() -> None:
     model = Fickle()
     split = split_by_module(model, [2, 2], batch("NetBase"))
     Fickle.skip = True
-    with pytest.raises(PartitionError, match=r"calls blocks\.2 where its dry run called blocks\.1"):
+    with pytest.raises(PartitionError, match=r"calls blocks\.2 where its trace called blocks\.1"):
         split.stages[0](**batch("NetBase"))
 
 
@@ -378,12 +377,12 @@ def test_outputs_that_depend_on_values() -> None:
                 x = block(x) / (number + 1)
             return self.head(x)
 
-    # Counts can't run on shapes: the dry run is on values, and its number is held to.
+    # Counts can't run on shapes: the trace is on values, and its number is held to.
     split = split_by_module(Net(), [2, 2], batch("NetBase"))
     given = batch("NetBase")
     first, second = split.stages
     second(*first(**given))
-    with pytest.raises(PartitionError, match=r"output 1 of count is .*in its dry run"):
+    with pytest.raises(PartitionError, match=r"output 1 of count is .*in its trace"):
         first(x=given["x"] + 100)
 
 
@@ -412,6 +411,6 @@ def test_an_output_that_is_built_otherwise_is_shown() -> None:
     first(**given)
     model.embed.many = True
     shown = re.escape(f"float32 ({len(given['x'])}, {DIM})")
-    told = rf"embed returned \({shown}, 1\), in its dry run \{{'out': {shown}\}}; how many values"
+    told = rf"embed returned \({shown}, 1\), in its trace \{{'out': {shown}\}}; how many values"
     with pytest.raises(PartitionError, match=told):
         first(**given)

@@ -67,7 +67,7 @@ def test_compiled_blocks_are_cut_between(compiled: str, schedule: str) -> None:
 def test_compiled_blocks_need_no_values_for_their_dry_run() -> None:
     with torch.device("meta"):
         model = Outer("blocks in place")
-    assert split_by_module(model, [2, 2], (X[:2],)).crossings is not None
+    assert split_by_module(model, [2, 2], (X[:2],)).plan is not None
 
 
 @pytest.mark.parametrize("compiled", WHOLE)
@@ -79,7 +79,7 @@ def test_a_cut_within_a_compiled_module(compiled: str, caplog: pytest.LogCapture
         split_by_module(Outer(compiled), [within(compiled)], (X[:2],))
     with caplog.at_level(logging.INFO, "penstock"):
         trains_alike(Outer(compiled), Outer(), split=[within(compiled)], ranks=None)
-    assert any("captured as a graph" in line and "one piece" in line for line in caplog.messages)
+    assert any("cut by torch.export" in line and "one piece" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("compiled", WHOLE)

@@ -82,8 +82,8 @@ def trains_alike(model: nn.Module, tied: bool, **options: Any) -> None:
 def test_the_head_is_where_its_weight_is_used(schedule: str, tied: bool) -> None:
     split = split_by_module(Fused(tied), [2, 2], MICROBATCH)
     assert split.names[1] == ("layers.2", "layers.3", "norm", "head")
-    assert split.crossings is not None
-    assert not any("weight" in str(source) for source in split.crossings.carried[0])
+    assert split.plan is not None
+    assert not any("weight" in str(source) for source in split.plan.boundary_values[0])
     trains_alike(Fused(tied), tied, schedule=schedule)
 
 

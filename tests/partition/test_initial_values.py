@@ -223,7 +223,7 @@ def test_layers_that_run_on_no_shapes_are_run_on_numbers(caplog: pytest.LogCaptu
         model = Router()
     with caplog.at_level(logging.INFO, "penstock"):
         pipe = Pipeline(model, loss_fn=F.mse_loss, example=(x,), ranks=2, n_microbatches=1)
-    assert "dry run on values: layers.0 can't run on shapes alone" in caplog.text
+    assert "traced on values: layers.0 can't run on shapes alone" in caplog.text
     pipe.load_state_dict(plain.state_dict())
     loss = F.mse_loss(plain(x), target)
     loss.backward()

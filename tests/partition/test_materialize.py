@@ -128,7 +128,7 @@ def test_why_such_a_model_was_captured_is_told_with_it() -> None:
         model = Fixed()
     with pytest.raises(PartitionError, match="fixed values") as caught:
         Pipeline(model, example=(torch.ones(2, DIM),), ranks=2, n_microbatches=1)
-    assert "captured as a graph, since not by module: blocks" in str(caught.value)
+    assert "blocks.3 is called several times" in str(caught.value)
 
 
 def test_a_hugging_face_model_initializes_itself() -> None:

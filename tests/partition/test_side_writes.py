@@ -108,21 +108,22 @@ def sums(block: Any, read: Any) -> nn.Module:
     return Sums()
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("zbv", 2)])
 @pytest.mark.parametrize(
-    ("block", "read"),
+    ("block", "read", "name"),
     [
-        (Keeps, lambda layer: layer.aux),
-        (Keeps, lambda layer: getattr(layer, "aux", 0.0)),
-        (Defaulted, lambda layer: layer.aux),
-        (Outer, lambda layer: layer.inner.aux),
-        (KeepsList, lambda layer: layer.aux[0] + layer.aux[1]["z"]),
+        (Keeps, lambda layer: layer.aux, "aux"),
+        (Keeps, lambda layer: getattr(layer, "aux", 0.0), "aux"),
+        (Keeps, lambda layer: layer.aux if hasattr(layer, "aux") else 0.0, "aux"),
+        (Defaulted, lambda layer: layer.aux, "aux"),
+        (Outer, lambda layer: layer.inner.aux, "inner.aux"),
+        (KeepsList, lambda layer: layer.aux[0] + layer.aux[1]["z"], "aux"),
     ],
 )
-def test_losses_that_modules_keep_on_themselves(
-    block: Any, read: Any, schedule: str, ranks: int
+def test_losses_that_modules_keep_on_themselves_are_refused(
+    block: Any, read: Any, name: str
 ) -> None:
-    trains_alike(sums(block, read), schedule=schedule, ranks=ranks)
+    told = rf"reads layers\.0\.{name}, which layers\.0 sets .* have the module return it"
+    refused(sums(block, read), told)
 
 
 def test_what_modules_keep_and_nobody_reads_does_not_cross() -> None:
@@ -131,14 +132,14 @@ def test_what_modules_keep_and_nobody_reads_does_not_cross() -> None:
 
     model = Quiet()
     split = split_by_module(model, [2, 2], (batch()[:2],))
-    assert split.crossings is not None
-    crossing = [str(source) for source in split.crossings.carried[0]]
+    assert split.plan is not None
+    crossing = [str(source) for source in split.plan.boundary_values[0]]
     assert crossing == ["output 0 of layers.1"]
     assert not any("aux" in vars(layer) for layer in model.layers)
 
 
 def test_what_modules_keep_now_and_then() -> None:
-    """The dry run did not see it, and a getattr with a default would not notice either."""
+    """The trace did not see it, and a getattr with a default would not notice either."""
 
     class Sometimes(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from penstock import _torch_compat
 from penstock.cause import as_error, cause_of
 from penstock.compat.announcing import key_of
 from penstock.errors import PartitionError, StageError
-from penstock.partition.forward.units import NotByModule
+from penstock.partition.forward.leaf_modules import NotByModule
 from penstock.runtime.comm.c10d import C10dTransport
 from penstock.runtime.failure import Place
 from penstock.runtime.watcher import Watcher

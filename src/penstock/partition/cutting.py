@@ -149,12 +149,12 @@ def _cut_by_module(
         len(done.stages),
         why,
     )
-    if done.dry_run is not None:
-        own.check_order(name, done.dry_run.first_calls())
+    if done.trace is not None:
+        own.check_order(name, done.trace.first_calls())
     return ModelCut(
         modules=done.stages,
         whole_call=True,
-        has_loss=done.dry_run is not None and done.dry_run.loss,
+        has_loss=done.trace is not None and done.trace.loss,
     )
 
 

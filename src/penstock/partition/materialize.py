@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock._torch_compat import registries
+from penstock._torch_compat import registries, version_of
 from penstock.partition.huggingface import adapters
 from penstock.partition.plan import abbreviate
 
@@ -70,7 +70,7 @@ def materialize(
         stage.to(device)
     if not made:
         return
-    blank = {id(real): real._version for real in made.values()}
+    blank = {id(real): version_of(real) for real in made.values()}
     roots = modules if model is None else [model]
     with torch.no_grad(), _lent(roots, made):
         done: set[int] = set()
@@ -191,4 +191,4 @@ def _is_blank(tensor: Tensor, version: int) -> bool:
     """Whether a tensor is as it was made; writing to ``.data`` leaves no trace in the version."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
-    return tensor._version == version and not bool(tensor.any())
+    return version_of(tensor) == version and not bool(tensor.any())

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from penstock._torch_compat import buffers_of, version_of
 from penstock.errors import PartitionError
 from penstock.stage.wrappers import named_plainly
 
@@ -182,7 +183,7 @@ class SharedBuffers:
         self._shared = [
             (weakref.ref(layer), buffer, f"{name}.{buffer}".removeprefix("."), first, stage)
             for first, stage, name, layer in _shared_layers(modules)
-            for buffer in layer._buffers
+            for buffer in buffers_of(layer)
         ]
 
     @property
@@ -209,8 +210,8 @@ class SharedBuffers:
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
         layers = ((ref(), buffer) for ref, buffer, *_ in self._shared)
-        found = [None if layer is None else layer._buffers.get(name) for layer, name in layers]
-        return [(b, 0 if b is None or b.is_inference() else b._version) for b in found]
+        found = [None if layer is None else buffers_of(layer).get(name) for layer, name in layers]
+        return [(b, 0 if b is None or b.is_inference() else version_of(b)) for b in found]
 
 
 def _shared_layers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, int, str, nn.Module]]:

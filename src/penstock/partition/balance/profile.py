@@ -29,7 +29,7 @@ from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.rehearsal import Rehearsal, rehearse
 from penstock.partition.balance.subject import Chained, Subject
 from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
-from penstock.partition.forward.between_blocks import cross_between
+from penstock.partition.forward.by_module import tensors_between
 from penstock.partition.huggingface import HFPipelinePlan
 from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example
@@ -177,7 +177,7 @@ def costs_of(
 
 def as_sent_by_module(costs: Sequence[BlockCosts], subject: Subject) -> list[BlockCosts]:
     """The costs with what is sent where the model is cut by module, wherever it can be."""
-    crossings = cross_between(
+    crossings = tensors_between(
         subject.model,
         [block.modules for block in costs],
         subject.kwargs or subject.args,

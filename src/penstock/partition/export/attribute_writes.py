@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.forward.attributes import NO_STATE, PLAIN
+from penstock.partition.forward.module_state import NO_STATE, PLAIN
 
 __all__ = ["ABSENT", "AttributeWatch", "watching_writes"]
 

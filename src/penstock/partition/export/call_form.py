@@ -18,7 +18,7 @@ import optree
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
-from penstock.partition.forward.side_writes import hides_tensors, told_of_object
+from penstock.partition.forward.module_state import hidden_tensors_message, hides_tensors
 from penstock.stage.pytree import flatten, unflatten
 
 __all__ = ["CallForm", "ShapeCheck"]
@@ -61,7 +61,7 @@ class CallForm:
         self._fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         for i, leaf in self._fixed.items():
             if hides_tensors(leaf):
-                raise PartitionError(told_of_object(paths[i], leaf))
+                raise PartitionError(hidden_tensors_message(paths[i], leaf))
         self.names = tuple(paths[i] for i in self._tensor_slots)
         self.examples: tuple[Tensor, ...] = _distinct([leaves[i] for i in self._tensor_slots])
         self._dtypes = tuple(t.dtype for t in self.examples)

@@ -1,46 +1,46 @@
-"""Cut a model by the names of its modules, without tracing it.
+"""Cut a model by the names of its modules.
 
     split_by_module(model, [["embed", "layers.0"], ["layers.1", "norm", "head"]])
                            [2, 2]                   two of the repeated blocks per stage
                            ["layers.2"]             a new stage begins with layers.2
 
     stage 0    embed   layers.0      .         .      .          each stage runs the model's own
-    stage 1      .        .       layers.1   norm   head         forward; a dot is absent there
+    stage 1      .        .       layers.1   norm   head         forward; a dot is a placeholder
 
-What lies between the modules (masks, rotary tables, residual sums, the loss) is the model's own
-code, and runs on every stage that needs it. What crosses is found by one dry run for each shape
-of inputs. This module decides which module goes where; it moves no parameter.
+The code between the modules (masks, rotary tables, residual sums, the loss) is the model's own
+top-level forward, and runs on every stage that needs it. One trace for each shape of inputs finds
+the values that cross. This module moves no parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from penstock._torch_compat import has_backward_hooks
 from penstock.errors import PartitionError
-from penstock.partition.forward.crossings import Crossings
-from penstock.partition.forward.dry_run import DryRunner
-from penstock.partition.forward.find_crossings import find_crossings
-from penstock.partition.forward.homes import find_homes
+from penstock.partition.forward.forward_plan import ForwardPlan, plan_forward
+from penstock.partition.forward.forward_trace import DrawsOnHost, ForwardTrace, ForwardTracer
+from penstock.partition.forward.leaf_modules import LeafModules, NotByModule, find_leaf_modules
 from penstock.partition.forward.module_stage import ModuleStage
-from penstock.partition.forward.other_cuts import around_more, between_the_same
-from penstock.partition.forward.recorded import DryRun
-from penstock.partition.forward.units import NotByModule, Units, find_units
+from penstock.partition.forward.placeholder import ValueKind, ValueRef
+from penstock.partition.forward.stage_assignment import assign_stages, try_cut
 from penstock.partition.huggingface import install_hooks
+from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, Split, SplitSpec, as_call
-from penstock.partition.ties import record_ties
+from penstock.partition.ties import named_tensors, record_ties
+from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = [
     "ModuleSplit",
     "NotByModule",
     "computes_loss",
-    "run_first",
     "split_by_module",
+    "tensors_between",
 ]
 
 
@@ -50,15 +50,15 @@ class ModuleSplit:
 
     Args:
         stages: one module per stage.
-        names: per stage the names of its parts, and of parameters by themselves.
-        dry_run: what the example showed; None without one.
-        crossings: what crosses between the stages for the example; None without one.
+        names: per stage the names of its leaf modules, and of direct parameters.
+        trace: the trace of the example; None without one.
+        plan: the plan for the example; None without one.
     """
 
     stages: tuple[ModuleStage, ...]
     names: tuple[tuple[str, ...], ...]
-    dry_run: DryRun | None
-    crossings: Crossings | None
+    trace: ForwardTrace | None
+    plan: ForwardPlan | None
 
 
 def split_by_module(
@@ -107,128 +107,175 @@ def split_by_module(
     """
     device = torch.device(device)
     spec = SplitSpec.parse(cuts).resolve(model)
-    parts = find_units(model, spec.places)
-    _refuse_backward_hooks(parts)
-    dry, seen = _first_run(parts, device, example)
-    num_stages = spec.num_stages
+    leaves = find_leaf_modules(model, spec.places)
+    for name, module in leaves.containers.items():
+        if has_backward_hooks(module):
+            raise NotByModule(
+                f"{name or 'the model'} has a backward hook, but runs on several stages, each of "
+                "which would call it; register it on a module that runs whole"
+            )
+    tracer, trace = _trace_first(leaves, device, example)
+    # Of the leaf modules, a rank shall hold its own alone.
+    num_stages, shared = spec.num_stages, leaves.shared
     try:
-        homes = find_homes(parts, spec, seen)
+        assignment = assign_stages(leaves, spec, trace)
     except PartitionError as error:
-        if spec.stages:  # whose modules are named one by one: the error tells which name is wrong
+        if spec.stages:  # the error tells which of the names is wrong
             raise
-        raise PartitionError(_with_advice(error, parts, spec, seen)) from error
+        raise PartitionError(_with_boundaries(error, leaves, trace)) from error
     try:
-        crossings = None if seen is None else find_crossings(seen, homes, num_stages, parts.shared)
+        plan = None if trace is None else plan_forward(trace, assignment, num_stages, shared)
     except PartitionError as error:
-        raise NotByModule(_with_advice(error, parts, spec, seen)) from error
+        raise NotByModule(_with_boundaries(error, leaves, trace)) from error
 
-    shared = parts.shared  # the parts themselves a rank shall not hold
-
-    def find(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Crossings:
-        fresh = dry.run(args, kwargs, training=training)
-        return find_crossings(fresh, homes, num_stages, shared)
+    def make_plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> ForwardPlan:
+        fresh = tracer.run(args, kwargs, training=training)
+        return plan_forward(fresh, assignment, num_stages, shared)
 
     names = tuple(
-        tuple(name for name, home in homes.items() if home == stage) for stage in range(num_stages)
+        tuple(name for name, at in assignment.items() if at == stage) for stage in range(num_stages)
     )
-    # What has nothing to be stored is everywhere, and runs where its inputs are first.
-    light = [name for name, home in homes.items() if home is None]
-    own = [frozenset([*each, *light]) for each in names]
+    # Leaf modules without state are everywhere, and run where their inputs are first.
+    stateless = [name for name, at in assignment.items() if at is None]
     stages = tuple(
-        # The first stage alone meets inputs of a new shape; a dry run may hold the whole model.
-        ModuleStage(parts, own[i], i, num_stages, None if i else find, device)
+        # The first stage alone meets inputs of new shapes; a tracer may hold the whole model.
+        ModuleStage(
+            leaves,
+            frozenset([*names[i], *stateless]),
+            i,
+            num_stages,
+            None if i else make_plan,
+            device,
+        )
         for i in range(num_stages)
     )
     record_ties(stages)
-    if example is not None and crossings is not None:
-        stages[0].prepare(*as_call(example), crossings)
-    return ModuleSplit(stages=stages, names=names, dry_run=seen, crossings=crossings)
+    if example is not None and plan is not None:
+        stages[0].prepare(*as_call(example), plan)
+    return ModuleSplit(stages=stages, names=names, trace=trace, plan=plan)
 
 
 def computes_loss(model: nn.Module, example: Example) -> bool:
-    """Whether what a model returns for an example has a ``loss``, a scalar.
+    """True if what a model returns for an example has a scalar ``loss``.
 
     Args:
         model: the model.
         example: one microbatch.
 
     Raises:
-        NotByModule: the model can't be run on shapes.
+        NotByModule: the model can't be traced.
     """
-    parts = find_units(model, ())
-    return _run_dry(DryRunner(parts, torch.device("cpu")), model, example).loss
+    leaves = find_leaf_modules(model, ())
+    return _trace(ForwardTracer(leaves, torch.device("cpu")), model, example).loss
 
 
-def _refuse_backward_hooks(parts: Units) -> None:
-    for name, module in parts.opened.items():
-        if has_backward_hooks(module):
-            raise NotByModule(
-                f"{name or 'the model'} has a backward hook, but runs on several stages, each of "
-                "which would call it; register it on a module that runs whole"
-            )
+BoundaryTensors: TypeAlias = tuple[TensorMeta, ...]
 
 
-def _with_advice(error: PartitionError, parts: Units, spec: SplitSpec, seen: DryRun | None) -> str:
-    """What is wrong, and the nearest place that works, where an example has shown the calls."""
-    return str(error) if seen is None else f"{error}; {between_the_same(parts, spec, seen)}"
-
-
-def _first_run(
-    parts: Units, device: torch.device, example: Example | None
-) -> tuple[DryRunner, DryRun | None]:
-    """A runner, and what it saw of the example; see ``around_more`` for what it can't see."""
-    try:
-        return run_first(parts, device, example)
-    except NotByModule as error:
-        if example is None:
-            raise
-
-        def run(outer: Units) -> DryRun:
-            seen = run_first(outer, device, example)[1]
-            assert seen is not None
-            return seen
-
-        raise NotByModule(f"{error}; {around_more(parts, run)}") from error
-
-
-def run_first(
-    parts: Units, device: torch.device, example: Example | None
-) -> tuple[DryRunner, DryRun | None]:
-    """Run a model dry; hooks that collect from within its parts are installed if need be.
+def tensors_between(
+    model: nn.Module,
+    blocks: Sequence[Sequence[str]],
+    example: Example,
+    device: torch.device,
+) -> list[BoundaryTensors | None]:
+    """The tensors that cross each boundary between blocks, as stages cut by module send them.
 
     Args:
-        parts: the model's units.
+        model: the model.
+        blocks: per block the names of its modules, in the order in which they run.
+        example: one microbatch: a tuple of positional, or a dict of keyword arguments.
         device: where the stages will live.
-        example: one microbatch; None to run it later.
 
     Returns:
-        A runner, and what it saw of the example.
+        For the boundary behind each block but the last; None where the model can't be cut by
+        module there.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        ...     def forward(self, x):
+        ...         return x + self.layers[1](self.layers[0](x).relu())
+        >>> blocks = [["layers.0"], ["layers.1"]]
+        >>> [crossing] = tensors_between(Net(), blocks, (torch.ones(2, 4),), torch.device("cpu"))
+        >>> [tuple(meta.shape) for meta in crossing]  # x, and what the first layer returns
+        [(2, 4), (2, 4)]
+    """
+    cuts = range(1, len(blocks))
+    try:
+        leaves = find_leaf_modules(model, [name for names in blocks for name in names])
+        trace = _trace_first(leaves, device, example)[1]
+    except PartitionError:
+        return [None for _ in cuts]
+    assert trace is not None, "there is an example"
+    found: list[BoundaryTensors | None] = []
+    for cut in cuts:
+        sides = blocks[:cut], blocks[cut:]
+        spec = SplitSpec(stages=tuple(tuple(n for names in side for n in names) for side in sides))
+        plan = try_cut(leaves, spec, trace)
+        refs = () if plan is None else plan.boundary_values[0]
+        found.append(None if plan is None else tuple(_meta(ref, trace, model) for ref in refs))
+    return found
+
+
+def _meta(ref: ValueRef, trace: ForwardTrace, model: nn.Module) -> TensorMeta:
+    if ref.kind is ValueKind.PARAMETER:
+        return TensorMeta.of(named_tensors(model)[ref.name])
+    spec = trace.inputs if ref.kind is ValueKind.INPUT else trace.calls[ref.call].output
+    found = spec.leaves[ref.leaf]
+    assert isinstance(found, TensorMeta), f"{ref} is a tensor"
+    return found
+
+
+def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardTrace | None) -> str:
+    """The error, with the boundaries at which the model can be cut, if an example has shown any."""
+    if trace is None:
+        return str(error)
+    order = trace.first_calls()
+    valid = [
+        name
+        for name in sorted(order, key=order.__getitem__)
+        if leaves.has_state(name) and try_cut(leaves, SplitSpec(starts=(name,)), trace) is not None
+    ]
+    if not valid:
+        return f"{error}; there is no valid boundary between these modules"
+    return f"{error}; valid boundaries are before {abbreviate(valid, most=12)}"
+
+
+def _trace_first(
+    leaves: LeafModules, device: torch.device, example: Example | None
+) -> tuple[ForwardTracer, ForwardTrace | None]:
+    """A tracer, and its trace of the example; installs hooks that collect values, if need be.
 
     Raises:
-        NotByModule: the model can't be run so.
+        NotByModule: the model can't be traced.
     """
+    model = leaves.model
     if example is not None:
-        dry = DryRunner(parts, device)
+        tracer = ForwardTracer(leaves, device)
         try:
-            seen = _run_dry(dry, parts.model, example)
+            trace = _trace(tracer, model, example)
         except NotByModule:
-            if not dry.captures:
+            if not tracer.captures:
                 raise
-        if not dry.captures:
-            return dry, seen
-    install_hooks(parts.model)
-    dry = DryRunner(parts, device)
-    return dry, None if example is None else _run_dry(dry, parts.model, example)
+        if not tracer.captures:
+            return tracer, trace
+    install_hooks(model)
+    tracer = ForwardTracer(leaves, device)
+    return tracer, None if example is None else _trace(tracer, model, example)
 
 
-def _run_dry(dry: DryRunner, model: nn.Module, example: Example) -> DryRun:
+def _trace(tracer: ForwardTracer, model: nn.Module, example: Example) -> ForwardTrace:
     args, kwargs = as_call(example)
     try:
-        return dry.run(args, kwargs, training=model.training)
+        return tracer.run(args, kwargs, training=model.training)
+    except DrawsOnHost:
+        raise
     except PartitionError as error:
         raise NotByModule(str(error)) from error
     except Exception as error:
         raise NotByModule(
-            f"the forward of {type(model).__name__} failed on the example, in a run in which its "
-            f"modules compute shapes alone: {type(error).__name__}: {error}"
+            f"the forward of {type(model).__name__} failed on the example, traced without values: "
+            f"{type(error).__name__}: {error}"
         ) from error

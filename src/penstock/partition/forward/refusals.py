@@ -1,159 +1,156 @@
-"""What a cut by module does not allow: what stages would write, draw or keep beside each other.
+"""Refusals of a cut by module: state, random numbers and gradients that stages would get wrong.
 
     written     a tensor, a buffer or an attribute that one stage changes and another reads
     drawn       random numbers that two stages would draw, or a later one than the plain model
     lost        gradients of what a reentrant checkpoint computes
     too early   a parameter that an earlier stage computes with
 
-Pure checks of a dry run and its placement, each with its message.
+Pure checks of a trace whose calls have their stages.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import PartitionError
-from penstock.partition.forward.absent import Source, SourceKind
-from penstock.partition.forward.recorded import DryRun
-from penstock.partition.forward.shared_parts import SharedParts, home_of
+from penstock.partition.forward.forward_trace import ForwardTrace, replaced_message
+from penstock.partition.forward.leaf_modules import SharedNames, StageAssignment, stage_of
+from penstock.partition.forward.placeholder import ValueKind, ValueRef
 
-__all__ = ["PlacedRun", "refuse"]
+__all__ = ["PlacedTrace", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedRun:
-    """A dry run whose calls have their stages.
+class PlacedTrace:
+    """A trace whose calls have their stages.
 
     Args:
-        seen: the dry run.
-        homes: the stage of each part.
-        num_stages: how many stages there are.
-        shared: what several parts have in common.
+        trace: the trace.
+        assignment: the stage of each leaf module.
+        num_stages: the number of stages.
+        shared: what leaf modules share.
         stages: the stage of each call.
-        wanted: for each value, the stages that need it.
-        origins: for each value, the stage that has it first.
+        needed: the stages that need each value.
+        origins: the stage that has each value first.
     """
 
-    seen: DryRun
-    homes: Mapping[str, int | None]
+    trace: ForwardTrace
+    assignment: StageAssignment
     num_stages: int
-    shared: SharedParts
+    shared: SharedNames
     stages: tuple[int, ...]
-    wanted: Mapping[Source, set[int]]
-    origins: Mapping[Source, int]
+    needed: Mapping[ValueRef, set[int]]
+    origins: Mapping[ValueRef, int]
 
     def first_to_run(self, calls: int) -> int:
-        """The stage that is the first to run the code behind so many calls."""
-        ends = [max((i for i, s in enumerate(self.stages) if s == k), default=-1) + 1
-                for k in range(self.num_stages - 1)]  # fmt: skip
-        return next((stage for stage, end in enumerate(ends) if end > calls), self.num_stages - 1)
+        """The first stage to run the top-level forward behind so many calls."""
+        for stage in range(self.num_stages - 1):
+            if any(at == stage for at in self.stages[calls:]):
+                return stage
+        return self.num_stages - 1
 
 
-def refuse(placed: PlacedRun) -> None:
-    """Refuse what the stages of a cut can't do.
+def refuse(placed: PlacedTrace) -> None:
+    """Refuse what the stages of a cut would get wrong.
 
     Raises:
-        PartitionError: something of it.
+        PartitionError: the first thing found.
     """
-    _refuse_shared(placed)
-    _refuse_draws(placed)
-    _refuse_writes(placed)
-    _refuse_changed(placed)
-    _refuse_detached(placed)
-    _refuse_early_parameters(placed)
+    _refuse_shared_state(placed)
+    for ref, at in placed.needed.items():
+        match ref.kind:
+            case ValueKind.STATE:
+                raise PartitionError(replaced_message(ref.name))
+            case ValueKind.DRAW:
+                _refuse_draw(placed, ref, at)
+            case ValueKind.WRITE:
+                _refuse_write(placed.origins[ref], ref, at)
+            case ValueKind.OUTPUT:
+                _refuse_detached(placed, ref, at)
+            case ValueKind.PARAMETER:
+                _refuse_early_parameter(placed.origins[ref], ref, at)
+            case ValueKind.INPUT:
+                pass
+    _refuse_changes(placed)
 
 
-def _refuse_shared(placed: PlacedRun) -> None:
-    at: dict[str, set[int]] = {}
-    for call, stage in zip(placed.seen.calls, placed.stages, strict=True):
-        for name in call.changed:
-            known = placed.shared.known(f"{call.unit}.{name}")
+def _refuse_shared_state(placed: PlacedTrace) -> None:
+    changed_at: dict[str, set[int]] = {}
+    for call, stage in zip(placed.trace.calls, placed.stages, strict=True):
+        for name in call.changes:
+            known = placed.shared.shared_name(f"{call.leaf}.{name}")
             if known is not None:
-                at.setdefault(known, set()).add(stage)
-    for name, where in at.items():
-        users = where | _users(placed, name)
+                changed_at.setdefault(known, set()).add(stage)
+    for name, at in changed_at.items():
+        owner, _, last = name.rpartition(".")
+        users = at | _stages_that_call(placed, owner, name)
         if len(users) > 1:
             raise PartitionError(
-                f"{name.rpartition('.')[0]} is one module within several, in the stages "
-                f"{sorted(users)}, and changes its {name.rpartition('.')[2]} ({name}) in each "
-                "call: it would not be in the order of one process; give each its own, freeze it "
-                "(eval()), or cut so that all its calls lie in one stage"
-            )
-
-
-def _users(placed: PlacedRun, name: str) -> set[int]:
-    """The stages that call a part which holds the module of a name."""
-    owner = name.rpartition(".")[0]
-    names = [each for each, known in placed.shared.state.items() if known in (owner, name)]
-    units = {unit for unit in placed.homes for each in names if each.startswith(f"{unit}.")}
-    calls = zip(placed.seen.calls, placed.stages, strict=True)
-    return {stage for call, stage in calls if call.unit in units}
-
-
-def _refuse_draws(placed: PlacedRun) -> None:
-    marks = [call.drawn for call in placed.seen.calls]
-    for source, at in placed.wanted.items():
-        if source.kind is not SourceKind.DRAW:
-            continue
-        if len(at) > 1:
-            raise PartitionError(
-                f"the code between the model's parts draws random numbers ({source.name}) for "
-                f"values that the stages {sorted(at)} need, and each would draw its own; use an "
-                "nn.Dropout module there, which runs once, or cut elsewhere"
-            )
-        first, (used,) = placed.first_to_run(bisect_right(marks, source.call)), at
-        if used != first:
-            raise PartitionError(
-                f"the code between the model's parts draws random numbers ({source.name}) in "
-                f"stage {first}, for values that stage {used} alone needs and would draw anew, "
-                "others than the plain model's; use an nn.Dropout module there, whose result "
-                "crosses, or cut elsewhere"
-            )
-
-
-def _refuse_writes(placed: PlacedRun) -> None:
-    for source, at in placed.wanted.items():
-        here = placed.origins[source]
-        if source.kind is SourceKind.WRITTEN and at != {here}:
-            raise PartitionError(
-                f"{source.name}, in stage {here}, writes into the tensor that it is called with "
-                f"(argument {source.leaf}), which stage {max(at)} computes with and would not see "
-                "written; have it return a new tensor, or cut so that all who use it are in one "
+                f"{owner} is one module within several, in the stages {sorted(users)}, and changes "
+                f"its {last} ({name}) in each call: it would not be in the order of one process; "
+                "give each its own, freeze it (eval()), or cut so that all its calls lie in one "
                 "stage"
             )
 
 
-def _refuse_changed(placed: PlacedRun) -> None:
-    for name in sorted(placed.seen.changed):
-        at = placed.wanted.get(Source(SourceKind.PARAMETER, 0, 0, name), set())
-        home = home_of(name, placed.homes) or 0
-        if at != {home}:
+def _stages_that_call(placed: PlacedTrace, owner: str, name: str) -> set[int]:
+    """The stages that call a leaf module with this inner module or buffer."""
+    names = [each for each, known in placed.shared.inner.items() if known in (owner, name)]
+    leaves = {leaf for leaf in placed.assignment for each in names if each.startswith(f"{leaf}.")}
+    calls = zip(placed.trace.calls, placed.stages, strict=True)
+    return {stage for call, stage in calls if call.leaf in leaves}
+
+
+def _refuse_draw(placed: PlacedTrace, ref: ValueRef, at: set[int]) -> None:
+    if len(at) > 1:
+        raise PartitionError(
+            f"the top-level forward draws random numbers ({ref.name}) for values that the stages "
+            f"{sorted(at)} need, and each would draw its own; use an nn.Dropout module there, "
+            "which runs once"
+        )
+    first, (used,) = placed.first_to_run(ref.call), at
+    if used != first:
+        raise PartitionError(
+            f"the top-level forward draws random numbers ({ref.name}) in stage {first}, for values "
+            f"that stage {used} alone needs and would draw anew, others than the plain model's; "
+            "use an nn.Dropout module there, whose result crosses"
+        )
+
+
+def _refuse_write(origin: int, ref: ValueRef, at: set[int]) -> None:
+    if at != {origin}:
+        raise PartitionError(
+            f"{ref.name}, in stage {origin}, writes into the tensor that it is called with "
+            f"(argument {ref.leaf}), which stage {max(at)} computes with and would not see "
+            "written; have it return a new tensor, or cut so that all its users are in one stage"
+        )
+
+
+def _refuse_detached(placed: PlacedTrace, ref: ValueRef, at: set[int]) -> None:
+    if max(at) != placed.origins[ref] and placed.trace.calls[ref.call].detached:
+        raise PartitionError(
+            f"{ref.name} is called within an autograd function, as by a checkpoint with "
+            f"use_reentrant=True, but its result crosses to stage {max(at)}: its gradient would be "
+            "lost; use use_reentrant=False"
+        )
+
+
+def _refuse_early_parameter(origin: int, ref: ValueRef, at: set[int]) -> None:
+    if min(at) < origin:
+        raise PartitionError(
+            f"{ref} lies in stage {origin}, but stage {min(at)} computes with it outside of its "
+            f"module; put the module into stage {min(at)}"
+        )
+
+
+def _refuse_changes(placed: PlacedTrace) -> None:
+    for name in sorted(placed.trace.changes):
+        at = placed.needed.get(ValueRef(ValueKind.PARAMETER, 0, 0, name), set())
+        stage = stage_of(name, placed.assignment) or 0
+        if at != {stage}:
             where = f"stages {sorted(at)} compute" if at else "nothing that is returned computes"
             raise PartitionError(
-                f"the code between the model's parts writes into {name}, which lies in stage "
-                f"{home}, but {where} with it; move that into a module, or cut elsewhere"
-            )
-
-
-def _refuse_detached(placed: PlacedRun) -> None:
-    for source, at in placed.wanted.items():
-        if source.kind is not SourceKind.OUTPUT or max(at) == placed.origins[source]:
-            continue
-        if placed.seen.calls[source.call].detached:
-            raise PartitionError(
-                f"{source.name} is called within an autograd function, as by a checkpoint with "
-                f"use_reentrant=True, but what it returns crosses to stage {max(at)}: its gradient "
-                "would be lost; use use_reentrant=False"
-            )
-
-
-def _refuse_early_parameters(placed: PlacedRun) -> None:
-    for source, at in placed.wanted.items():
-        origin = placed.origins[source]
-        if source.kind is SourceKind.PARAMETER and min(at) < origin:
-            raise PartitionError(
-                f"{source} lies in stage {origin}, but stage {min(at)} computes with it outside "
-                f"of its module; put the module into stage {min(at)}"
+                f"the top-level forward writes into {name}, which lies in stage {stage}, but "
+                f"{where} with it; move that into a module"
             )

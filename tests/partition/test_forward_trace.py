@@ -138,7 +138,7 @@ def test_weights_in_a_list_are_those_of_the_copy_that_runs_dry(
 ) -> None:
     caplog.set_level("INFO", logger="penstock")
     trains_alike(net(Recurrent))
-    assert "captured" not in caplog.text and "dry run on values" not in caplog.text
+    assert "captured" not in caplog.text and "traced on values" not in caplog.text
 
 
 class Behind(Net):

@@ -1,4 +1,4 @@
-"""Absent tensors: right in all but value, and loud where a value is asked for."""
+"""PlaceholderTensor tensors: right in all but value, and loud where a value is asked for."""
 
 from __future__ import annotations
 
@@ -10,24 +10,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock import PartitionError
-from penstock.partition.forward.absent import Absent, Origin, Source, SourceKind, named, sources_of
+from penstock.partition.forward.placeholder import (
+    PlaceholderTensor,
+    Provenance,
+    ValueKind,
+    ValueRef,
+    describe_refs,
+    refs_of,
+)
 
 CPU = torch.device("cpu")
 
 
-def source(name: str) -> Source:
-    return Source(SourceKind.OUTPUT, 0, 0, name)
+def source(name: str) -> ValueRef:
+    return ValueRef(ValueKind.OUTPUT, 0, 0, name)
 
 
-def absent(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Absent:
-    return Absent(torch.empty(shape, dtype=dtype, device="meta"), CPU, Origin({source(name)}))
+def absent(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> PlaceholderTensor:
+    return PlaceholderTensor(
+        torch.empty(shape, dtype=dtype, device="meta"), CPU, Provenance({source(name)})
+    )
 
 
 def test_it_looks_like_the_tensor() -> None:
     x = absent("h", 2, 3)
     assert (x.shape, x.dtype, x.device, x.dim(), len(x)) == ((2, 3), torch.float32, CPU, 2, 2)
     assert x.is_contiguous() and not x.T.is_contiguous() and x.numel() == 6
-    assert repr(x) == "Absent((2, 3), torch.float32, from output 0 of h)"
+    assert repr(x) == "PlaceholderTensor((2, 3), torch.float32, from output 0 of h)"
 
 
 @pytest.mark.parametrize(
@@ -52,21 +61,21 @@ def test_results_are_absent_too(function: Callable[..., Tensor], shape: tuple[in
     x, y = torch.rand(2, 3), torch.rand(2, 3)
     real = function(x, y)
     made = function(absent("x", 2, 3), absent("y", 2, 3))
-    assert type(made) is Absent and made.shape == real.shape == shape
+    assert type(made) is PlaceholderTensor and made.shape == real.shape == shape
     assert (made.dtype, made.device, made.stride()) == (real.dtype, CPU, real.stride())
-    assert sources_of([made]) == {source("x"), source("y")}
+    assert refs_of([made]) == {source("x"), source("y")}
     # One real argument: as well.
-    assert sources_of([function(x, absent("y", 2, 3))]) == {source("y")}
+    assert refs_of([function(x, absent("y", 2, 3))]) == {source("y")}
 
 
 def test_what_is_written_into_it_is_known_of_its_views() -> None:
     x = absent("x", 4, 3)
     row = x[1]
     x[2:] = absent("y", 2, 3)
-    assert sources_of([row]) == {source("x"), source("y")}
-    assert x.origin.written
+    assert refs_of([row]) == {source("x"), source("y")}
+    assert x.provenance.num_writes == 1
     x += 1
-    assert type(x) is Absent
+    assert type(x) is PlaceholderTensor
 
 
 def test_a_tensor_that_it_is_written_into_becomes_absent() -> None:
@@ -75,7 +84,7 @@ def test_a_tensor_that_it_is_written_into_becomes_absent() -> None:
     same = total
     result = total.scatter_add_(0, torch.tensor([1]), absent("x", 1))
     assert result is same is total
-    assert type(same) is Absent and sources_of([same]) == {source("x")}
+    assert type(same) is PlaceholderTensor and refs_of([same]) == {source("x")}
 
 
 @pytest.mark.parametrize(
@@ -121,17 +130,17 @@ def test_its_numbers_are_refused_by_torch(ask: Callable[[Tensor], object]) -> No
 
 def test_a_run_on_values_keeps_them() -> None:
     """With a value as its body it computes, and still tells where results come from."""
-    x = Absent(torch.tensor([1.0, 2.0]), CPU, Origin({source("x")}))
-    doubled: Absent = x * 2  # type: ignore[assignment]
+    x = PlaceholderTensor(torch.tensor([1.0, 2.0]), CPU, Provenance({source("x")}))
+    doubled: PlaceholderTensor = x * 2  # type: ignore[assignment]
     assert doubled.body.tolist() == [2.0, 4.0]
     assert bool((doubled > 1).all())
     total = torch.zeros(2)
     total += doubled
-    assert sources_of([total]) == {source("x")}
+    assert refs_of([total]) == {source("x")}
     assert total.body.tolist() == [2.0, 4.0]  # type: ignore[attr-defined]
 
 
 def test_many_names_are_cut_short() -> None:
-    assert named(source(f"m{i}") for i in range(6)) == (
+    assert describe_refs(source(f"m{i}") for i in range(6)) == (
         "output 0 of m0, output 0 of m1, output 0 of m2, output 0 of m3 and 2 more"
     )

@@ -1,0 +1,563 @@
+"""Trace a model's forward once without values: the leaf modules it calls, and their inputs.
+
+    call    wte    h.0    h.1    h.2    lm_head
+    needs   ids    wte    h.0    h.1    h.2, labels
+
+The model's own forward runs; its leaf modules run on the meta device, where only shapes are
+computed, on copies without values. A leaf module that needs values (a mixture of experts that
+looks where its tokens go) can't run so: then the whole model is traced on values, if it has any.
+The model stays as it is, and no random number is drawn. This module knows no stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from penstock._torch_compat import (
+    HookWatch,
+    TorchDispatchMode,
+    in_function_forward,
+    is_data_dependent,
+    is_random,
+    mutated_arguments,
+    registries,
+)
+from penstock.errors import BoundaryError, PartitionError
+from penstock.partition.forward.leaf_modules import LeafModules
+from penstock.partition.forward.leaf_runner import LeafRunner, RunOnValues, with_values
+from penstock.partition.forward.module_state import (
+    ModuleSnapshot,
+    TensorVersions,
+    are_same,
+    hidden_tensors_message,
+    hides_tensors,
+    is_opaque,
+    tensors_in,
+)
+from penstock.partition.forward.placeholder import (
+    NeedsValue,
+    PlaceholderTensor,
+    Provenance,
+    ValueKind,
+    ValueRef,
+    leaves_of,
+    on_meta,
+    refs_of,
+    turn_into_placeholder,
+)
+from penstock.partition.forward.stage_tree import StageTree, mark_stale
+from penstock.partition.huggingface import capture_since, mark, replay
+from penstock.partition.spec import own_loss
+from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.pytree import flatten, map_tensors, unflatten
+from penstock.stage.rng import host_random_states, undrawn
+
+__all__ = [
+    "DrawsOnHost",
+    "ForwardTrace",
+    "ForwardTracer",
+    "LeafCall",
+    "input_names",
+    "replaced_message",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class DrawsOnHost(PartitionError):
+    """The top-level forward draws from Python's or NumPy's generator.
+
+    No way of cutting is right for it: a captured graph would have the number as a constant.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafCall:
+    """One call of a leaf module.
+
+    Args:
+        leaf: its name.
+        needs: the provenance of its arguments.
+        output: its result, and what hooks collected from within it.
+        written: the leaves of the output that later code writes into.
+        writes: the leaves of its arguments that it writes into.
+        changes: the buffers and attributes of its own that it writes or sets.
+        detached: True if its result has lost its gradients: it ran within an autograd function, as
+            in a reentrant checkpoint.
+    """
+
+    leaf: str
+    needs: frozenset[ValueRef]
+    output: BoundarySpec
+    written: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    changes: tuple[str, ...] = ()
+    detached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardTrace:
+    """A trace of the whole model's forward.
+
+    Args:
+        inputs: the model's arguments, ``((args, kwargs),)``.
+        calls: the calls of leaf modules in order.
+        needs: the provenance of the model's output.
+        everywhere: the inputs that every stage has: those that are not floating point. Masks and
+            positions are made of them, and control flow may depend on them.
+        written: the leaves of the inputs that the model writes into.
+        loss: True if the output has a scalar named ``loss``.
+        changes: the parameters and buffers that the top-level forward writes into.
+        draws: True if the top-level forward draws random numbers.
+    """
+
+    inputs: BoundarySpec
+    calls: tuple[LeafCall, ...]
+    needs: frozenset[ValueRef]
+    everywhere: frozenset[ValueRef]
+    written: tuple[int, ...]
+    loss: bool
+    changes: frozenset[str] = frozenset()
+    draws: bool = False
+
+    def first_calls(self) -> dict[str, int]:
+        """For each leaf module that was called, its first call."""
+        found: dict[str, int] = {}
+        for i, call in enumerate(self.calls):
+            found.setdefault(call.leaf, i)
+        return found
+
+
+class ForwardTracer:
+    """Traces one model (a ``CallHandler``).
+
+    Args:
+        leaves: the leaf modules of the plain model, on any device.
+        device: the device of the stages.
+
+    Attributes:
+        captures: True if hooks collect values within the model (see ``huggingface``).
+    """
+
+    def __init__(self, leaves: LeafModules, device: torch.device) -> None:
+        tree = StageTree(leaves, (), self, device)
+        self._root, self._containers = tree.root, tree.containers
+        for module in self._containers.values():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):  # the model's own, which nobody may write into
+                    vars(module)[name] = value.detach().clone()
+        # Placeholders of the containers' own tensors, until no trace needs values of these.
+        self._state: list[tuple[Any, Tensor]] = [
+            (made[name], tensor)
+            for path, module in leaves.containers.items()
+            for registry, made in zip(
+                registries(module), registries(self._containers[path]), strict=True
+            )
+            for name, tensor in registry.items()
+            if tensor is not None
+        ]
+        self._runner = LeafRunner(leaves.leaves, device)
+        self._device = device
+        self._inside = False
+        self.captures = False
+        # Attributes that leaf modules set, and that the top-level forward replaces: not to be read
+        # before that in a microbatch, which the next run shows.
+        self._set: set[tuple[str, str]] = set()
+        self._replaced: set[str] = set()
+        # The error of a run on shapes, where the top-level forward looked at a value.
+        self._looked: NeedsValue | None = None
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
+    ) -> ForwardTrace:
+        """Trace the model.
+
+        Args:
+            args: its positional arguments, one microbatch.
+            kwargs: its keyword arguments.
+            training: its mode.
+
+        Raises:
+            PartitionError: it can't be traced.
+        """
+        known = -1
+        while known < len(self._set) + len(self._replaced):
+            known = len(self._set) + len(self._replaced)
+            trace = self._on_shapes_or_values(args, kwargs, training)
+        return trace
+
+    def _on_shapes_or_values(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
+    ) -> ForwardTrace:
+        if not self._runner.on_values:
+            try:
+                trace = self._run(args, kwargs, training)
+            except (RunOnValues, NeedsValue) as error:
+                self._runner.take_values(error)
+                self._looked = error if isinstance(error, NeedsValue) else None
+                logger.info("traced on values: %s", error)
+            else:
+                self._runner.let_go()
+                self._state = []
+                return trace
+        # The last stage alone runs the code behind the last leaf module, which may look at values.
+        trace = self._run(args, kwargs, training)
+        if self._looked is not None and any(at < len(trace.calls) for at, _ in self._ops.looks):
+            raise self._looked
+        behind = (refs for at, refs in self._ops.looks if at == len(trace.calls))
+        return replace(trace, needs=trace.needs.union(*behind))
+
+    def _run(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
+    ) -> ForwardTrace:
+        self._calls: list[LeafCall] = []
+        self._device = self._runner.device
+        if self._runner.on_values:
+            for placeholder, tensor in self._state:
+                placeholder.body = with_values(tensor, self._device)
+        for name in self._replaced:
+            holder, last = self._container_of(name)
+            before = vars(holder)[last]
+            body = with_values(before, self._device) if self._runner.on_values else on_meta(before)
+            ref = ValueRef(ValueKind.STATE, 0, 0, name)
+            vars(holder)[last] = PlaceholderTensor(body, self._device, Provenance({ref}))
+        self._root.train(training)
+        self._runner.train(training)
+        leaves, tree = flatten((args, dict(kwargs)))
+        names = input_names(args, kwargs)
+        given = [self._enter(i, leaf, names[i]) for i, leaf in enumerate(leaves)]
+        inputs = TensorVersions(given)
+        self._outputs: list[TensorVersions] = []
+        positional, named = unflatten(tree, given)
+        output, changes = self._run_forward(positional, named)
+        return ForwardTrace(
+            inputs=_describe_inputs((args, dict(kwargs)), leaves, names),
+            calls=tuple(
+                replace(call, written=versions.written())
+                for call, versions in zip(self._calls, self._outputs, strict=True)
+            ),
+            needs=frozenset(refs_of(flatten(output)[0])),
+            everywhere=frozenset(
+                ValueRef(ValueKind.INPUT, 0, i, names[i])
+                for i, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+            ),
+            written=inputs.written(),
+            loss=_has_loss(output),
+            changes=changes,
+            draws=self._ops.num_draws > 0,
+        )
+
+    def _container_of(self, name: str) -> tuple[nn.Module, str]:
+        path, _, last = name.rpartition(".")
+        return self._containers[path], last
+
+    def _enter(self, index: int, leaf: Any, name: str) -> Any:
+        """An input as the model gets it; those that are not floating point have values."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_floating_point() and not self._runner.on_values:
+            body = on_meta(leaf)
+        else:
+            body = leaf.detach().to(self._device, copy=True)
+        if not leaf.is_floating_point():
+            return body
+        ref = ValueRef(ValueKind.INPUT, 0, index, name)
+        return PlaceholderTensor(body, self._device, Provenance({ref}))
+
+    def _run_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, frozenset[str]]:
+        """The model's output, and the containers' parameters and buffers that it writes into."""
+        with (
+            torch.no_grad(),
+            HookWatch(self._refuse_hook) as self._hooks,
+            undrawn(self._device),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # stages will warn themselves
+            tensors, snapshot = _ContainerTensors(self._containers), ModuleSnapshot(self._root)
+            self._ops = _TopLevelOps(self._calls)
+            self._host = _host_states()
+            try:
+                with self._ops:
+                    output = self._root(*args, **kwargs)
+                self._refuse_host_draws()
+                self._replaced.update(tensors.replaced())
+                return output, tensors.written()
+            finally:
+                snapshot.restore()
+
+    def _refuse_hook(self, what: str) -> None:
+        raise PartitionError(
+            f"the top-level forward {what}, which several stages would do; do it within a module, "
+            "or use an autograd.Function"
+        )
+
+    def _refuse_host_draws(self) -> None:
+        now = _host_states()
+        if any(now[name] != state for name, state in self._host.items()):
+            raise DrawsOnHost(
+                "the top-level forward draws from the random generator of Python or NumPy, and "
+                "each stage would draw numbers of its own; draw within a module, with torch, or "
+                "pass the numbers as inputs"
+            )
+
+    # --- one call of a leaf module -----------------------------------------------------------
+
+    def call(self, leaf: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a leaf module on shapes, or on values, and record its inputs."""
+        leaves, tree = flatten((args, kwargs))
+        index = len(self._calls)
+        opaque = [(each, tensors_in(each)) for each in leaves if is_opaque(each)]
+        lowered = [self._runner.lower(each) for each in leaves]
+        versions = TensorVersions(lowered)
+        given = unflatten(tree, lowered)
+        marked = mark()
+        self.captures |= bool(marked)
+        result, changes, attributes = self._run_leaf(leaf, given)
+        _refuse_filled(leaf, opaque, given, lowered, tree)
+        output: Any = ((result, capture_since(marked)),)
+        if self._runner.casts:  # return what all others do
+            output = map_tensors(on_meta, output)
+        self._calls.append(
+            LeafCall(
+                leaf=leaf,
+                needs=frozenset(refs_of(leaves)),
+                output=_describe_output(leaf, output),
+                writes=versions.written(),
+                changes=changes,
+                detached=self._runner.trains(leaf) and in_function_forward(),
+            )
+        )
+        made, shape = flatten(output)
+        for i, each in enumerate(made):
+            if isinstance(each, Tensor):
+                ref = ValueRef(ValueKind.OUTPUT, index, i, leaf)
+                made[i] = PlaceholderTensor(each, self._device, Provenance({ref}))
+        self._outputs.append(TensorVersions(made))
+        for i in versions.written():
+            self._note_write(ValueRef(ValueKind.WRITE, index, i, leaf), leaves[i])
+        for name in attributes:
+            self._set.add((leaf, name))
+            mark_stale(run, name, _stale_message(leaf, name))
+        ((result, captured),) = unflatten(shape, made)
+        replay(captured, marked)
+        return result
+
+    def _run_leaf(self, leaf: str, given: Any) -> tuple[Any, tuple[str, ...], list[str]]:
+        """A leaf module's result, all of its state that it changes, and attributes among that."""
+        args, kwargs = given
+        with self._runner.module_of(leaf) as module:
+            snapshot = ModuleSnapshot(module)
+            snapshot.take_buffers()
+            self._refuse_host_draws()
+            self._ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            try:
+                with self._hooks.paused():
+                    result = self._runner.run(leaf, module, args, kwargs)
+                changes, buffers = snapshot.changes(), snapshot.changed_buffers()
+            finally:
+                self._ops.__enter__()  # type: ignore[no-untyped-call]
+                snapshot.restore()
+                self._host = _host_states()
+        for name, value, inside in changes:
+            if inside and tensors_in(value):
+                raise PartitionError(
+                    f"{leaf} puts tensors into its attribute {name}, a container that modules on "
+                    "other stages may hold too, where they would not see it; have it return them"
+                )
+        attributes = list(dict.fromkeys(name for name, _, _ in changes))
+        return result, (*buffers, *attributes), attributes
+
+    def _note_write(self, ref: ValueRef, tensor: Tensor) -> None:
+        """Record that a leaf module wrote into an argument: its value comes from there too."""
+        if type(tensor) is PlaceholderTensor:
+            tensor.provenance.refs.add(ref)
+            tensor.provenance.num_writes += 1
+        elif not turn_into_placeholder(tensor, {ref}, keep_value=self._runner.on_values):
+            raise PartitionError(
+                f"{ref.name} writes into the tensor that it is called with (argument {ref.leaf}), "
+                "which shares its memory with others, of whom some may be on other stages; have "
+                "it return a new tensor instead"
+            )
+
+
+class _TopLevelOps(TorchDispatchMode):
+    """Operations of the top-level forward: random draws become placeholders, looks are noted.
+
+    Attributes:
+        num_draws: the number of random draws.
+        looks: the values that the forward looked at, each with the number of calls before it.
+    """
+
+    def __init__(self, calls: Sequence[LeafCall]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+        self.num_draws = 0
+        self.looks: list[tuple[int, set[ValueRef]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        kwargs = kwargs or {}
+        given = [x for x in leaves_of(args, kwargs)[0] if type(x) is PlaceholderTensor]
+        if given and is_data_dependent(func, args) and not any(x.body.is_meta for x in given):
+            self.looks.append((len(self._calls), refs_of(given)))
+        result = func(*args, **kwargs)
+        if not is_random(func, args, kwargs):
+            return result
+        if any(type(x) is not PlaceholderTensor for x in mutated_arguments(func, args, kwargs)):
+            raise PartitionError(
+                f"the top-level forward draws random numbers into a tensor ({func}), and each "
+                "stage would draw its own; use an nn.Dropout module there, or draw within a module"
+            )
+        ref = ValueRef(ValueKind.DRAW, len(self._calls), self.num_draws, str(func))
+        self.num_draws += 1
+
+        def drawn(leaf: Any) -> Any:
+            if type(leaf) is PlaceholderTensor:
+                leaf.provenance.refs.add(ref)
+            elif isinstance(leaf, Tensor):
+                return PlaceholderTensor(leaf, leaf.device, Provenance({ref}))
+            return leaf
+
+        return optree.tree_map(drawn, result, none_is_leaf=True)
+
+
+class _ContainerTensors:
+    """Parameters, buffers and other tensors that containers hold, as they are now.
+
+    Args:
+        containers: the containers, by name.
+    """
+
+    def __init__(self, containers: Mapping[str, nn.Module]) -> None:
+        self._containers = containers
+        self._held = dict(self._tensors())
+        self._versions = TensorVersions(tensor for tensor, _ in self._held.values())
+
+    def replaced(self) -> list[str]:
+        """The attributes, buffers aside, that held a tensor and now hold something else."""
+        now = dict(self._tensors())
+        return [
+            name
+            for name, (tensor, is_registered) in self._held.items()
+            if not is_registered and now.get(name, (None,))[0] is not tensor
+        ]
+
+    def written(self) -> frozenset[str]:
+        """The parameters and buffers that have been written into.
+
+        Raises:
+            PartitionError: one was replaced, or a tensor that is neither was written into.
+        """
+        now, held = dict(self._tensors()), list(self._held.items())
+        for name, (tensor, is_registered) in held:
+            if is_registered and now.get(name, (None,))[0] is not tensor:
+                raise PartitionError(replaced_message(name))
+        found = set()
+        for name, (tensor, is_registered) in (held[i] for i in self._versions.written()):
+            if is_registered:
+                found.add(name)
+            elif now.get(name, (None,))[0] is tensor:
+                raise PartitionError(
+                    f"the top-level forward writes into {name}, a tensor that is neither parameter "
+                    "nor buffer; register it as a buffer of a module that runs whole"
+                )
+        return frozenset(found)
+
+    def _tensors(self) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
+        """Each with its name, and True for parameters and buffers."""
+        for path, module in self._containers.items():
+            dot = f"{path}." if path else ""
+            for each in (vars(module), *registries(module)):
+                for name, value in each.items():
+                    if isinstance(value, Tensor):
+                        yield f"{dot}{name}", (value, each is not vars(module))
+
+
+def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """The leaves of a model's arguments as users know them: ``argument 0``, ``labels``."""
+    paths = flatten((args, dict(kwargs)))[1].paths()
+    return [
+        ".".join(map(str, path[1:])) if path[0] == 1 else f"argument {path[1]}" for path in paths
+    ]
+
+
+def replaced_message(name: str) -> str:
+    """The message for an attribute of a container that each forward replaces after its use."""
+    return (
+        f"the top-level forward assigns a new tensor to {name}, and uses the one of the microbatch "
+        "before: every stage would do that for itself, and some could not; keep it within a module "
+        "that runs whole"
+    )
+
+
+def _stale_message(leaf: str, name: str) -> str:
+    return (
+        f"the top-level forward reads {leaf}.{name}, which {leaf} sets when it is called: on other "
+        "stages that would be an older value, or none; have the module return it, or keep its "
+        "users in one module"
+    )
+
+
+def _refuse_filled(
+    leaf: str, opaque: list[Any], given: Any, lowered: list[Any], tree: optree.PyTreeSpec
+) -> None:
+    """Refuse a leaf module that writes into objects and containers that it was called with."""
+    for each, held in opaque:
+        if not are_same(tensors_in(each), held):
+            raise PartitionError(
+                f"{leaf} writes tensors into the {type(each).__name__} that it is called with, "
+                "which its other users, on other stages, would not see; leave it out "
+                "(use_cache=False, for instance)"
+            )
+    leaves, shape = flatten(given)
+    if shape != tree or not are_same(leaves, lowered):
+        raise PartitionError(
+            f"{leaf} writes into a list or dict that it is called with, which its other users, on "
+            "other stages, would not see; have it return what it writes"
+        )
+
+
+def _host_states() -> dict[str, Any]:
+    """The states of Python's and NumPy's generators, to be compared."""
+    return {
+        name: tuple(x.tobytes() if hasattr(x, "tobytes") else x for x in state)
+        for name, state in host_random_states().items()
+    }
+
+
+def _describe_inputs(call: Any, leaves: Sequence[Any], names: Sequence[str]) -> BoundarySpec:
+    try:
+        return describe((call,))
+    except BoundaryError as error:
+        for leaf, name in zip(leaves, names, strict=True):
+            if hides_tensors(leaf):
+                raise PartitionError(hidden_tensors_message(name, leaf)) from error
+        raise
+
+
+def _describe_output(leaf: str, output: Any) -> BoundarySpec:
+    try:
+        return describe(output)
+    except BoundaryError as error:
+        raise PartitionError(
+            f"{leaf} returns what can't be sent to other stages: {error}; cut the model by other "
+            "modules, so that this stays within one"
+        ) from error
+
+
+def _has_loss(output: Any) -> bool:
+    loss = own_loss(output)
+    return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()

@@ -1,0 +1,240 @@
+"""Leaf modules: the modules of a model that run whole, on one stage each.
+
+    LlamaForCausalLM        a container: every stage runs its forward (the top-level forward)
+      model                 a container
+        embed_tokens        a leaf module: runs whole, on one stage
+        layers              a container: a list
+          0 ... 31          leaf modules
+        norm, rotary_emb    leaf modules
+      lm_head               a leaf module
+
+The modules above a place where the model is cut are containers, all others are leaf modules. This
+module knows names and modules; it neither runs nor copies any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock._torch_compat import children, fused_by, has_no_forward, is_sequential
+from penstock.errors import PartitionError
+from penstock.partition.blocks import find_blocks
+from penstock.partition.huggingface import HFPipelinePlan
+from penstock.partition.plan import abbreviate, prefixes
+from penstock.partition.ties import named_tensors, names_by_tensor
+
+__all__ = [
+    "StageAssignment",
+    "LeafModules",
+    "NotByModule",
+    "SharedNames",
+    "find_leaf_modules",
+    "stage_of",
+]
+
+StageAssignment = Mapping[str, int | None]
+"""The stage of each leaf module, and of each parameter or buffer that a container holds itself;
+None for a leaf module without state, which runs where its inputs are first."""
+
+
+class NotByModule(PartitionError):
+    """The names are right, but the model does what can't run on several stages so cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedNames:
+    """The names of what several leaf modules share; holds no module.
+
+    Args:
+        inner: buffers and inner modules of several leaf modules, and the one name of each.
+        ties: parameters and buffers with several names: all of them, by the first.
+    """
+
+    inner: dict[str, str]
+    ties: dict[str, tuple[str, ...]]
+
+    def shared_name(self, name: str) -> str | None:
+        """The one name of a buffer or attribute that other leaf modules have too; None if none.
+
+        Args:
+            name: the buffer or attribute, with its leaf module's name in front.
+        """
+        owner, _, last = name.rpartition(".")
+        if owner in self.inner:
+            return f"{self.inner[owner]}.{last}"
+        return self.inner.get(name)
+
+    def stages_with(self, name: str, assignment: StageAssignment) -> set[int]:
+        """The stages that hold a parameter, under whatever name."""
+        found = {stage_of(each, assignment) for each in self.ties.get(name, (name,))}
+        return {stage for stage in found if stage is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafModules:
+    """The leaf modules and containers of a model.
+
+    Args:
+        leaves: the leaf modules by name, in the order of their definition, or in that of the
+            model's own pipeline plan.
+        containers: the modules above them, by name; the model itself is ``""``.
+        direct: the parameters and buffers that containers hold themselves.
+        aliases: further names of leaf modules, and the name under which each is listed. A module
+            that stands in a list several times is a leaf module in each place: its calls can be
+            told apart, and run on several stages.
+        shared: what several leaf modules share.
+    """
+
+    leaves: dict[str, nn.Module]
+    containers: dict[str, nn.Module]
+    direct: tuple[str, ...]
+    aliases: dict[str, str]
+    shared: SharedNames
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        return self.containers[""]
+
+    def has_state(self, name: str) -> bool:
+        """True if a leaf module has parameters, or buffers in its state dict."""
+        leaf = self.leaves[name]
+        return any(True for _ in leaf.parameters()) or bool(leaf.state_dict(keep_vars=True))
+
+    def leaf_at(self, path: str) -> str | None:
+        """The name of the leaf module at a path of the model's tree; None if there is none."""
+        name = self.aliases.get(path, path)
+        return name if name in self.leaves else None
+
+    def under(self, name: str) -> list[str]:
+        """The leaf modules and direct parameters that are ``name`` or lie below it."""
+        name = self.aliases.get(name, name)
+        if name in self.leaves or name in self.direct:
+            return [name]
+        every = [*self.leaves, *self.direct]
+        return every if name == "" else [each for each in every if each.startswith(f"{name}.")]
+
+
+def stage_of(name: str, assignment: StageAssignment) -> int | None:
+    """The stage of a leaf module, or of what lies in one; None where it has none.
+
+    Example:
+        >>> stage_of("layers.1.weight", {"layers.0": 0, "layers.1": 2})
+        2
+    """
+    while name not in assignment and "." in name:
+        name = name.rpartition(".")[0]
+    return assignment.get(name)
+
+
+def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
+    """Divide a model into leaf modules and the containers above them.
+
+    Args:
+        model: the model.
+        places: names of modules or parameters that different stages may hold.
+
+    Raises:
+        PartitionError: a place is not in the model, or a container can't be cut.
+    """
+    places = list(places)
+    _refuse_unknown(model, places)
+    above = {"", *(prefix for place in places for prefix in prefixes(place))}
+    leaves: dict[str, nn.Module] = {}
+    containers: dict[str, nn.Module] = {}
+    met: set[int] = set()
+
+    def visit(module: nn.Module, name: str, in_list: bool = False) -> None:
+        if id(module) in met:
+            if in_list and name not in above and any(m is module for m in leaves.values()):
+                leaves[name] = module
+            return
+        met.add(id(module))
+        if name not in above and not has_no_forward(module):
+            leaves[name] = module
+            return
+        containers[name] = module
+        is_list = has_no_forward(module) or is_sequential(module)
+        for child_name, child in children(module):
+            visit(child, f"{name}.{child_name}" if name else child_name, is_list)
+
+    visit(model, "")
+    for name, module in containers.items():
+        _refuse_fused(name, module)
+        _refuse_hidden_modules(name, module)
+    first: dict[int, str] = {}
+    for name, module in leaves.items():
+        first.setdefault(id(module), name)
+    named = names_by_tensor(model).values()
+    return LeafModules(
+        leaves={name: leaves[name] for name in HFPipelinePlan.of(model).arrange(list(leaves))},
+        containers=containers,
+        direct=tuple(_direct(containers)),
+        aliases={
+            name: first[id(module)]
+            for name, module in model.named_modules(remove_duplicate=False)
+            if id(module) in first and name not in leaves
+        },
+        shared=SharedNames(
+            inner=_shared(leaves), ties={names[0]: names for names in named if len(names) > 1}
+        ),
+    )
+
+
+def _direct(containers: Mapping[str, nn.Module]) -> Iterator[str]:
+    for name, module in containers.items():
+        dot = f"{name}." if name else ""
+        yield from (f"{dot}{each}" for each, _ in module.named_parameters(recurse=False))
+        yield from (f"{dot}{each}" for each, _ in module.named_buffers(recurse=False))
+
+
+def _shared(leaves: Mapping[str, nn.Module]) -> dict[str, str]:
+    held: dict[int, list[str]] = {}
+    for leaf, module in leaves.items():
+        for name, inner in module.named_modules(remove_duplicate=False):
+            held.setdefault(id(inner), []).append(f"{leaf}.{name}" if name else leaf)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            held.setdefault(id(buffer), []).append(f"{leaf}.{name}")
+    return {name: names[0] for names in held.values() if len(names) > 1 for name in names}
+
+
+def _refuse_unknown(model: nn.Module, places: Sequence[str]) -> None:
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known |= named_tensors(model).keys()
+    unknown = [place for place in places if place not in known or place == ""]
+    if not unknown:
+        return
+    blocks = find_blocks(model)
+    hint = f", such as {blocks[0]} to {blocks[-1]}" if blocks else ""
+    raise PartitionError(
+        f"{abbreviate(unknown)}: no such module in this {type(model).__name__}; name modules as "
+        f"model.named_modules() does{hint}"
+    )
+
+
+def _refuse_fused(name: str, module: nn.Module) -> None:
+    fused = fused_by(module)
+    if fused is not None:
+        raise NotByModule(
+            f"{name or 'the model'} is one piece by {fused}, and can't be cut inside; cut before "
+            "or after it, or take that off and compile its parts instead (layer.compile() for "
+            "each layer)"
+        )
+
+
+def _refuse_hidden_modules(name: str, module: nn.Module) -> None:
+    """Refuse modules in plain lists, which the model reaches past its tree of modules."""
+    for attribute, value in vars(module).items():
+        if attribute in ("_modules", "_parameters", "_buffers"):
+            continue
+        items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        items += list(value.values()) if isinstance(value, dict) else []
+        if any(isinstance(item, nn.Module) for item in items):
+            raise PartitionError(
+                f"{name or 'the model'}.{attribute} holds modules outside of the model's tree, "
+                "which can't be put on stages; use nn.ModuleList or nn.ModuleDict"
+            )
