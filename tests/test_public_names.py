@@ -48,11 +48,11 @@ def test_importing_and_planning_loads_no_torch() -> None:
     "imports",
     [
         "import penstock",
-        "import penstock.simulate.engine; import penstock",
-        "import penstock; import penstock.simulate.engine",
+        "import penstock.simulate.simulation; import penstock",
+        "import penstock; import penstock.simulate.simulation",
         "from penstock.simulate.costs import Costs; import penstock",
         "import penstock; from penstock.simulate.memory import peak_in_flight",
-        "import penstock; penstock.simulate; from penstock.simulate import engine",
+        "import penstock; penstock.simulate; from penstock.simulate import simulation",
     ],
 )
 def test_simulate_is_the_function_in_any_order_of_imports(imports: str) -> None:
@@ -63,7 +63,7 @@ def test_simulate_is_the_function_in_any_order_of_imports(imports: str) -> None:
         "assert penstock.simulate(program).makespan == 33\n"
         "from penstock import simulate\n"
         "assert simulate is penstock.simulate\n"
-        "from penstock.simulate.engine import simulate as same\n"
+        "from penstock.simulate.simulation import simulate as same\n"
         "assert simulate is same\n"
     )
 

@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from penstock.search.engine import search
     from penstock.search.result import Point, Progress, SearchResult
     from penstock.simulate.costs import Costs
-    from penstock.simulate.engine import simulate
-    from penstock.simulate.result import Simulation
+    from penstock.simulate.simulation import Simulation, simulate
     from penstock.stage.rng import draw_step_seed, microbatch_rng
     from penstock.trace import Span, Trace
 
@@ -188,7 +187,7 @@ _HOLDS = {
     "penstock.schedule.text": ("load_csv", "save_csv"),
     "penstock.search.result": ("Point", "Progress", "SearchResult"),
     "penstock.simulate.costs": ("Costs",),
-    "penstock.simulate.result": ("Simulation",),
+    "penstock.simulate.simulation": ("Simulation",),
     "penstock.compat.stage": ("PipelineStage",),
     "penstock.stage.rng": ("draw_step_seed", "microbatch_rng"),
     "penstock.compat.traced_stage": ("TracedStage", "build_stage"),
@@ -254,7 +253,7 @@ class _Package(ModuleType):
     pipeline = _Function("penstock.partition.export.split_model")
     schedule = _Function("penstock.schedule.registry")
     search = _Function("penstock.search.engine")
-    simulate = _Function("penstock.simulate.engine")
+    simulate = _Function("penstock.simulate.simulation")
 
 
 sys.modules[__name__].__class__ = _Package

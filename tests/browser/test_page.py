@@ -9,7 +9,7 @@ import pytest
 
 from penstock import Costs, build, simulate
 from penstock.schedule.passes import recompute
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.page import save_page
 

@@ -11,7 +11,7 @@ drawn over the block's length.
 from penstock.schedule.action import Overlap
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COPIES
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 
 
 def draw(program: Program) -> str:

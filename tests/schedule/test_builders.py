@@ -19,9 +19,8 @@ from penstock.schedule.placement import bidirectional, linear, looped, v_shape, 
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.rules import COPIES
-from penstock.simulate.engine import simulate
 from penstock.simulate.memory import peak_in_flight
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation, simulate
 
 NAMES = [each.name for each in schedules()]
 ONE_CHANNEL = Channels(per_pair=True)

@@ -19,11 +19,11 @@ from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, COVERS, prerequisites
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 from penstock.testing.programs import computed_programs
 from tests.schedule.plain_channels import plays_over
 from tests.schedule.plain_check import is_right, without_transfers
-from tests.simulate.plain_engine import slowly
+from tests.simulate.slow_simulation import slowly
 
 # What the plain rules know.
 OPS = [op for op in Op if op.value not in ("RECOMPUTE", "OFFLOAD", "RELOAD")]

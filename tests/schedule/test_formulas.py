@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation, simulate
 
 # Whole numbers, so that simulated times are exact.
 COST = st.integers(0, 9)

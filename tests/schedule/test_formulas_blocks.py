@@ -8,7 +8,7 @@ from ortools.sat.python import cp_model
 from penstock.schedule.placement import v_shape
 from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 from tests.schedule.test_formulas import COST, MORE, RANKS, VIRTUAL, run
 
 # Tens of ranks are many actions: fewer examples of larger ones.

@@ -11,7 +11,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import build
 from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 
 SPLIT = build("seq1f1b", ranks=3, microbatches=4, splits=3)
 

@@ -14,8 +14,8 @@ from penstock.schedule.families.squeezing import squeeze
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
 from penstock.simulate.memory import peak_in_flight
+from penstock.simulate.simulation import simulate
 
 
 @st.composite

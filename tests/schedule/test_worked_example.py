@@ -7,7 +7,7 @@ those of the published methods, computed by hand or taken from their papers.
 import pytest
 
 from penstock.schedule.registry import build
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 
 TABLE = [
     # name, V, makespan, bubble, span, peak per rank

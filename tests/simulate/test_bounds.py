@@ -18,7 +18,7 @@ from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.text import parse_csv
 from penstock.simulate.bounds import Argument, least_memory, lower_bounds
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 from penstock.testing.programs import computed_programs
 from tests.simulate.edges import per_edge
 

@@ -14,7 +14,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.registry import build
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 
 
 def test_numbers_and_sequences_are_kept_in_one_form() -> None:

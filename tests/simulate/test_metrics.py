@@ -10,8 +10,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, action
 from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
 from penstock.simulate.metrics import compare_traces
+from penstock.simulate.simulation import simulate
 from penstock.testing.programs import computed_programs
 from penstock.trace import Span, Trace
 

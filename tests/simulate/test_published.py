@@ -11,8 +11,7 @@ import pytest
 
 from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation, simulate
 
 RANKS = (2, 4, 8)
 

@@ -13,7 +13,7 @@ from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.boxes import arrange, bound_figures
 from penstock.view.causes import critical_path, waited_for

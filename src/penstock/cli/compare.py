@@ -33,8 +33,8 @@ from penstock.cli.values import number, percent
 from penstock.errors import ScheduleError
 from penstock.schedule.registry import family
 from penstock.simulate.costs import Costs
-from penstock.simulate.result import Simulation
 from penstock.simulate.shares import share_of, share_out
+from penstock.simulate.simulation import Simulation
 
 __all__ = ["compare"]
 

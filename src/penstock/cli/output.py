@@ -19,7 +19,7 @@ from rich.table import Table
 
 from penstock.cli.values import number, percent
 from penstock.schedule.messages import number_of
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

@@ -43,7 +43,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import family
 from penstock.schedule.registry import schedules as families
 from penstock.schedule.rules import COMPUTE
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 
 __all__ = ["check", "schedules", "simulate"]

@@ -28,8 +28,7 @@ from penstock.cli.sources import complete, load
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.rules import COMPUTE
-from penstock.simulate.engine import simulate
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation, simulate
 from penstock.trace import Trace
 
 __all__ = ["playground", "render", "write_drawing"]

@@ -23,8 +23,7 @@ from penstock.cli.values import (
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation, simulate
 
 __all__ = [
     "OtherCosts",

@@ -256,25 +256,38 @@ def _index_rank(
     whole = {op: starts[op] if op in WHOLE_STAGE else {} for op in Op}
     num_microbatches, directions = program.num_microbatches, program.placement.copies
     direction = {s: program.placement.copy_of(s) for s in held}
+
+    def find(act: Action) -> int | None:
+        microbatch = act.microbatch
+        if microbatch is None:
+            return whole[act.op].get(act.stage)
+        if 0 <= microbatch < num_microbatches:
+            start = each[act.op].get(act.stage)
+            if start is not None and (
+                directions == 1 or microbatch % directions == direction[act.stage]
+            ):
+                return start + microbatch
+        return None
+
     queue: list[int] = []
     for step in program.ranks[rank]:
-        start: int | None = None
-        if type(step) is Action:
-            microbatch = step.microbatch
-            if microbatch is None:
-                start = whole[step.op].get(step.stage)
-            elif 0 <= microbatch < num_microbatches:
-                start = each[step.op].get(step.stage)
-                if start is not None:
-                    here = directions == 1 or microbatch % directions == direction[step.stage]
-                    start = start + microbatch if here else None
-        elif fault_of(step, rank, program) is None:
-            start = ~len(overlapped)
-            overlapped.append(tuple(index.id(a.op, a.stage, a.microbatch) for a in step.parts))
-        if start is None:
+        found: int | None
+        if isinstance(step, Action):
+            found = find(step)
+        else:
+            found = ~len(overlapped)
+            parts = [number for act in step.parts if (number := find(act)) is not None]
+            if (
+                not parts
+                or len(parts) < len(step.parts)
+                or not COMPUTE.issuperset(a.op for a in step.parts)
+            ):
+                found = None
+            overlapped.append(tuple(parts))
+        if found is None:
             message = f"{fault_of(step, rank, program)}"
             raise ScheduleError(message, where=Where(rank=rank, action=str(step)))
-        queue.append(start)
+        queue.append(found)
     return queue
 
 

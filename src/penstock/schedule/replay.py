@@ -224,15 +224,16 @@ class DependencyReplay:
 
     def _play_pair(self, number: int, pair: int, free: float) -> int | None:
         """Runs the parts of a pair together; returns an id that it lacks, if any."""
-        lacking = self._lacking(~pair)
-        if lacking:
-            return lacking[0]
         parts, width, start = self._overlapped[pair], self._width, free
-        inner = self._inner(parts)
+        needs, done = self._needs, self.done
         for part in parts:
-            for offset, delay in self._needs[part // width]:
-                if part + offset not in inner:
-                    start = max(start, self.done[part + offset] + delay)
+            for offset, delay in needs[part // width]:
+                arrival = done[part + offset]
+                if arrival < 0.0:
+                    if part + offset not in self._inner(parts):
+                        return part + offset
+                elif arrival + delay > start:
+                    start = arrival + delay
         durations = [self._durations[part // width] for part in parts]
         serial, given = sum(durations), None
         if self._overlap_durations is not None:

@@ -22,7 +22,7 @@ from math import inf
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.search.problem import Order, SearchProblem, order_of, program_of, slack
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 
 __all__ = ["Placed", "place", "played", "replay"]
 

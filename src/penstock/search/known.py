@@ -17,8 +17,7 @@ from penstock.search.budget import Budget
 from penstock.search.problem import Order, SearchProblem, program_of, slack
 from penstock.search.result import Point, Progress, SearchResult
 from penstock.simulate.bounds import lower_bounds
-from penstock.simulate.engine import simulate
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation, simulate
 
 __all__ = ["Found", "Known", "meets"]
 

@@ -20,8 +20,7 @@ from penstock.schedule.program import Program
 from penstock.search.greedy import place
 from penstock.search.known import Found, Known
 from penstock.search.problem import SearchProblem, order_of, program_of, slack
-from penstock.simulate.engine import simulate
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation, simulate
 
 __all__ = ["Relief", "least_relieved", "relieve", "reliefs"]
 

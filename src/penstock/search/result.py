@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.schedule.program import CheckedProgram
 from penstock.search.problem import Objective
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 
 __all__ = ["Point", "Progress", "SearchResult"]
 

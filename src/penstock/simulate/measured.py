@@ -34,7 +34,7 @@ def program_of(trace: Trace) -> Program:
 
     Example:
         >>> from penstock.schedule.registry import build
-        >>> from penstock.simulate.engine import simulate
+        >>> from penstock.simulate.simulation import simulate
         >>> program = build("dualpipev", ranks=2, microbatches=4)
         >>> program_of(simulate(program).trace) == program
         True

@@ -1,160 +1,233 @@
-"""What a program holds on each rank: activations in flight, and bytes over time.
+"""The memory rule: what stages hold, from when to when.
 
     F starts       I ends             W ends
     ├──────────────┼──────────────────┤
-    activation     what W needs       nothing
+    activation     weight_grad        nothing
 
-A rank runs its steps one after the other, so the number of activations follows from their order
-alone; the curve of bytes over time is drawn from simulated times. This module simulates nothing.
+A full backward holds the activation to its end. A recomputed activation is dropped after F, and is
+there again from RECOMPUTE on; an offloaded one is away from the end of its copy to the start of the
+copy back. Parameters, gradients, optimizer state and the buffers of boundaries are held throughout.
+A rank holds the sum over its stages.
+
+The peaks of a program follow from the order of its steps alone, and the curve over time from
+simulated times. The search, and whoever else limits memory, counts with this rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeAlias
 
 from penstock.schedule.action import Op, Step
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, WEIGHT_GRADS
+from penstock.schedule.rules import COMPUTE
 from penstock.simulate.costs import Costs
 
-__all__ = ["Curve", "memory_curves", "peak_in_flight"]
+__all__ = ["Curve", "StageMemory", "held_bytes", "memory_curves", "peak_in_flight", "peaks"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """Points (time, amount): from each time on that amount is held, until the next."""
 
-_TAKES = frozenset({Op.RECOMPUTE, Op.RELOAD})
+
+def held_bytes(in_flight: float, *, activation: float, resident: float = 0.0) -> float:
+    """What a stage holds at its peak.
+
+    Args:
+        in_flight: microbatches whose activations are held at once.
+        activation: what the activations of one microbatch take.
+        resident: parameters, gradients, optimizer state and boundary buffers.
+
+    Example:
+        >>> held_bytes(3, activation=10, resident=4)
+        34.0
+    """
+    return float(resident + in_flight * activation)
 
 
-def peak_in_flight(program: Program) -> tuple[int, ...]:
-    """The most stage-microbatch activations that each rank holds at once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What each stage holds of a microbatch; one number per stage.
 
-    An activation is held from the start of its F to the end of its W, or of its full backward.
-    Where forward and backward are one block, the block holds both. A program without any backward
-    holds an activation for the length of its F only. What is recomputed is held for the length of
-    its F, and again from RECOMPUTE on; what is offloaded until the rank's next computation is
-    over, beside which it is copied, and again from RELOAD on.
+    Args:
+        activation: from the start of F to the end of I, or of a full backward.
+        weight_grad: from there to the end of W.
+        recompute: from F to RECOMPUTE, if the activation is recomputed.
+        running: while such an F runs.
+        resident: throughout: parameters, gradients, optimizer state, boundary buffers; none of
+            them if empty.
+    """
+
+    activation: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    recompute: tuple[float, ...]
+    running: tuple[float, ...]
+    resident: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, costs: Costs, num_stages: int) -> StageMemory:
+        """What costs say, in their unit.
+
+        Example:
+            >>> memory = StageMemory.of(Costs(activation_bytes=8, weight_grad_bytes=2), 1)
+            >>> [memory.change(op, 0) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)]
+            [8.0, -6.0, -2.0]
+        """
+        activation, weight_grad = costs.held(num_stages=num_stages)
+        kept = costs.per_stage("recompute_bytes", num_stages=num_stages)
+        return cls(activation=activation, weight_grad=weight_grad, recompute=kept, running=kept)
+
+    @classmethod
+    def counting(cls, num_stages: int) -> StageMemory:
+        """Activations are counted, 1 each."""
+        one = (1.0,) * num_stages
+        return cls(activation=one, weight_grad=one, recompute=(0.0,) * num_stages, running=one)
+
+    def change(self, op: Op, stage: int) -> float:
+        """By how much an action changes what its rank holds: more from its start, less at its end.
+
+        W may hold more than F left: then I changes it by more than 0, at its end.
+        """
+        match op:
+            case Op.FORWARD | Op.RELOAD:
+                return self.activation[stage]
+            case Op.RECOMPUTE:
+                return self.activation[stage] - self.recompute[stage]
+            case Op.INPUT_GRAD:
+                return self.weight_grad[stage] - self.activation[stage]
+            case Op.WEIGHT_GRAD:
+                return -self.weight_grad[stage]
+            case Op.FULL_BACKWARD | Op.OFFLOAD:
+                return -self.activation[stage]
+            case _:
+                return 0.0
+
+    def changes(
+        self, step: Step, recomputed: Container[tuple[int, int | None]], *, backward: bool
+    ) -> tuple[float, float]:
+        """What a step takes at its start, and what it frees at its end.
+
+        Args:
+            step: an action or an overlapped pair.
+            recomputed: the stages and microbatches whose forwards are recomputed.
+            backward: whether the program has backwards; without, F frees what it takes.
+        """
+        taken = freed = 0.0
+        for part in step.parts:
+            stage, change = part.stage, self.change(part.op, part.stage)
+            if part.op is Op.FORWARD and not backward:
+                taken, freed = taken + change, freed + change
+            elif part.op is Op.FORWARD and (stage, part.microbatch) in recomputed:
+                taken += self.running[stage]
+                freed += self.running[stage] - self.recompute[stage]
+            elif part.op in _TAKING:
+                taken += change
+            else:
+                freed -= change
+        return taken, freed
+
+    def resident_of(self, program: Program, rank: int) -> float:
+        """What a rank holds throughout."""
+        held = (self.resident[stage] for stage in program.placement.stages_of(rank))
+        return sum(held) if self.resident else 0.0
+
+
+_TAKING = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.RELOAD})
+
+
+def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
+    """The most that each rank holds at once, by the order of its steps.
+
+    An offloaded activation counts until the rank's next computation is over, beside which it is
+    copied.
 
     Args:
         program: with or without transfers.
+        memory: what stages hold.
+    """
+    recomputed, backward = _recomputed(program), program.has_backward
+    found = []
+    for rank, steps in enumerate(program.ranks):
+        held = peak = memory.resident_of(program, rank)
+        leaving = 0.0
+        for step in steps:
+            taken, freed = memory.changes(step, recomputed, backward=backward)
+            held += taken
+            op = step.parts[0].op
+            if op is Op.OFFLOAD:
+                leaving += freed
+                continue
+            if op in COMPUTE:
+                freed, leaving = freed + leaving, 0.0
+            # W may hold more than F left.
+            peak = max(peak, held, held - freed)
+            held -= freed
+        found.append(peak)
+    return tuple(found)
 
-    Returns:
-        For each rank, its peak.
+
+def peak_in_flight(program: Program) -> tuple[int, ...]:
+    """The most stage-microbatch activations that each rank holds at once, from F to W.
+
+    A program without any backward holds an activation for the length of its F only; so does a
+    recomputed F, whose activation counts again from RECOMPUTE on.
+
+    Args:
+        program: with or without transfers.
 
     Example:
         >>> from penstock.schedule.registry import build
         >>> peak_in_flight(build("1f1b", ranks=4, microbatches=8))
         (4, 3, 2, 1)
     """
-    if not program.has_backward:
-        return tuple(int(bool(steps)) for steps in program.ranks)
-    return tuple(_peak(program, rank) for rank in range(program.num_ranks))
-
-
-def _peak(program: Program, rank: int) -> int:
-    steps = program.ranks[rank]
-    dropped = {(a.stage, a.microbatch) for s in steps for a in s.parts if a.op is Op.RECOMPUTE}
-    held = peak = leaving = 0
-    for step in steps:
-        released = 0
-        computes = False
-        for part in step.parts:
-            computes = computes or part.op in COMPUTE
-            if part.op is Op.FORWARD:
-                held += 1
-                released += (part.stage, part.microbatch) in dropped
-            elif part.op in _TAKES:
-                held += 1
-            elif part.op in WEIGHT_GRADS:
-                released += 1
-            elif part.op is Op.OFFLOAD:
-                leaving += 1
-        peak = max(peak, held)
-        held -= released
-        if computes:
-            held, leaving = held - leaving, 0
-    return peak
+    return tuple(map(int, peaks(program, StageMemory.counting(program.num_stages))))
 
 
 def memory_curves(
     program: Program,
-    costs: Costs,
+    memory: StageMemory,
     starts: Sequence[Sequence[float]],
     ends: Sequence[Sequence[float]],
 ) -> tuple[Curve, ...]:
-    """What each rank holds over time, in the unit of ``costs.activation_bytes``.
+    """What each rank holds over time.
 
     Args:
         program: what was run.
-        costs: for what an activation takes, before I and after.
-        starts: per rank, the start of each of its actions, blocks taken apart.
+        memory: what stages hold.
+        starts: per rank, the start of each of its actions, overlapped pairs taken apart.
         ends: likewise, the ends.
 
     Returns:
-        For each rank, a point wherever what it holds changes, from (0, 0) on. What is freed and
+        For each rank, a point wherever what it holds changes, from time 0 on. What is freed and
         taken again at one time is one point; what is taken and freed at once stays two, so that
         the highest point is the peak.
     """
-    sizes = _Sizes(program, costs)
+    recomputed, backward = _recomputed(program), program.has_backward
     curves = []
     for rank, steps in enumerate(program.ranks):
         changes: list[tuple[float, float]] = []
         first = 0
         for step in steps:
             stop = first + len(step.parts)
-            begun, done = starts[rank][first], ends[rank][stop - 1]
-            first = stop
-            taken, freed = sizes.changes_of(step)
+            taken, freed = memory.changes(step, recomputed, backward=backward)
             if taken:
-                changes.append((begun, taken))
+                changes.append((starts[rank][first], taken))
             if freed:
-                changes.append((done, -freed))
+                changes.append((ends[rank][stop - 1], -freed))
+            first = stop
         # Copies run beside the steps; else this is the order already.
         changes.sort(key=itemgetter(0))
-        curves.append(_curve(changes))
+        curves.append(_curve(memory.resident_of(program, rank), changes))
     return tuple(curves)
 
 
-class _Sizes:
-    """What steps take and free, in the unit of the costs."""
-
-    def __init__(self, program: Program, costs: Costs) -> None:
-        size = program.num_stages
-        self.before, self.after = costs.held(num_stages=size)
-        self.kept = costs.per_stage("recompute_bytes", num_stages=size)
-        self.backward = program.has_backward
-        remade = (act for act in program.actions() if act.op is Op.RECOMPUTE)
-        self.remade = {(act.stage, act.microbatch) for act in remade}
-
-    def changes_of(self, step: Step) -> tuple[float, float]:
-        """What a step takes when it starts, and what it frees when it ends."""
-        taken = freed = 0.0
-        for part in step.parts:
-            stage = part.stage
-            before, after, kept = self.before[stage], self.after[stage], self.kept[stage]
-            match part.op:
-                case Op.FORWARD if not self.backward:
-                    taken, freed = taken + before, freed + before
-                case Op.FORWARD:
-                    taken += kept if (stage, part.microbatch) in self.remade else before
-                case Op.RECOMPUTE:
-                    taken += before - kept
-                case Op.RELOAD:
-                    taken += before
-                case Op.OFFLOAD | Op.FULL_BACKWARD:
-                    freed += before
-                case Op.INPUT_GRAD:
-                    freed += before - after
-                case Op.WEIGHT_GRAD:
-                    freed += after
-                case _:
-                    pass
-        return taken, freed
+def _recomputed(program: Program) -> set[tuple[int, int | None]]:
+    return {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
 
 
-def _curve(changes: list[tuple[float, float]]) -> Curve:
-    held, points = 0.0, [(0.0, 0.0)]
+def _curve(resident: float, changes: list[tuple[float, float]]) -> Curve:
+    held, points = resident, [(0.0, resident)]
     for time, change in changes:
         held += change
         if len(points) > 1 and points[-1][0] == time and points[-1][1] <= held:

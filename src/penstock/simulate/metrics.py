@@ -87,7 +87,7 @@ def compare_traces(measured: Trace, simulated: Trace, *, scale: float | None = N
     Example:
         >>> from penstock.schedule.registry import build
         >>> from penstock.simulate.costs import Costs
-        >>> from penstock.simulate.engine import simulate
+        >>> from penstock.simulate.simulation import simulate
         >>> program = build("1f1b", ranks=2, microbatches=2)
         >>> slow = simulate(program, Costs(forward=2, input_grad=2, weight_grad=2)).trace
         >>> compared = compare_traces(slow, simulate(program).trace)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from penstock.schedule.action import Action, Overlap
 from penstock.schedule.rules import COMPUTE
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.causes import critical_path, makers, waited_for
 from penstock.view.lanes import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 from penstock.view.boxes import amount
 from penstock.view.style import FONT
 

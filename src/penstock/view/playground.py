@@ -25,7 +25,7 @@ from bokeh.server.server import Server
 from penstock.errors import PenstockError
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.registry import family, schedules
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 from penstock.view.comparison import Row, table_html
 from penstock.view.scene import Scene, read_options, shown_message
 from penstock.view.style import (

@@ -14,10 +14,9 @@ from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, refuse_options
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
 from penstock.simulate.fitting import wanted_costs
-from penstock.simulate.result import Simulation
 from penstock.simulate.shares import share_of, share_out
+from penstock.simulate.simulation import Simulation, simulate
 
 __all__ = ["Scene", "read_options", "shown_message"]
 

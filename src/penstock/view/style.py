@@ -10,7 +10,7 @@ from html import escape
 
 from penstock.schedule.action import Op
 from penstock.schedule.rules import COMPUTE
-from penstock.simulate.result import Simulation
+from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 from penstock.view.boxes import Drawable, amount, bound_figures, trace_of
 from penstock.view.lanes import drawn

@@ -25,7 +25,7 @@ from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.plan import split_by_counts
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 
 __all__ = ["balance_for", "costs_of", "step_s"]
 

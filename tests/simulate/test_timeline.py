@@ -17,7 +17,7 @@ from penstock.schedule.registry import build
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 from penstock.testing.programs import computed_programs
 
 KINDS = {op.value: op for op in Op}

@@ -1,4 +1,4 @@
-"""The engine: against a slow simulation that is right by inspection, and case by case."""
+"""``simulate``: against a slow simulation that is right by inspection, and case by case."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,10 +16,10 @@ from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.text import parse_csv
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulation import simulate
 from penstock.testing.programs import computed_programs
 from tests.simulate.edges import edges_of, per_edge
-from tests.simulate.plain_engine import slowly
+from tests.simulate.slow_simulation import slowly
 
 COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
 
@@ -190,7 +190,7 @@ def test_no_actions_no_time() -> None:
         ),
         (
             "0F0\n1RECV_F0,1F0,1SEND_B0\n",
-            r"rank 1, step 1 of 3 \(1F0\) waits for 1RECV_F0, which comes only later",
+            r"rank 1, step 1 of 3 \(1F0\) waits for 0SEND_F0, which is not in the program",
         ),
         (
             "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1\n",
@@ -219,7 +219,9 @@ def test_a_receive_without_its_send_is_named() -> None:
         num_microbatches=1,
         ranks=((action(0, Op.FORWARD, 0),), (action(1, Op.RECV_F, 0),)),
     )
-    with pytest.raises(ScheduleError, match=r"rank 1 \(1RECV_F0\) waits for 0SEND_F0, to which"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 1 \(1RECV_F0\) waits for 0SEND_F0, which is never sent"
+    ):
         simulate(program)
 
 

@@ -1,0 +1,239 @@
+"""The cause of each step's start, and the critical path: the steps that the makespan comes from.
+
+    rank 0   F0 F1 ·  ·  ·  B0 B1        B0 on rank 0 waited for B0 on rank 1, that one for its
+    rank 1      F0 ·  B0 F1 B1           rank, whose step before was F0, and that for F0 on rank 0
+
+A step starts when its rank is free, or when the last result that it needs has arrived. Both are
+read off the times afterwards, so this serves measured and simulated steps alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.placement import Placement
+from penstock.schedule.rules import (
+    COMPUTE,
+    COPIES,
+    COVERS,
+    IN_SEQUENCE,
+    RECEIVE_FOR,
+    REQUIRES,
+    next_chunk,
+)
+from penstock.simulate.costs import Costs
+from penstock.trace import Span, Trace
+
+__all__ = ["StepCauses", "causes_of", "makers", "needed_by"]
+
+_RECEIVES = frozenset(RECEIVE_FOR.values())
+# A rank begins these and does not wait for their end.
+_ASIDE = _RECEIVES | COPIES
+_AFTER_RELOAD = COMPUTE - {Op.FORWARD}
+_SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
+# Sums of the same costs in another order differ by less.
+_CLOSE = 1e-9
+# The share of a measured step that may pass between two actions of a busy rank.
+_PAUSE = 0.002
+
+
+def causes_of(trace: Trace) -> StepCauses:
+    """The causes among the computations of a trace, measured or simulated, whatever its costs."""
+    steps = [[(span,) for span in trace.compute(rank)] for rank in range(trace.num_ranks)]
+    pause = trace.makespan * (_PAUSE if trace.unit == "s" else _CLOSE)
+    return StepCauses(steps, pause=pause, name=trace.name)
+
+
+def makers(spans: Iterable[Span]) -> dict[Action, Span]:
+    """By action, the span that fulfils it: its own, or that of a full backward."""
+    return {
+        action(span.action.stage, op, span.action.microbatch): span
+        for span in spans
+        for op in (span.action.op, *COVERS.get(span.action.op, ()))
+    }
+
+
+def needed_by(act: Action) -> Iterator[Action]:
+    """The actions whose results ``act`` uses, by the rules for whole sequences.
+
+    Some may not exist: neighbours are counted without a placement, so look them up in a program.
+    """
+    for op, offset in REQUIRES[act.op]:
+        if act.stage + offset >= 0:
+            yield action(act.stage + offset, op, act.microbatch)
+
+
+class StepCauses:
+    """The cause of each step's start.
+
+    Args:
+        steps: for each rank the spans of its steps in order, those of an overlapped pair together.
+        costs: the costs of a simulation; None if messages take no known time.
+        placement: the placement, with ``costs``.
+        num_splits: sequence chunks per microbatch.
+        pause: the time that may pass between two steps of a rank that does not wait.
+        name: the program's.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Sequence[tuple[Span, ...]]],
+        *,
+        costs: Costs | None = None,
+        placement: Placement | None = None,
+        num_splits: int = 1,
+        pause: float = 0.0,
+        name: str = "",
+    ) -> None:
+        self._name = name
+        self._steps, self._costs, self._placement = steps, costs, placement
+        self._num_splits, self._pause = num_splits, pause
+        # An action, or one that it covers: its rank and the place of its step.
+        self._places: dict[Action, tuple[int, int]] = {}
+        for rank, ranks_steps in enumerate(steps):
+            for index, spans in enumerate(ranks_steps):
+                for act in makers(spans):
+                    self._places.setdefault(act, (rank, index))
+        self._transfers = any(act.op in _RECEIVES for act in self._places)
+
+    def waited_for(self, act: Action) -> Action | None:
+        """The action whose result held up ``act`` after its rank was free; None if none did.
+
+        Raises:
+            ScheduleError: there is no such action.
+        """
+        if act not in self._places:
+            raise ScheduleError(f"{act} is not in program {self._name!r}")
+        missing = self._missing(*self._places[act])
+        return None if missing is None else self._span(missing).action
+
+    def cause(self, span: Span) -> Span | None:
+        """The span that ``span`` could not start before: a result that it needs, or the step
+        before it on its rank; None if it waited for neither."""
+        rank, index = self._places[span.action]
+        missing = self._missing(rank, index)
+        if missing is not None:
+            return self._span(missing)
+        spans = self._steps[rank][index]
+        if span in spans[1:]:
+            return spans[spans.index(span) - 1]
+        before = self._before(rank, index)
+        while before is not None and self._steps[rank][before][0].action.op not in COMPUTE:
+            before = self._before(rank, before)
+        return None if before is None else self._steps[rank][before][-1]
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """The computations that the end of the last one comes from, by start."""
+        place = self._last()
+        found: list[Span] = []
+        seen = set()
+        while place is not None and place not in seen:
+            seen.add(place)
+            rank, index = place
+            found += (s for s in self._steps[rank][index][::-1] if s.action.op in COMPUTE)
+            missing, before = self._missing(rank, index), self._before(rank, index)
+            if missing is not None:
+                place = self._places[missing]
+            else:
+                place = None if before is None else (rank, before)
+        return tuple(reversed(found))
+
+    def _span(self, act: Action) -> Span:
+        """The span that fulfils an action of the step."""
+        rank, index = self._places[act]
+        return makers(self._steps[rank][index])[act]
+
+    def _last(self) -> tuple[int, int] | None:
+        """The place of the computation that ends last."""
+        best: tuple[float, int, int] | None = None
+        for rank, steps in enumerate(self._steps):
+            for index in reversed(range(len(steps))):
+                if steps[index][0].action.op in COMPUTE:
+                    end = steps[index][-1].end
+                    if best is None or end > best[0]:
+                        best = end, rank, index
+                    break
+        return None if best is None else best[1:]
+
+    def _missing(self, rank: int, index: int) -> Action | None:
+        """The result that held up a step after its rank was free."""
+        spans = self._steps[rank][index]
+        first = spans[0]
+        # A receive is posted at once; its message is what takes time.
+        begun = first.end if first.action.op in _RECEIVES else first.start
+        if begun <= self._free(rank, index) + max(self._pause, _CLOSE * max(1.0, abs(begun))):
+            return None
+        if first.action.op in COPIES and (ahead := self._copy_before(rank, index)) is not None:
+            return ahead
+        parts = [span.action for span in spans]
+        needed = [
+            (self._arrival(part.stage, act, rank), act)
+            for part in parts
+            for act in self._needs(part)
+            if act not in parts and self._span(act).start <= spans[-1].end
+        ]
+        return max(needed, default=(None, None), key=lambda each: each[0])[1]
+
+    def _needs(self, act: Action) -> list[Action]:
+        """The actions of the step that ``act`` waits for."""
+        needed = []
+        for each in needed_by(act):
+            offset = each.stage - act.stage
+            receive = RECEIVE_FOR.get((each.op, offset)) if act.op in COMPUTE else None
+            posted = None if receive is None else action(act.stage, receive, act.microbatch)
+            # A value from another rank is there when its receive has ended.
+            needed.append(posted if posted in self._places else each)
+        if self._num_splits > 1 and act.op in IN_SEQUENCE and act.microbatch is not None:
+            op, offset = IN_SEQUENCE[act.op]
+            other = next_chunk(act.microbatch, offset, self._num_splits)
+            needed += [] if other is None else [action(act.stage, op, other)]
+        if act.op in _AFTER_RELOAD:
+            needed.append(action(act.stage, Op.RELOAD, act.microbatch))
+        return [each for each in needed if each in self._places]
+
+    def _before(self, rank: int, index: int) -> int | None:
+        """The last step before another that its rank waits for."""
+        steps = self._steps[rank]
+        earlier = (i for i in reversed(range(index)) if steps[i][0].action.op not in _ASIDE)
+        return next(earlier, None)
+
+    def _copy_before(self, rank: int, index: int) -> Action | None:
+        """The copy in the same direction that kept a copy waiting for its channel."""
+        first = self._steps[rank][index][0]
+        for spans in reversed(self._steps[rank][:index]):
+            if spans[0].action.op is first.action.op:
+                late = spans[0].end >= first.start - _CLOSE * max(1.0, first.start)
+                return spans[0].action if late else None
+        return None
+
+    def _free(self, rank: int, index: int) -> float:
+        """The time at which a rank was done with the step before another."""
+        before = self._before(rank, index)
+        if before is None:
+            return 0.0
+        spans = self._steps[rank][before]
+        free = spans[-1].end
+        if self._costs is not None and not self._costs.transfers_overlap and not self._transfers:
+            free += sum(self._sending(span.action) for span in spans)
+        return free
+
+    def _sending(self, act: Action) -> float:
+        """The time that the message of an action holds up its rank."""
+        assert self._costs is not None and self._placement is not None
+        offset = _SENDING.get(act.op)
+        other = None if offset is None else self._placement.neighbour(act.stage, offset)
+        if other is None or self._placement.same_rank(act.stage, other):
+            return 0.0
+        return self._costs.transfer(act.stage, other, num_stages=self._placement.num_stages)
+
+    def _arrival(self, stage: int, act: Action, rank: int) -> tuple[bool, float]:
+        """A key that orders results by their arrival on a rank, for one of its stages."""
+        maker, index = self._places[act]
+        spans = self._steps[maker][index]
+        end = spans[-1].end
+        if maker != rank and self._costs is not None and self._placement is not None:
+            end += self._costs.travel(act.stage, stage, self._placement)
+        # The rank's own results were there when it was free.
+        return maker != rank or spans[0].action.op in _ASIDE, end

@@ -1,0 +1,241 @@
+"""``simulate``: a program played under costs, and the figures that follow from its times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+from operator import sub
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.program import Program, refuse_no_program
+from penstock.schedule.rules import COMPUTE
+from penstock.simulate.bounds import LowerBounds, lower_bounds
+from penstock.simulate.costs import Costs, as_number
+from penstock.simulate.critical_path import StepCauses
+from penstock.simulate.memory import Curve, StageMemory, memory_curves, peak_in_flight
+from penstock.simulate.timeline import RankTimes, play_timeline
+from penstock.trace import Span, Trace
+
+__all__ = ["Simulation", "simulate"]
+
+_UNIT = Costs()
+
+
+def simulate(
+    program: Program, costs: Costs = _UNIT, *, jitter: float = 0.0, seed: int = 0
+) -> Simulation:
+    """Plays a program as ranks would that wait for nothing but the needs of each step.
+
+    Results arrive on other ranks after ``costs.latency``, and later if the costs give a bandwidth,
+    whether the program spells out its sends and receives or not. A send takes no compute time
+    unless ``costs.transfers_overlap`` is False. A posted receive blocks only the action that uses
+    its message. An overlapped pair starts when all its parts can, and yields all their results at
+    its end.
+
+    Args:
+        program: compute-only or with transfers.
+        costs: the cost of each kind of action; by default 1 each, and no latency.
+        jitter: each computation takes longer at random, uniformly by up to this share of its cost.
+        seed: of the jitter; the same seed gives the same times.
+
+    Returns:
+        The times of all actions, and the figures that follow from them.
+
+    Raises:
+        ScheduleError: the program deadlocks (the message says who waits for what) or repeats an
+            action; the costs are for another number of stages; the jitter is no number ≥ 0;
+            ``program`` is no program, or ``costs`` no costs.
+
+    Example:
+        >>> from penstock.schedule.registry import build
+        >>> result = simulate(build("gpipe", ranks=4, microbatches=8))
+        >>> result.makespan, result.peak_in_flight
+        (33.0, (8, 8, 8, 8))
+    """
+    refuse_no_program(program, "simulate()")
+    if not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"simulate() takes costs, not {costs!r}; penstock.Costs(forward=..., "
+            "input_grad=..., weight_grad=...) makes them"
+        )
+    share = as_number(jitter)
+    if not 0 <= share < math.inf:
+        raise ScheduleError(
+            f"simulate: jitter={jitter!r} must be a finite number ≥ 0", parameter="jitter"
+        )
+    timeline = play_timeline(program, costs, jitter=share, seed=seed)
+    firsts, lasts, busy = list[float](), list[float](), list[float]()
+    for steps, begun, done in zip(program.ranks, timeline.starts, timeline.ends, strict=True):
+        if not timeline.computes_only:
+            computes = [part.op in COMPUTE for step in steps for part in step.parts]
+            begun, done = tuple(compress(begun, computes)), tuple(compress(done, computes))
+        busy.append(float(sum(map(sub, done, begun))))
+        firsts += begun[:1]
+        lasts += done[-1:]
+    return Simulation(
+        program=program,
+        costs=costs,
+        starts=timeline.starts,
+        ends=timeline.ends,
+        makespan=max(lasts, default=0.0) - min(firsts, default=0.0),
+        span=max((b - a for a, b in zip(firsts, lasts, strict=True)), default=0.0),
+        busy_per_rank=tuple(busy),
+    )
+
+
+# Not slotted: the cached figures live in the instance's dictionary.
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A simulated step. RankTimes are in the unit of the costs.
+
+    Args:
+        program: the simulated program.
+        costs: the costs it was simulated with.
+        starts: per rank, the start of each of its actions, overlapped pairs taken apart.
+        ends: likewise, the ends. A receive ends when its message has arrived.
+        makespan: time from the first start to the last end of compute, over all ranks.
+        span: the longest of the ranks' own times from first start to last end of compute.
+        busy_per_rank: per rank, its compute time.
+    """
+
+    program: Program
+    costs: Costs
+    starts: RankTimes
+    ends: RankTimes
+    makespan: float
+    span: float
+    busy_per_rank: tuple[float, ...]
+
+    @property
+    def busy(self) -> float:
+        """Compute time of all ranks together."""
+        return sum(self.busy_per_rank)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The ranks' idle time ÷ (ranks x makespan)."""
+        total = self.program.num_ranks * self.makespan
+        return 1 - self.busy / total if total else 0.0
+
+    @property
+    def span_bubble_ratio(self) -> float:
+        """As ``bubble_ratio``, over the span: the idle share of steps that need no barrier."""
+        total = self.program.num_ranks * self.span
+        return 1 - self.busy / total if total else 0.0
+
+    @property
+    def bubble_per_rank(self) -> tuple[float, ...]:
+        """Per rank, its idle time ÷ makespan."""
+        whole = self.makespan
+        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy_per_rank)
+
+    @cached_property
+    def messages(self) -> int:
+        """Number of messages between ranks."""
+        placement = self.program.placement
+
+        def crossings(stage: int, offset: int) -> int:
+            other = placement.neighbour(stage, offset)
+            return int(other is not None and not placement.same_rank(stage, other))
+
+        stages = range(placement.num_stages)
+        taken = {Op.FORWARD: [crossings(stage, -1) for stage in stages]}
+        taken[Op.FULL_BACKWARD] = [crossings(stage, +1) for stage in stages]
+        taken[Op.INPUT_GRAD] = taken[Op.FULL_BACKWARD]
+        return sum(taken[a.op][a.stage] for a in self.program.actions() if a.op in taken)
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per rank, the most stage-microbatch activations held at once, from F to W."""
+        return peak_in_flight(self.program)
+
+    @cached_property
+    def memory(self) -> tuple[Curve, ...]:
+        """Per rank, what it holds: (time, amount) wherever the amount changes, by time.
+
+        Amounts are in bytes if the costs give the size of an activation, else in activations.
+        """
+        memory = StageMemory.of(self.costs, self.program.num_stages)
+        return memory_curves(self.program, memory, self.starts, self.ends)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most that it holds at once, in the unit of ``memory``."""
+        return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
+
+    @cached_property
+    def bounds(self) -> LowerBounds | None:
+        """Lower bounds on any program of these stages, costs and microbatches.
+
+        They hold for programs whose overlapped pairs are a forward and a backward each. None for a
+        program with other pairs if ``costs.overlap`` gives their time.
+        """
+        if self.costs.overlap is not None and not all(map(_is_pair, self.program.blocks)):
+            return None
+        return lower_bounds(
+            self.costs,
+            ranks=self.program.num_ranks,
+            microbatches=self.program.num_microbatches,
+            placement=self.program.placement,
+            backward=self.program.has_backward,
+        )
+
+    @cached_property
+    def causes(self) -> StepCauses:
+        """The cause of each step's start."""
+        spans = self._spans()
+        return StepCauses(
+            [
+                [tuple(next(spans) for _ in step.parts) for step in steps]
+                for steps in self.program.ranks
+            ],
+            costs=self.costs,
+            placement=self.program.placement,
+            num_splits=self.program.num_splits,
+            name=self.program.name,
+        )
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The computations that the makespan comes from, by start: each but the first started
+        at the end of the one before it, on its own rank, or when the message of that arrived."""
+        return self.causes.critical_path()
+
+    def waited_for(self, span: Span) -> Action | None:
+        """The action that held up another after its rank was free.
+
+        Args:
+            span: a span of ``trace``.
+
+        Returns:
+            The action whose result it waited for; None if it started as soon as its rank was done
+            with the step before.
+        """
+        return self.causes.waited_for(span.action)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Every action's time, by rank and then by start: the input of all pictures."""
+        return Trace(
+            name=self.program.name,
+            num_ranks=self.program.num_ranks,
+            unit="1",
+            spans=tuple(self._spans()),
+            blocks=self.program.blocks,
+        )
+
+    def _spans(self) -> Iterator[Span]:
+        for rank, steps in enumerate(self.program.ranks):
+            actions: Iterable[Action] = (part for step in steps for part in step.parts)
+            for act, start, end in zip(actions, self.starts[rank], self.ends[rank], strict=True):
+                yield Span(rank=rank, action=act, start=start, end=end)
+
+
+def _is_pair(block: Overlap) -> bool:
+    """Whether a block is of one forward and one backward."""
+    forwards = [part.op is Op.FORWARD for part in block.parts]
+    return sorted(forwards) == [False, True]
