@@ -38,8 +38,9 @@ if TYPE_CHECKING:
         sum_reducer,
     )
     from penstock.runtime.pipeline_schedule import PipelineSchedule
-    from penstock.runtime.schedule_kinds import PipelineScheduleMulti, PipelineScheduleSingle
     from penstock.runtime.schedules import (
+        PipelineScheduleMulti,
+        PipelineScheduleSingle,
         Schedule1F1B,
         ScheduleChimera,
         ScheduleDualPipe,
@@ -161,12 +162,10 @@ _HOLDS = {
         "sum_reducer",
     ),
     "penstock.runtime.pipeline_schedule": ("PipelineSchedule",),
-    "penstock.runtime.schedule_kinds": (
+    "penstock.runtime.schedules": (
         "PipelineScheduleMulti",
         "PipelineScheduleRuntime",
         "PipelineScheduleSingle",
-    ),
-    "penstock.runtime.schedules": (
         "Schedule1F1B",
         "ScheduleChimera",
         "ScheduleDualPipe",

@@ -21,9 +21,9 @@ from penstock.errors import ScheduleError, StageError
 from penstock.partition.ties import Tie
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import chosen_device, process_group
-from penstock.runtime.moving import is_placed, moved
-from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S
+from penstock.runtime.config import DEFAULT_TIMEOUT_S
 from penstock.runtime.schedules import ScheduleProgram
+from penstock.runtime.step import is_placed, moved
 from penstock.schedule.program import Program
 from penstock.trace import Trace
 from penstock.training.model_state import ModelState

@@ -166,5 +166,5 @@ def test_what_is_no_function_for_blocks_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"FORWARD can't be given .* only OVERLAP_F_B"):
         schedule.register_custom_function("FORWARD", in_threads)
     for other in (lambda action, ctx: None, "no function"):
-        with pytest.raises(ScheduleError, match=r"does not take \(block, forward, backward\)"):
+        with pytest.raises(ScheduleError, match=r"does not take \(pair, forward, backward\)"):
             schedule.register_custom_function(OVERLAP_F_B, other)

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from penstock import Pipeline, StageError
 from penstock.runtime.comm.c10d import C10dTransport
 from penstock.runtime.comm.process_group import chosen_device
-from penstock.runtime.moving import is_placed, moved
+from penstock.runtime.step import is_placed, moved
 
 META = torch.device("meta")
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from penstock import Op, Pipeline, PipelineStage, Program, StageError, build
 from penstock.schedule.passes import offload, recompute
-from penstock.stage.shelf import Shelf
+from penstock.stage.offload import ActivationOffload
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, TRAINING, Twins
@@ -124,8 +124,8 @@ def test_activations_are_gone_in_the_meantime(way: object, held: int) -> None:
 
 def test_what_the_batch_holds_anyway_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     went: list[int] = []
-    whole = Shelf.offload
-    monkeypatch.setattr(Shelf, "offload", lambda shelf: went.append(whole(shelf)))
+    whole = ActivationOffload.offload
+    monkeypatch.setattr(ActivationOffload, "offload", lambda saved: went.append(whole(saved)))
     program = offload(build("gpipe", ranks=1, microbatches=4))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
     pipe = Pipeline([model], loss_fn=F.mse_loss, schedule=program)

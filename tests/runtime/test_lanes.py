@@ -17,12 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock import Pipeline, Program, StageError, build
-from penstock.runtime.lanes import Lanes, WaitsFor, assign, can_overlap
+from penstock.runtime.executor import BoundAction
+from penstock.runtime.overlap import DualStreams, StreamOrder, assign_streams, can_overlap
 from penstock.schedule.action import Op
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
-from penstock.stage.shelf import Copier
+from penstock.stage.offload import CopyStreams
 from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, Twins
 from tests.models import convnet, features, gpt, images, mlp, token_loss, tokens
@@ -110,20 +111,34 @@ def test_models_overlap_in_order(
 # --- the stand-in can fail ------------------------------------------------------------------------
 
 
-def without(order: WaitsFor) -> Callable[..., None]:
-    enter = Lanes._enter
+def without(order: StreamOrder) -> Callable[..., None]:
+    enter = DualStreams._enter
 
-    def enter_without(self: Lanes, lane: int, asked: WaitsFor) -> None:
-        enter(self, lane, WaitsFor.NOTHING if asked is order else asked)
+    def enter_without(self: DualStreams, lane: int, asked: StreamOrder) -> None:
+        enter(self, lane, StreamOrder.NONE if asked is order else asked)
 
     return enter_without
 
 
-@pytest.mark.parametrize("order", [WaitsFor.ALL, WaitsFor.FORK])
-def test_an_order_left_out_is_found(order: WaitsFor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lanes, "_enter", without(order))
+@pytest.mark.parametrize("order", [StreamOrder.JOIN, StreamOrder.FORK])
+def test_an_order_left_out_is_found(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DualStreams, "_enter", without(order))
     with pytest.raises(Exception, match="waits for nothing"):
         train(build("dualpipev", ranks=1, microbatches=4), monkeypatch, overlap=True)
+
+
+def prologues(lanes: DualStreams, program: Program) -> list[Callable[[], None]]:
+    """The prologue of each action of one rank; that of a pair's forward has a wait before it."""
+    steps = program.ranks[0]
+    bound = [
+        [
+            [BoundAction(act, lambda: None)] * (1 + (act.op is Op.FORWARD and len(step.parts) > 1))
+            for act in step.parts
+        ]
+        for step in steps
+    ]
+    found = [each.prologue for each in lanes.add_prologues(steps, bound, program.placement)]
+    return [each for each in found if each is not None]
 
 
 def test_a_block_forks_once_whatever_its_first_part_waits_for(
@@ -132,8 +147,8 @@ def test_a_block_forks_once_whatever_its_first_part_waits_for(
     """Else the other part would wait for what this one waits for: a message, perhaps."""
     program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     with recorded(monkeypatch) as recorder:
-        lanes = Lanes(recorder)
-        _, ((wait, run), (beside, _)), _ = lanes.plan(program.ranks[0], program.placement)
+        lanes = DualStreams(recorder)
+        _, wait, run, beside, _ = prologues(lanes, program)
         followed: list[tuple[Any, Any]] = []
         monkeypatch.setattr(lanes._streams, "follow", lambda *pair: followed.append(pair))
         with lanes:
@@ -149,8 +164,8 @@ def test_the_caller_goes_on_after_both_lanes(monkeypatch: pytest.MonkeyPatch) ->
     program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     with recorded(monkeypatch) as recorder:
         caller = recorder.current()
-        lanes = Lanes(recorder)
-        *_, ((enter_last, _),) = lanes.plan(program.ranks[0], program.placement)
+        lanes = DualStreams(recorder)
+        *_, enter_last = prologues(lanes, program)
         with lanes:
             enter_last()
             assert recorder.current() is not caller
@@ -170,7 +185,7 @@ def test_memory_of_the_other_stream_that_is_not_kept_is_found(
     """0B0 drops the gradient that 1B0 made, on the lane on which 1F1 then needs memory."""
     program = parse_csv("0F0,1F0,0F1,1B0,(0B0;1F1)OVERLAP_F_B,1B1,0B1\n")
     train(program, monkeypatch, overlap=True)
-    monkeypatch.setattr(Lanes, "adopt", lambda self, tensors: None)
+    monkeypatch.setattr(DualStreams, "keep_alive", lambda self, tensors: None)
     with pytest.raises(StageError, match="may be given dropped memory"):
         train(program, monkeypatch, overlap=True)
 
@@ -179,9 +194,9 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch)
     program = build("po-f", ranks=2, microbatches=4)
     recorder, _ = train(program, monkeypatch)
     assert sum(count > 0 for count in recorder.ran.values()) > 2, "nothing was copied beside"
-    for broken in ("await_here", "_let_go"):
+    for broken in ("wait_on_device", "_release"):
         with monkeypatch.context() as patch:
-            patch.setattr(Copier, broken, lambda self, *_: None)
+            patch.setattr(CopyStreams, broken, lambda self, *_: None)
             with pytest.raises(StageError, match=r"waits for nothing"):
                 train(program, patch)
 
@@ -192,7 +207,7 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch)
 @given(program=computed_programs(backward=True, max_microbatches=5))
 def test_a_microbatch_keeps_to_its_lane_and_blocks_take_both(program: Program) -> None:
     for rank in program.ranks:
-        lanes = assign(rank, program.placement)
+        lanes = assign_streams(rank, program.placement)
         for step in rank:
             if can_overlap(step):
                 assert {lanes[act.stage, act.microbatch] for act in step.parts} == {0, 1}

@@ -85,7 +85,7 @@ def make_pipe(**options: Any) -> Pipeline:
         ),
         (
             lambda: Schedule1F1B(make_stages([0], 1)[0], 4, "mse"),  # type: ignore[arg-type]
-            r"loss_fn is 'mse', expected something callable: loss_fn\(output, target\)",
+            r"loss_fn is 'mse', expected a callable: loss_fn\(output, target\)",
         ),
         (
             lambda: Schedule1F1B(make_stages([0], 1)[0], 0, mse),
@@ -118,7 +118,7 @@ def test_stages_that_do_not_fit(make: Callable[[], object], said: str) -> None:
             {"schedule": penstock.build("1f1b", ranks=2, microbatches=3)},
             "n_microbatches=4, but the program given as schedule has 3",
         ),
-        ({"loss_fn": 3}, "loss_fn is 3, expected something callable"),
+        ({"loss_fn": 3}, "loss_fn is 3, expected a callable"),
         *(
             ({"timeout_s": each}, f"timeout_s={each!r}: expected a number of seconds above 0")
             for each in (None, "5", 0, -1.0, True, math.nan)

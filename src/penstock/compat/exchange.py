@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.slots import Slot
+from penstock.stage.microbatch_state import MicrobatchState
 from penstock.stage.stage import Stage
 from penstock.stage.tensor_meta import TensorMeta
 
@@ -37,15 +37,15 @@ class ExchangingStage(Stage):
     stage_index_to_group_rank: dict[int, int]
     has_backward: bool
     chunks: int | None
-    _slots: dict[int, Slot]
+    _states: dict[int, MicrobatchState]
 
-    def _slot(self, chunk_id: int) -> Slot:
+    def _state(self, chunk_id: int) -> MicrobatchState:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
             bound = "or more" if self.chunks is None else f"to {self.chunks - 1}"
             raise StageError(
                 f"stage {self.stage_index}: the microbatch is {chunk_id}, expected 0 {bound}"
             )
-        return self._slots.setdefault(chunk_id, Slot(chunk_id))
+        return self._states.setdefault(chunk_id, MicrobatchState(chunk_id))
 
     # --- messages by hand --------------------------------------------------------------------
 
@@ -68,10 +68,10 @@ class ExchangingStage(Stage):
         """
         if self.is_first:
             return []
-        slot = self._slot(fwd_chunk_id)
-        slot.in_spec = self._known(self.static_inputs or self.inputs_spec, "input_args")
-        slot.arrival = self._buffers(slot.in_spec.metas)
-        return self._p2p(dist.irecv, slot.arrival, self.stage_index - 1)
+        state = self._state(fwd_chunk_id)
+        state.in_spec = self._known(self.static_inputs or self.inputs_spec, "input_args")
+        state.received = self._buffers(state.in_spec.metas)
+        return self._p2p(dist.irecv, state.received, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of this microbatch's outputs; none on the last stage.
@@ -81,24 +81,24 @@ class ExchangingStage(Stage):
         """
         if self.is_last:
             return []
-        slot = self._slot(fwd_chunk_id)
-        if slot.outgoing is None:
+        state = self._state(fwd_chunk_id)
+        if state.to_send is None:
             raise StageError(
                 f"stage {self.stage_index}, microbatch {fwd_chunk_id}: nothing to send; run "
                 "forward_one_chunk() first, and send once"
             )
-        outgoing, slot.outgoing = slot.outgoing, None
-        tensors = [t.contiguous() for t in outgoing]
+        to_send, state.to_send = state.to_send, None
+        tensors = [t.contiguous() for t in to_send]
         return self._p2p(dist.isend, tensors, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of the gradients of this microbatch's outputs; none on the last stage."""
         if self.is_last or not self.has_backward:
             return []
-        slot = self._slot(bwd_chunk_id)
-        spec = self._known(slot.spec or self.static_outputs, "output_args")
-        slot.grad_arrival = self._buffers(spec.grad_metas)
-        return self._p2p(dist.irecv, slot.grad_arrival, self.stage_index + 1)
+        state = self._state(bwd_chunk_id)
+        spec = self._known(state.out_spec or self.static_outputs, "output_args")
+        state.received_grads = self._buffers(spec.grad_metas)
+        return self._p2p(dist.irecv, state.received_grads, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of the gradients of this microbatch's inputs; none on the first stage.
@@ -122,21 +122,21 @@ class ExchangingStage(Stage):
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Take a microbatch's inputs from the previous stage on the same rank, no message sent."""
-        slot = self._slot(mb_index)
-        slot.in_spec = spec = describe(prev_stage_outputs)
+        state = self._state(mb_index)
+        state.in_spec = spec = describe(prev_stage_outputs)
         spec.check_static(self.static_inputs, "input")
-        slot.arrival = [t.detach() for t in spec.tensors(prev_stage_outputs)]
+        state.received = [t.detach() for t in spec.tensors(prev_stage_outputs)]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
         """The gradients of a microbatch's inputs, for the previous stage; given out once."""
-        slot = self._slot(mb_index)
-        grads, spec = slot.outgoing_grads, slot.in_spec
+        state = self._state(mb_index)
+        grads, spec = state.grads_to_send, state.in_spec
         if grads is None or spec is None:
             raise StageError(
                 f"stage {self.stage_index}, microbatch {mb_index}: no input gradients; run "
                 "backward_one_chunk() first, and take them once"
             )
-        slot.outgoing_grads = None
+        state.grads_to_send = None
         return tuple(
             torch.zeros(m.shape, dtype=m.dtype, device=self.device) if g is None else g
             for m, g in zip(spec.grad_metas, grads, strict=True)
@@ -151,7 +151,7 @@ class ExchangingStage(Stage):
                 f"stage {self.stage_index}: gradients come as a tuple, got "
                 f"{type(next_stage_bwd_outputs).__name__}"
             )
-        self._slot(mb_index).grad_arrival = next_stage_bwd_outputs
+        self._state(mb_index).received_grads = next_stage_bwd_outputs
 
     def get_outputs_meta(self) -> tuple[Tensor, ...]:
         """The outputs of one microbatch as meta tensors: shapes and dtypes without data.

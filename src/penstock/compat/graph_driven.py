@@ -21,7 +21,7 @@ from penstock.compat.exchange import ExchangingStage
 from penstock.errors import StageError
 from penstock.parallel.replica_step import ReplicaStep
 from penstock.stage.backward import stage_backward, stage_backward_input, stage_backward_weight
-from penstock.stage.slots import Phase
+from penstock.stage.microbatch_state import Phase
 
 __all__ = ["GraphDrivenStage"]
 
@@ -101,10 +101,10 @@ class GraphDrivenStage(ExchangingStage):
 
     def _refuse_deferred(self) -> None:
         """Refuse to split along the graph what ``forward_one_chunk`` has split by operation."""
-        for slot in self._slots.values():
-            if slot.phase is Phase.FORWARD and slot.work is not None:
+        for state in self._states.values():
+            if state.phase is Phase.FORWARD and state.work is not None:
                 raise StageError(
-                    f"stage {self.stage_index}, microbatch {slot.microbatch}: forward_one_chunk() "
+                    f"stage {self.stage_index}, microbatch {state.microbatch}: forward_one_chunk() "
                     "has put its weight gradients off, so that the graph does not lead to them; "
                     "run backward_one_chunk(full_backward=False), or pass defers_weights=False to "
                     "PipelineStage"
@@ -112,11 +112,11 @@ class GraphDrivenStage(ExchangingStage):
 
     def _hand_over(self) -> None:
         """Weight gradients that ``forward_one_chunk`` put off, where a backward came by since."""
-        for slot in self._slots.values():
-            work = slot.work if slot.phase is Phase.FORWARD else None
+        for state in self._states.values():
+            work = state.work if state.phase is Phase.FORWARD else None
             if work is not None and work.is_reached:
-                self.weight_grad(slot)
-                slot.phase = Phase.DONE
+                self.weight_grad(state)
+                state.phase = Phase.DONE
 
     def _no_sync(self) -> Any:
         no_sync = getattr(self.submod, "no_sync", None)

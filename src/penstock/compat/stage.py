@@ -28,8 +28,8 @@ from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
 from penstock.parallel.replica_step import ReplicaStep
 from penstock.stage.boundary import describe, static_spec
+from penstock.stage.microbatch_state import MicrobatchState, Phase
 from penstock.stage.pytree import map_tensors
-from penstock.stage.slots import Phase, Slot
 from penstock.stage.wrappers import unwrapped
 
 __all__ = ["PipelineStage"]
@@ -114,7 +114,7 @@ class PipelineStage(GraphDrivenStage):
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
         self.has_backward = True
         self.chunks: int | None = None
-        self._slots: dict[int, Slot] = {}
+        self._states: dict[int, MicrobatchState] = {}
         self._replica_step = ReplicaStep()
 
     # --- driven by hand ----------------------------------------------------------------------
@@ -139,41 +139,41 @@ class PipelineStage(GraphDrivenStage):
         Returns:
             What the module returned.
         """
-        slot = self._slot(fwd_chunk_id)
+        state = self._state(fwd_chunk_id)
         if not self.is_first:
-            args = self._received_args(slot)
+            args = self._received_args(state)
         defer = self.has_backward and torch.is_grad_enabled()
         if defer:
             self._replica_step.begin(self.submod)
-        output = self.forward(slot, args, kwargs or {}, defer=defer)
-        slot.phase = Phase.FORWARD
+        output = self.forward(state, args, kwargs or {}, defer=defer)
+        state.phase = Phase.FORWARD
         if self.is_last:
-            slot.output = output if save_forward_output else None
+            state.output = output if save_forward_output else None
         else:
-            self.leave(slot, output, self.static_outputs or describe(output))
+            self.leave(state, output, self.static_outputs or describe(output))
         return output
 
     @property
     def output_chunks(self) -> list[Any]:
         """The last stage's outputs by microbatch, of forwards that were run by hand."""
-        slots = sorted(self._slots.items())
-        return [slot.output for _, slot in slots if slot.output is not None]
+        states = sorted(self._states.items())
+        return [state.output for _, state in states if state.output is not None]
 
     @property
     def log_prefix(self) -> str:
         """How torch names a stage in its log."""
         return f"[Stage {self.stage_index}]"
 
-    def _received_args(self, slot: Slot) -> tuple[Any, ...]:
-        if slot.arrival is None:
+    def _received_args(self, state: MicrobatchState) -> tuple[Any, ...]:
+        if state.received is None:
             raise StageError(
-                f"stage {self.stage_index}, microbatch {slot.microbatch}: no input has come; run "
+                f"stage {self.stage_index}, microbatch {state.microbatch}: no input has come; run "
                 "get_fwd_recv_ops() or set_local_fwd_input() first"
             )
-        tensors, slot.arrival = slot.arrival, None
-        spec = slot.in_spec
+        tensors, state.received = state.received, None
+        spec = state.in_spec
         assert spec is not None
-        return self.enter(slot, tensors, spec)
+        return self.enter(state, tensors, spec)
 
     def backward_one_chunk(
         self,
@@ -197,43 +197,43 @@ class PipelineStage(GraphDrivenStage):
         """
         if not self.has_backward:
             return
-        slot = self._slot(bwd_chunk_id)
-        self._expect_phase(slot, Phase.FORWARD, "a backward")
-        grads = self._output_grads(slot, loss)
-        deferred = slot.work is not None
+        state = self._state(bwd_chunk_id)
+        self._expect_phase(state, Phase.FORWARD, "a backward")
+        grads = self._output_grads(state, loss)
+        deferred = state.work is not None
         with self._no_sync():
             if full_backward and not deferred:
-                self.backward(slot, grads)
+                self.backward(state, grads)
             else:
-                self.input_grad(slot, grads)
+                self.input_grad(state, grads)
         if not full_backward:
-            slot.phase = Phase.INPUT_GRAD
+            state.phase = Phase.INPUT_GRAD
             self._replica_step.due |= last_backward
             return
         if deferred:  # nothing is lost: W follows at once
-            self.weight_grad(slot)
-        self._finish(slot, last_backward)
+            self.weight_grad(state)
+        self._finish(state, last_backward)
 
-    def _output_grads(self, slot: Slot, loss: Tensor | None) -> Sequence[Tensor | None]:
+    def _output_grads(self, state: MicrobatchState, loss: Tensor | None) -> Sequence[Tensor | None]:
         if not self.is_last:
-            if slot.grad_arrival is None:
+            if state.received_grads is None:
                 raise StageError(
-                    f"stage {self.stage_index}, microbatch {slot.microbatch}: no gradient has "
+                    f"stage {self.stage_index}, microbatch {state.microbatch}: no gradient has "
                     "come; run get_bwd_recv_ops() or set_local_bwd_input() first"
                 )
-            grads: Sequence[Tensor | None] = slot.grad_arrival
-            slot.grad_arrival = None
-            if len(grads) != len(slot.roots):
+            grads: Sequence[Tensor | None] = state.received_grads
+            state.received_grads = None
+            if len(grads) != len(state.roots):
                 raise StageError(
-                    f"stage {self.stage_index}, microbatch {slot.microbatch}: {len(grads)} "
-                    f"gradients have come, expected {len(slot.roots)}: one, or None, for each of "
+                    f"stage {self.stage_index}, microbatch {state.microbatch}: {len(grads)} "
+                    f"gradients have come, expected {len(state.roots)}: one, or None, for each of "
                     "the outputs that take a gradient"
                 )
             return grads
         if loss is None:
             raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
-        slot.roots = (get_gradient_edge(loss),)
-        slot.output = map_tensors(Tensor.detach, slot.output)
+        state.roots = (get_gradient_edge(loss),)
+        state.output = map_tensors(Tensor.detach, state.output)
         return (torch.ones_like(loss),)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -249,25 +249,25 @@ class PipelineStage(GraphDrivenStage):
         """
         if not self.has_backward:
             return
-        slot = self._slot(bwd_chunk_id)
-        self._expect_phase(slot, Phase.INPUT_GRAD, "a weight gradient")
-        self.weight_grad(slot)
-        self._finish(slot, last_backward)
+        state = self._state(bwd_chunk_id)
+        self._expect_phase(state, Phase.INPUT_GRAD, "a weight gradient")
+        self.weight_grad(state)
+        self._finish(state, last_backward)
 
-    def _finish(self, slot: Slot, last_backward: bool) -> None:
+    def _finish(self, state: MicrobatchState, last_backward: bool) -> None:
         """Note that a microbatch is through; the last one may have to reduce replicas."""
-        slot.phase = Phase.DONE
+        state.phase = Phase.DONE
         self._replica_step.due |= last_backward
         under_way = (Phase.FORWARD, Phase.INPUT_GRAD)
-        if self._replica_step.due and not any(s.phase in under_way for s in self._slots.values()):
+        if self._replica_step.due and not any(s.phase in under_way for s in self._states.values()):
             self._replica_step.end(reduce=True)
 
-    def _expect_phase(self, slot: Slot, expected: Phase, asked: str) -> None:
-        if slot.phase is not expected:
+    def _expect_phase(self, state: MicrobatchState, expected: Phase, asked: str) -> None:
+        if state.phase is not expected:
             raise StageError(
-                f"stage {self.stage_index}, microbatch {slot.microbatch}: {asked} is asked for, "
+                f"stage {self.stage_index}, microbatch {state.microbatch}: {asked} is asked for, "
                 f"which comes after '{expected.value}', but this microbatch is at "
-                f"'{slot.phase.value}'"
+                f"'{state.phase.value}'"
             )
 
     def scale_grads(self, grad_scale_factor: int) -> None:
@@ -290,7 +290,7 @@ class PipelineStage(GraphDrivenStage):
 
     def clear_runtime_states(self) -> None:
         """Forget all microbatches, and a step driven by hand that is not over."""
-        self._slots.clear()
+        self._states.clear()
         self._replica_step.end(reduce=False)
 
     if not TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from penstock.compat.stage import PipelineStage
 from penstock.errors import StageError
-from penstock.stage.slots import Slot
+from penstock.stage.microbatch_state import MicrobatchState
 
 __all__ = ["GraphInfo", "TracedStage", "build_stage"]
 
@@ -66,10 +66,15 @@ class TracedStage(PipelineStage):
         self.name = nodes[stage_index].name
 
     def forward(
-        self, slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool
+        self,
+        state: MicrobatchState,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        defer: bool,
     ) -> Any:
         """Run the module; keyword arguments are the first stage's alone."""
-        return super().forward(slot, args, kwargs if self.is_first else {}, defer=defer)
+        return super().forward(state, args, kwargs if self.is_first else {}, defer=defer)
 
     def get_stage_index_of_submod(self, submod_name: str) -> int:
         """The index of the stage of this name in the pipe's graph.

@@ -1,89 +1,108 @@
-"""One loop over bound calls: it knows no schedule, no stage and no message."""
+"""One loop over bound actions: it knows no schedule, no stage and no message."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from penstock._torch_compat import profiler_is_on
-from penstock.runtime.call import Call
+from penstock.schedule.action import Action
 from penstock.stage.device_streams import DeviceStreams, Event
 
-__all__ = ["Executor"]
+__all__ = ["BoundAction", "Executor"]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundAction:
+    """An action, or the wait for its message, bound to its handler.
+
+    Args:
+        action: the action.
+        run: the handler with its arguments.
+        is_wait: whether it waits for a message: such time is idle, not work.
+        prologue: switches to the action's stream and orders it, where there are two streams.
+    """
+
+    action: Action
+    run: Callable[[], None]
+    is_wait: bool = False
+    prologue: Callable[[], None] | None = None
 
 
 class Executor:
-    """Runs calls in order and notes when each began and ended.
+    """Runs bound actions in order and records the time of each.
 
     Args:
-        calls: what to run; each is bound once, and run at every step.
-        streams: those of the device, where it runs by itself what it is asked for: then events
-            are noted as well.
+        actions: the actions of every step.
+        streams: the device's streams; events are recorded on them as well.
 
     Attributes:
-        marks: the clock before the first call and after each one (``time.perf_counter``, s).
-        events: per call, marked on its stream before and after it; anew at every step.
+        marks: the clock before the first action and after each one (``time.perf_counter``, s).
+        events: per action, the events before and after it, of the last step.
     """
 
-    def __init__(self, calls: Sequence[Call], streams: DeviceStreams | None = None) -> None:
-        self.calls = tuple(calls)
-        self._runs = [call.run for call in calls]
+    def __init__(
+        self, actions: Sequence[BoundAction], streams: DeviceStreams | None = None
+    ) -> None:
+        self.actions = tuple(actions)
+        self._runs = [action.run for action in actions]
         self._streams = streams
         self.marks: list[float] = []
         self.events: list[tuple[Event, Event]] = []
 
     def run(self) -> None:
-        """Run all calls. When one raises, ``failed`` is that call."""
+        """Run all actions. After an exception, ``failed`` is the action that raised it."""
         if self._streams is not None:
             self._run_on_device(self._streams)
         elif profiler_is_on():
-            self._run_observed()
+            self._run_profiled()
         else:
             self._run()
 
     @property
-    def failed(self) -> Call | None:
-        """The call that the last run did not finish."""
+    def failed(self) -> BoundAction | None:
+        """The action that the last run did not finish."""
         done = len(self.marks) - 1
-        return self.calls[done] if 0 <= done < len(self.calls) else None
+        return self.actions[done] if 0 <= done < len(self.actions) else None
 
     def _run(self) -> None:
         clock = perf_counter
         marks = self.marks = [clock()]
-        note = marks.append
+        mark = marks.append
         for run in self._runs:
             run()
-            note(clock())
+            mark(clock())
 
-    def _run_observed(self) -> None:
+    def _run_profiled(self) -> None:
         self.marks = [perf_counter()]
-        for call in self.calls:
-            with torch.profiler.record_function(_name(call)):
-                call.run()
+        for action in self.actions:
+            with torch.profiler.record_function(_name(action)):
+                action.run()
             self.marks.append(perf_counter())
 
     def _run_on_device(self, streams: DeviceStreams) -> None:
         if not self.events:
             self.events = [
-                (streams.event(timed=True), streams.event(timed=True)) for _ in self.calls
+                (streams.event(timed=True), streams.event(timed=True)) for _ in self.actions
             ]
-        is_observed = profiler_is_on()
+        is_profiled = profiler_is_on()
         self.marks = [perf_counter()]
-        for call, (begin, end) in zip(self.calls, self.events, strict=True):
-            if call.enter is not None:
-                call.enter()
+        for action, (begin, end) in zip(self.actions, self.events, strict=True):
+            if action.prologue is not None:
+                action.prologue()
             stream = streams.current()
             streams.mark(begin, stream)
-            if is_observed:
-                with torch.profiler.record_function(_name(call)):
-                    call.run()
+            if is_profiled:
+                with torch.profiler.record_function(_name(action)):
+                    action.run()
             else:
-                call.run()
+                action.run()
             streams.mark(end, stream)
             self.marks.append(perf_counter())
 
 
-def _name(call: Call) -> str:
-    return f"penstock.{'wait ' if call.waits else ''}{call.action}"
+def _name(bound: BoundAction) -> str:
+    return f"penstock.{'wait ' if bound.is_wait else ''}{bound.action}"

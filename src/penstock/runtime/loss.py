@@ -1,29 +1,94 @@
-"""How a microbatch's loss comes about: from output and target, or from the output alone.
+"""The loss of a microbatch, and the root of its backward, where the model's outputs leave.
 
-loss_fn(output, target)      the common way
-loss_fn(output)              a model that computes its loss itself: lambda output: output.loss
+output ──► kept in the step, detached, where outputs are returned
+   └─ loss_fn(output, target) ──► losses, metrics      ──► the backward's root and its gradient
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import StageError
+from penstock.runtime.config import LossFn
+from penstock.runtime.step import StepState
+from penstock.stage.dtensor import full_tensor, is_dtensor
+from penstock.stage.microbatch_state import MicrobatchState
+from penstock.stage.pytree import map_tensors
 
-__all__ = ["needs_target", "scalar_loss"]
+__all__ = ["LossHead", "needs_target", "scalar_loss"]
 
 
-def needs_target(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function can't do without a target.
+class LossHead:
+    """Computes losses behind the last stage.
+
+    Args:
+        loss_fn: the loss function; None to keep outputs alone.
+        divisor: each microbatch's loss is divided by it in the backward.
+        train: whether a backward follows.
+    """
+
+    def __init__(self, loss_fn: LossFn | None, divisor: int, *, train: bool) -> None:
+        self._loss_fn = loss_fn
+        self._divisor = divisor
+        self._train = train
+        self._needs_target = needs_target(loss_fn)
+        self._seeds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def run(self, state: MicrobatchState, output: Any, target: Any, step: StepState) -> None:
+        """Record a microbatch's output and loss in ``step``, and the root of its backward.
+
+        Raises:
+            StageError: the loss is no scalar tensor, or depends on no parameter.
+        """
+        mb = state.microbatch
+        if step.keep_outputs:
+            step.outputs[mb] = map_tensors(Tensor.detach, output)
+        if self._loss_fn is None or (step.targets is None and self._needs_target):
+            return  # an evaluation of outputs alone
+        against = () if target is None and not self._needs_target else (target,)
+        result = self._loss_fn(output, *against, **step.loss_kwargs)
+        if result is None and not self._train:
+            return
+        if isinstance(result, tuple) and len(result) == 2:
+            result, step.metrics[mb] = result
+        loss = scalar_loss(result)
+        step.losses[mb] = full_tensor(loss.detach())
+        if not self._train:
+            return
+        if not loss.requires_grad:
+            raise StageError(
+                "the loss does not depend on any parameter that requires grad, or the loss "
+                "function detached it"
+            )
+        state.roots = (get_gradient_edge(loss),)
+        state.received_grads = (self._seed(loss),)
+
+    def _seed(self, loss: Tensor) -> Tensor:
+        """The gradient of the loss itself: the loss is scaled, not the gradients."""
+        if is_dtensor(loss):  # its gradient is a DTensor over the same mesh
+            return torch.ones_like(loss) / self._divisor
+        key = (loss.dtype, loss.device)
+        if key not in self._seeds:
+            one = torch.ones((), dtype=loss.dtype, device=loss.device)
+            # Divided in the loss's own dtype, as (loss / n).backward() would.
+            self._seeds[key] = one / self._divisor
+        return self._seeds[key]
+
+
+def needs_target(loss_fn: LossFn | None) -> bool:
+    """Whether there is a loss function that takes a target.
 
     Example:
         >>> needs_target(lambda output: output.loss)
         False
     """
+    if loss_fn is None:
+        return False
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # functions written in C have none

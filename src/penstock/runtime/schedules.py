@@ -1,33 +1,37 @@
 """The schedules as classes: one rank's stages in, ``step()`` and ``eval()`` out.
 
-Names and signatures are those of torch.distributed.pipelining, so that a user swaps the import.
-All of them are one class with another program: a schedule is data.
+    PipelineSchedule
+    ├── PipelineScheduleSingle          takes a stage       GPipe, 1F1B, forward only
+    └── PipelineScheduleMulti           takes a list        ScheduleProgram
+        └── PipelineScheduleRuntime     reads CSV files     Interleaved1F1B, ZBV, ...
+
+Names and signatures are those of torch.distributed.pipelining, so that a user changes the import
+alone. All are one class with different programs.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack
 
 from penstock.compat.announcing import announced
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
-from penstock.partition.ties import Tie
-from penstock.runtime.given import group_of
-from penstock.runtime.pipeline_schedule import DEFAULT_TIMEOUT_S, PipelineSchedule
-from penstock.runtime.role import LossFn
-from penstock.runtime.schedule_kinds import (
-    PipelineScheduleMulti,
-    PipelineScheduleRuntime,
-    PipelineScheduleSingle,
-)
+from penstock.runtime.config import LossFn, RunOptions
+from penstock.runtime.overlap import PairFunction
+from penstock.runtime.pipeline_schedule import PipelineSchedule, group_of
+from penstock.schedule.action import Overlap, Step
+from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.registry import family
-from penstock.schedule.text import load_csv
+from penstock.schedule.text import load_csv, save_csv
 
 __all__ = [
     "PipelineSchedule",
+    "PipelineScheduleMulti",
+    "PipelineScheduleRuntime",
+    "PipelineScheduleSingle",
     "Schedule1F1B",
     "ScheduleChimera",
     "ScheduleDualPipe",
@@ -41,6 +45,210 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "get_schedule_class",
 ]
+
+Format = Literal["compute_only", "compute_comms"]
+
+
+# --- kinds of schedules --------------------------------------------------------------------------
+
+
+class PipelineScheduleSingle(PipelineSchedule):
+    """A schedule with one stage per rank; its arguments are those of ``PipelineSchedule``."""
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        self._stage = stage
+        super().__init__(
+            [stage],
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            **options,
+        )
+
+
+class PipelineScheduleMulti(PipelineSchedule):
+    """A schedule with several stages per rank; its arguments are those of ``PipelineSchedule``.
+
+    Attributes:
+        rank: this process's rank in the pipeline's group.
+        pp_group_size: the number of ranks.
+        num_stages: the number of stages in all.
+        n_local_stages: the number of stages on this rank.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        **options: Any,
+    ) -> None:
+        # use_full_backward does nothing, as in torch: the program decides.
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            **options,
+        )
+        self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
+        self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
+
+    def _load_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
+        """Run the program of a CSV file from now on; every rank calls it, with the same file.
+
+        Args:
+            filename: the file, see ``penstock.load_csv``.
+            format: whether the file holds computations only, or sends and receives as well.
+
+        Raises:
+            ScheduleError: the file is no program of these stages, ranks and microbatches; the
+                same on every rank.
+        """
+        with announced(self._group):
+            _check_format(format)
+            program = load_csv(filename)
+            if program.has_transfers and format == "compute_only":
+                raise ScheduleError(
+                    f"{filename}: it spells out sends and receives; pass format='compute_comms'"
+                )
+            if program.num_microbatches != self.n_microbatches:
+                raise ScheduleError(
+                    f"{filename}: a program of "
+                    f"{number_of(program.num_microbatches, 'microbatch')}, but the schedule has "
+                    f"n_microbatches={self.n_microbatches}"
+                )
+        before = self._engine
+        self._load(program)
+        if before is not None:
+            before.close()
+
+    def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
+        """Write the program to a CSV file.
+
+        Args:
+            filename: the file, see ``penstock.save_csv``.
+            format: whether to write computations only, or sends and receives as well.
+        """
+        _check_format(format)
+        save_csv(self.engine.requested if format == "compute_only" else self.program, filename)
+
+
+class PipelineScheduleRuntime(PipelineScheduleMulti):
+    """A schedule of several stages per rank that runs any program.
+
+    The class itself has none until ``_load_csv`` reads one.
+
+    Example:
+        >>> schedule = PipelineScheduleRuntime([stage], 4, loss_fn)          # doctest: +SKIP
+        >>> schedule._load_csv("mine.csv")                                   # doctest: +SKIP
+    """
+
+    _pair_function: PairFunction | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Receives are always posted as late as possible, which changes no result.
+        kwargs.pop("defer_pp_recv", None)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def pipeline_order_with_comms(self) -> dict[int, list[Step]]:
+        """By rank the steps that run, sends and receives included."""
+        return dict(enumerate(map(list, self.program.ranks)))
+
+    def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_comms") -> None:
+        """Write the program to a CSV file, by default as it runs."""
+        super()._dump_csv(filename, format)
+
+    def register_custom_function(
+        self, computation_type: object, custom_function: PairFunction
+    ) -> None:
+        """Let a function run the overlapped pairs of a forward and a backward (DualPipeV's).
+
+        It may run the two in threads of its own, so that layers that communicate can take turns.
+        All inputs of both have arrived when it is called; their outputs are sent when it has
+        returned. A trace shows the pair as its first part.
+
+        Args:
+            computation_type: ``OVERLAP_F_B``; other actions have no such functions.
+            custom_function: ``function(pair, forward, backward)`` calls each of the last two
+                once, in any thread, and returns when both are done. ``pair.parts`` are their
+                actions; the callables are in the same order.
+
+        Raises:
+            ScheduleError: another kind of action, or a function of other arguments.
+
+        Example:
+            >>> def side_by_side(pair, forward, backward):                   # doctest: +SKIP
+            ...     thread = threading.Thread(target=backward)
+            ...     thread.start()
+            ...     forward()
+            ...     thread.join()
+            >>> schedule.register_custom_function(OVERLAP_F_B, side_by_side)  # doctest: +SKIP
+        """
+        if computation_type not in (Overlap, "OVERLAP_F_B"):
+            raise ScheduleError(
+                f"{computation_type} can't be given a custom function, only OVERLAP_F_B, a pair "
+                "of a forward and a backward; change the module, or pass a program of your own "
+                "(penstock.schedule, or a CSV file)"
+            )
+        if not _accepts(custom_function, 3):
+            raise ScheduleError(
+                f"{custom_function!r} does not take (pair, forward, backward), of which it calls "
+                "the last two; torch's functions take (action, ctx) of torch's runtime"
+            )
+        self._pair_function = custom_function
+        if self._engine is not None:
+            self._engine.run_pairs_by(custom_function)
+
+    def _load(self, program: Program) -> None:
+        super()._load(program)
+        if self._pair_function is not None:
+            self.engine.run_pairs_by(self._pair_function)
+
+
+def _accepts(function: object, num: int) -> bool:
+    """Whether ``function`` can be called with ``num`` positional arguments."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(num))
+    except TypeError:
+        return False
+    except ValueError:  # functions written in C have no signature
+        return True
+    return True
+
+
+def _check_format(format: str) -> None:
+    if format not in ("compute_only", "compute_comms"):
+        raise ScheduleError(f"format={format!r}: expected 'compute_only' or 'compute_comms'")
+
+
+# --- schedules by name ---------------------------------------------------------------------------
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
@@ -75,28 +283,17 @@ class ScheduleLoopedBFS(PipelineScheduleRuntime):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        *,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        dynamic_shapes: bool = False,
-        microbatch_rng: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        shared: Sequence[Tie] = (),
+        **options: Any,
     ) -> None:
         super().__init__(
             stages,
             n_microbatches,
             loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
-            dynamic_shapes=dynamic_shapes,
-            microbatch_rng=microbatch_rng,
-            timeout_s=timeout_s,
-            shared=shared,
+            **options,
         )
 
 
@@ -116,12 +313,7 @@ class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        *,
-        dynamic_shapes: bool = False,
-        microbatch_rng: bool = False,
-        overlap: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        shared: Sequence[Tie] = (),
+        **options: Unpack[RunOptions],
     ) -> None:
         super().__init__(
             stages,
@@ -133,11 +325,7 @@ class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
             scale_grads=scale_grads,
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
-            dynamic_shapes=dynamic_shapes,
-            microbatch_rng=microbatch_rng,
-            overlap=overlap,
-            timeout_s=timeout_s,
-            shared=shared,
+            **options,
         )
 
 
@@ -184,9 +372,7 @@ class ScheduleChimera(ScheduleInterleaved1F1B):
 
 
 class ScheduleProgram(PipelineScheduleMulti):
-    """Any program; one from a CSV file best by its path.
-
-    A mistake in the file is then told on every rank, also where only one rank's file has it.
+    """Any program. A CSV file is best passed by its path: an error in it is raised on every rank.
 
     Example:
         >>> from pathlib import Path                                         # doctest: +SKIP
@@ -221,9 +407,7 @@ _CLASSES: tuple[type[PipelineSchedule], ...] = (
     ScheduleDualPipe,
     ScheduleChimera,
 )
-
-
-# Classes by names that are no schedule's: torch gives them out as well.
+# torch's get_schedule_class knows the kinds by name, too.
 _KINDS = {cls.__name__.lower(): cls for cls in (PipelineScheduleSingle, PipelineScheduleMulti)}
 
 

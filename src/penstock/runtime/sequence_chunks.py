@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.runtime.batch import Batch
 from penstock.runtime.microbatch import merge_chunks
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.stage.carry import Carry, takes_state
 from penstock.stage.pytree import flatten, resizing, unflatten
+from penstock.stage.sequence_state import takes_state
 from penstock.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from penstock.runtime.step import StepState
 
 __all__ = ["SequenceChunks"]
 
@@ -46,8 +48,6 @@ class SequenceChunks:
         Raises:
             ScheduleError: a stage's module takes no state, or the program recomputes forwards.
         """
-        for stage in stages:
-            stage.carry = Carry(self._num) if self._num > 1 else None
         if self._num == 1:
             return
         for stage in stages:
@@ -66,7 +66,7 @@ class SequenceChunks:
                 "checkpointing within the modules, or whole sequences"
             )
 
-    def split(self, batch: Batch, *, even: bool) -> None:
+    def split(self, batch: StepState, *, even: bool) -> None:
         """Split a batch's microbatches into chunks, in place.
 
         Args:

@@ -1,16 +1,11 @@
-"""Which shapes have been met: every distinct shape of inputs gets a number.
+"""The shapes that have been seen: each distinct shape of inputs has an id, the same on all ranks.
 
-The rank of the first stage sees the inputs and hands out the numbers; the others learn them at
-the start of each step. What a number means at a boundary, the players on both sides remember.
+The rank of the first stage sees the inputs and assigns the ids; it broadcasts them at the start of
+each step. Stage runners cache boundary metadata by id. Boundary metadata also depends on *run
+conditions*: autocast, the modules' training mode, which parameters require grad, and the shapes of
+keyword arguments on other ranks. Equal shapes under other conditions have another id.
 
-What crosses follows from more than the inputs' shapes. What a rank sees of it, gets a number too,
-which all ranks are told as a step begins: autocast, whether its modules train, which of its
-parameters take gradients, and the shapes of what it is given beside the inputs. The same shapes
-under other such conditions are another number. What nobody sees ahead, makes what crosses
-*restless* (see ``Act``): values that are no tensors.
-
-Where every step has shapes of its own, all are forgotten after so many, on all ranks alike: each
-has learned the same numbers. None is given out twice.
+After ``MAX_SHAPES`` ids all are forgotten, on all ranks at the same step; no id is reused.
 """
 
 from __future__ import annotations
@@ -26,14 +21,13 @@ from torch import Tensor
 from penstock.stage.pytree import flatten
 from penstock.stage.stage import Stage
 
-__all__ = ["MANY", "ShapeBook", "conditions"]
+__all__ = ["MAX_SHAPES", "ShapeCache", "run_conditions"]
 
-# How many numbers are remembered at the least before all are forgotten.
-MANY = 4096
+MAX_SHAPES = 4096
 
 
-def conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
-    """What crosses may follow from beside the inputs, as far as this rank sees it."""
+def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
+    """The conditions of this rank that boundary metadata depends on beside the inputs' shapes."""
     kind = device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     cast = torch.get_autocast_dtype(kind) if casts else None
@@ -42,72 +36,74 @@ def conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]
     return (cast, *(module.training for module in modules), *trained)
 
 
-class ShapeBook:
-    """The numbers given out so far.
+class ShapeCache:
+    """The ids assigned so far.
 
     Attributes:
-        met_values: whether inputs have been met that are no tensors.
-        forgot: whether what was last learned came after all else was forgotten.
+        saw_values: whether inputs have held leaves that are no tensors.
+        was_cleared: whether ``learn`` has just forgotten all earlier ids.
     """
 
     def __init__(self) -> None:
-        # Of what this rank sees, and what it saw last.
         self._conditions: dict[tuple[Any, ...], int] = {}
-        self._seen: tuple[Any, ...] = ()
-        # By every rank's conditions that they were met under, and by the shapes themselves.
-        self._numbers: dict[tuple[tuple[int, ...], tuple[Any, ...]], int] = {}
-        self._met: set[int] = set()
+        self._last_condition: tuple[Any, ...] = ()
+        # By all ranks' conditions, and by the shapes themselves.
+        self._ids: dict[tuple[tuple[int, ...], tuple[Any, ...]], int] = {}
+        self._known: set[int] = set()
         self._next, self._next_condition = count(), count()
-        self.met_values = self.forgot = False
+        self.saw_values = self.was_cleared = False
 
-    def condition(self, seen: tuple[Any, ...], beside: Sequence[Mapping[str, Any]] = ()) -> int:
-        """The number of what this rank sees, and is given ``beside`` the inputs per microbatch."""
-        if any(beside):
-            seen = (*seen, *(_key((), named) for named in beside))
-        if seen not in self._conditions:
-            self._conditions[seen] = next(self._next_condition)
-        self._seen = seen
-        return self._conditions[seen]
+    def condition_id(
+        self, condition: tuple[Any, ...], kwargs: Sequence[Mapping[str, Any]] = ()
+    ) -> int:
+        """The id of this rank's run conditions, with the shapes of ``kwargs`` per microbatch."""
+        if any(kwargs):
+            condition = (*condition, *(_key((), named) for named in kwargs))
+        if condition not in self._conditions:
+            self._conditions[condition] = next(self._next_condition)
+        self._last_condition = condition
+        return self._conditions[condition]
 
     def ids(
         self,
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[Mapping[str, Any]],
-        under: tuple[int, ...] = (),
+        conditions: tuple[int, ...] = (),
     ) -> list[int]:
-        """For each microbatch, the number of its inputs' shapes under the ranks' conditions."""
-        numbers = self._numbers
+        """Per microbatch the id of its inputs' shapes, under all ranks' conditions."""
+        ids = self._ids
         found: list[int] = []
         last: tuple[Any, ...] = ()
         for positional, named in zip(args, kwargs, strict=True):
             key = _key(positional, named)
             # Most microbatches are like the one before: comparing is quicker than hashing.
             if key != last:
-                if (under, key) not in numbers:
-                    numbers[under, key] = next(self._next)
-                last, number = key, numbers[under, key]
-                self.met_values |= any(isinstance(mark, type) for mark in key)
+                if (conditions, key) not in ids:
+                    ids[conditions, key] = next(self._next)
+                last, number = key, ids[conditions, key]
+                self.saw_values |= any(isinstance(part, type) for part in key)
             found.append(number)
         return found
 
     def learn(self, ids: Sequence[int]) -> bool:
-        """Note that these numbers are now met; returns whether one of them is new."""
+        """Record ids as known; returns whether one of them is new."""
         distinct = set(ids)
-        self.forgot = False
-        if distinct <= self._met:
+        self.was_cleared = False
+        if distinct <= self._known:
             return False
-        if len(self._met) >= MANY:
-            self.forgot = True
-            self._met.clear()
-            self._numbers = {key: i for key, i in self._numbers.items() if i in distinct}
-            if self._seen in self._conditions:
-                self._conditions = {self._seen: self._conditions[self._seen]}
-        self._met |= distinct
+        if len(self._known) >= MAX_SHAPES:
+            self.was_cleared = True
+            self._known.clear()
+            self._ids = {key: i for key, i in self._ids.items() if i in distinct}
+            last = self._last_condition
+            if last in self._conditions:
+                self._conditions = {last: self._conditions[last]}
+        self._known |= distinct
         return True
 
     def digest(self, ids: Sequence[int]) -> int:
-        """A number that tells the shapes behind ``ids`` apart, on whichever rank they were met."""
-        keys = {number: key for (_, key), number in self._numbers.items()}
+        """A checksum of the shapes behind ``ids``, which other ranks may number differently."""
+        keys = {number: key for (_, key), number in self._ids.items()}
         shapes = [[part for part in keys[i] if isinstance(part, tuple)] for i in ids]
         return zlib.crc32(repr(shapes).encode())
 
@@ -116,5 +112,5 @@ def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return ((args[0].shape, args[0].dtype),)
     leaves, tree = flatten((args, dict(kwargs)))
-    marks = [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
-    return (tree, *marks)
+    parts = [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
+    return (tree, *parts)

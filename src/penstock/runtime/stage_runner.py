@@ -1,184 +1,205 @@
-"""One stage at play: what each action does with a microbatch's slot, the batch and the transport.
+"""One stage at work: what each action does with a microbatch's state, the step and the transport.
 
-The player binds actions to calls once (``bind``); the executor then runs the calls. It knows the
-neighbours of its stage, but no schedule.
+The runner binds actions to handlers once (``bind``); the executor then runs them. It holds all
+state that a schedule keeps of its stage, so that several schedules may run over the same stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, assert_never
+from itertools import chain
+from typing import Any, TypeAlias, assert_never
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
-from penstock.errors import BoundaryError
+from penstock.errors import BoundaryError, ScheduleError
 from penstock.parallel.data_parallel import Replicas
-from penstock.runtime.batch import Batch
-from penstock.runtime.call import Call
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.recv_queue import RecvQueue
-from penstock.runtime.ending import Ending
-from penstock.runtime.keeping import Keeper
-from penstock.runtime.lanes import Lanes
-from penstock.runtime.role import Role
+from penstock.runtime.config import RunConfig
+from penstock.runtime.executor import BoundAction
+from penstock.runtime.loss import LossHead
+from penstock.runtime.overlap import DualStreams
+from penstock.runtime.step import StepState
 from penstock.schedule.action import Action, Op
+from penstock.schedule.program import Program
+from penstock.stage import device_streams
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.slots import Slot
+from penstock.stage.microbatch_state import MicrobatchState
+from penstock.stage.offload import ActivationOffload, CopyStreams
+from penstock.stage.pytree import map_tensors
+from penstock.stage.recompute import Recomputer
+from penstock.stage.rng import RandomStream
+from penstock.stage.sequence_state import detach_state
 from penstock.stage.stage import Stage
 from penstock.stage.tensor_meta import TensorMeta
 
-__all__ = ["Player"]
+__all__ = ["Neighbor", "StageRunner"]
+
+# A neighbouring stage: its states where it lies on this rank, or the receives from its rank.
+Neighbor: TypeAlias = "Sequence[MicrobatchState] | RecvQueue | None"
 
 
-class Player:
-    """One stage, its microbatches' slots, and its neighbours.
+class StageRunner:
+    """Runs the actions of one stage for one program.
 
     Args:
         stage: the stage.
-        role: what it plays.
-        num_microbatches: how many slots it needs.
+        states: its microbatches' states.
+        previous, following: its neighbours.
+        program: the program.
+        config: how it runs.
+        train: whether the program trains, or evaluates.
+        ops: the microbatches for which the program has INPUT_GRAD, RECOMPUTE and OFFLOAD, which
+            change how their forward runs.
         transport: its rank's connection.
-        inboxes: its rank's inboxes, by peer.
-        done: for each op that changes how forwards run, the microbatches for which the program
-            has it: INPUT_GRAD leaves weight gradients to W, RECOMPUTE and OFFLOAD are the keeper's.
-        arrived: for each action that waits for a message, how many of its rank's messages to the
-            sender have arrived by then (see ``schedule.channels``).
-        lanes: the streams that its calls run on, where there are several.
+        acknowledged: for each action that waits for a message, how many of this rank's messages
+            to the sender have arrived by then (see ``schedule.acknowledgements``).
+        dual_streams: the two streams that its actions run on, where overlapped pairs need them.
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
-        sends_values: whether what it passes on has held values that do not follow from shapes.
+        sends_values: whether it has sent plain values, which do not follow from input shapes.
+        rng: its part of the microbatches' random streams, with ``microbatch_rng``.
+
+    Raises:
+        ScheduleError: ``microbatch_rng``, and the stage was given static boundary shapes.
     """
 
     def __init__(
         self,
         stage: Stage,
-        role: Role,
-        num_microbatches: int,
+        states: Sequence[MicrobatchState],
+        previous: Neighbor,
+        following: Neighbor,
+        *,
+        program: Program,
+        config: RunConfig,
+        train: bool,
+        ops: Mapping[Op, Set[int]],
         transport: Transport,
-        inboxes: dict[int, RecvQueue],
-        done: Mapping[Op, Set[int]],
-        arrived: Mapping[Action, int],
-        lanes: Lanes | None = None,
+        acknowledged: Mapping[Action, int],
+        dual_streams: DualStreams | None = None,
     ) -> None:
         self.stage = stage
-        # Whether the model's inputs enter here, and whether its outputs leave.
-        self._is_first = self._is_last = False
-        self.slots = [Slot(m) for m in range(num_microbatches)]
-        # Between steps a batch that holds nothing: the step's tensors are the caller's again.
-        self._no_batch = self.batch = Batch(num_microbatches)
-        self._role = role
-        self._ending = Ending(role)
+        self._states = states
+        self._is_first, self._is_last = previous is None, following is None
+        self._prev_queue = previous if isinstance(previous, RecvQueue) else None
+        self._next_queue = following if isinstance(following, RecvQueue) else None
+        self._prev_states = None if isinstance(previous, RecvQueue) else previous
+        self._next_states = None if isinstance(following, RecvQueue) else following
         self._transport = transport
-        self._inboxes = inboxes
-        self._deferred = done.get(Op.INPUT_GRAD, frozenset())
-        self._keeper = Keeper(stage, done)
-        self._arrived = arrived
-        self._lanes = lanes
+        self._acknowledged = acknowledged
+        self._dual_streams = dual_streams
+        self._dynamic_shapes = config.dynamic_shapes
+        self._num_splits = program.num_splits
+        divisor = program.num_microbatches if config.scale_grads else 1
+        self._loss_head = LossHead(config.loss_fn, divisor, train=train)
+        self._deferred = ops.get(Op.INPUT_GRAD, frozenset())
+        self._recomputed = ops.get(Op.RECOMPUTE, frozenset())
+        self._offloaded = ops.get(Op.OFFLOAD, frozenset())
+        self._recomputer = Recomputer(stage.device)
+        streams = device_streams.streams_of(stage.device) if self._offloaded else None
+        self._copy_streams = CopyStreams(streams) if streams is not None else None
         self.replicas: Replicas | None = None
         self.sends_values = False
-        # Each neighbour is on this rank, with its slots, or a peer with its inbox, or neither.
-        self._before: Sequence[Slot] | None = None
-        self._after: Sequence[Slot] | None = None
-        self._before_peer: RecvQueue | None = None
-        self._after_peer: RecvQueue | None = None
-        # By shape id: what comes in, what goes out, and which gradients come back.
+        self.rng = _make_rng(stage, program) if train and config.microbatch_rng else None
+        # Between steps an empty step: the last one's tensors are the caller's again.
+        self._no_step = StepState(program.num_microbatches)
+        # By shape id: the specs of inputs and outputs, and which gradients go back and come back.
         self._in_specs: dict[int, BoundarySpec] = {}
         self._out_specs: dict[int, BoundarySpec] = {}
         self._grads_out: dict[int, tuple[bool, ...]] = {}
         self._grads_in: dict[int, tuple[bool, ...]] = {}
+        self.end()
 
-    def connect(self, before: Player | int | None, after: Player | int | None) -> None:
-        """Set the neighbours: a player on this rank, a peer's rank, or none."""
-        self._is_first, self._is_last = before is None, after is None
-        if isinstance(before, int):
-            self._before_peer = self._inboxes[before]
-        else:
-            self._before = before.slots if before is not None else None
-        if isinstance(after, int):
-            self._after_peer = self._inboxes[after]
-        else:
-            self._after = after.slots if after is not None else None
+    def begin(self, step: StepState, *, resend_metadata: bool) -> None:
+        """Begin a step.
 
-    def forget(self) -> None:
-        """What crosses this stage's boundaries is told anew, shape by shape."""
-        for known in (self._in_specs, self._out_specs, self._grads_out, self._grads_in):
-            known.clear()
+        Args:
+            step: its data.
+            resend_metadata: whether all that is cached by shape id is stale, here and at peers.
+        """
+        self._step = step
+        self._shape_ids, self._kwargs = step.shape_ids, step.kwargs
+        if resend_metadata:
+            for cache in (self._in_specs, self._out_specs, self._grads_out, self._grads_in):
+                cache.clear()
 
-    def rest(self) -> None:
-        """The step is over: let go of its batch."""
-        self.batch = self._no_batch
+    def end(self) -> None:
+        """End a step: release its data."""
+        self.begin(self._no_step, resend_metadata=False)
 
     def reset(self) -> None:
-        """Forget what a broken step has left. A whole one leaves nothing."""
-        self.rest()
-        for slot in self.slots:
-            slot.clear()
+        """Release what a broken step has left behind."""
+        self.end()
+        for state in self._states:
+            state.clear()
 
-    def bind(self, action: Action) -> list[Call]:
-        """The calls that carry out ``action``, in order."""
+    # --- binding -----------------------------------------------------------------------------
+
+    def bind(self, action: Action) -> list[BoundAction]:
+        """Bind ``action`` to its handler, behind the wait for its message if it has one."""
         if action.microbatch is None:
-            return self._bind_whole_stage(action)
-        slot = self.slots[action.microbatch]
+            return [BoundAction(action, self._bind_whole_stage(action))]
+        state = self._states[action.microbatch]
+        wait, handler = self._handlers(action)
+        bound = [BoundAction(action, partial(handler, state))]
+        if wait is not None:
+            arrived = self._acknowledged.get(action, 0)
+            bound.insert(0, BoundAction(action, partial(wait, state, arrived), is_wait=True))
+        return bound
+
+    def _handlers(
+        self, action: Action
+    ) -> tuple[Callable[[MicrobatchState, int], None] | None, Callable[[MicrobatchState], None]]:
+        wait_grads = self._wait_grads if self._next_queue is not None else None
         match action.op:
             case Op.FORWARD:
-                wait = self._wait_input if self._before_peer is not None else None
-                given = partial(self._given, action.microbatch)
-                forward = self._keeper.forward_for(action.microbatch, self._forward, given)
-                return self._calls(action, wait, forward, slot)
+                wait_input = self._wait_input if self._prev_queue is not None else None
+                if action.microbatch in self._recomputed:
+                    return wait_input, self._forward_to_recompute
+                if action.microbatch in self._offloaded:
+                    return wait_input, self._forward_to_offload
+                return wait_input, self._forward
             case Op.RECOMPUTE:
-                return [Call(action, partial(self._recompute, slot))]
+                return None, self._recompute
             case Op.OFFLOAD:
-                return [Call(action, partial(self._keeper.offload, slot))]
+                return None, self._offload
             case Op.RELOAD:
-                return [Call(action, partial(self._keeper.reload, slot))]
+                return None, self._reload
             case Op.FULL_BACKWARD:
-                wait = self._wait_grads if self._after_peer is not None else None
-                return self._calls(action, wait, self._backward, slot)
+                return wait_grads, self._backward
             case Op.INPUT_GRAD:
-                wait = self._wait_grads if self._after_peer is not None else None
-                return self._calls(action, wait, self._input_grad, slot)
+                return wait_grads, self._input_grad
             case Op.WEIGHT_GRAD:
-                return [Call(action, partial(self.stage.weight_grad, slot))]
+                return None, self.stage.weight_grad
             case Op.SEND_F:
-                return [Call(action, partial(self._send_forward, slot))]
+                return None, self._send_forward
             case Op.RECV_F:
-                return [Call(action, partial(self._expect_input, slot))]
+                return None, self._recv_forward
             case Op.SEND_B:
-                return [Call(action, partial(self._send_backward, slot))]
+                return None, self._send_backward
             case Op.RECV_B:
-                return [Call(action, partial(self._expect_grads, slot))]
+                return None, self._recv_backward
             case Op.UNSHARD | Op.RESHARD | Op.REDUCE_GRAD:
                 raise AssertionError(f"{action} names a microbatch")
             case _:
                 assert_never(action.op)
 
-    def _calls(
-        self,
-        action: Action,
-        wait: Callable[[Slot, int], None] | None,
-        run: Callable[[Slot], None],
-        slot: Slot,
-    ) -> list[Call]:
-        calls = [Call(action, partial(run, slot))]
-        if wait is not None:
-            arrived = self._arrived.get(action, 0)
-            calls.insert(0, Call(action, partial(wait, slot, arrived), waits=True))
-        return calls
-
-    def _bind_whole_stage(self, action: Action) -> list[Call]:
+    def _bind_whole_stage(self, action: Action) -> Callable[[], None]:
         match action.op:
             case Op.UNSHARD:
-                return [Call(action, self._unshard)]
+                return self._unshard
             case Op.RESHARD:
-                return [Call(action, self._reshard)]
+                return self._reshard
             case Op.REDUCE_GRAD:
-                return [Call(action, self._reduce_grads)]
+                return self._reduce_grads
             case _:
                 raise AssertionError(f"{action} names no microbatch")
 
-    # A stage that is not replicated or sharded has nothing to gather or reduce.
+    # A stage that is neither replicated nor sharded has nothing to gather or reduce.
 
     def _unshard(self) -> None:
         if self.replicas is not None:
@@ -196,171 +217,252 @@ class Player:
 
     # --- forward -----------------------------------------------------------------------------
 
-    def _expect_input(self, slot: Slot) -> None:
-        assert self._before_peer is not None
-        slot.arrival = self._before_peer.expect(self._input_metas, slot)
+    def _recv_forward(self, state: MicrobatchState) -> None:
+        assert self._prev_queue is not None
+        state.received = self._prev_queue.expect(self._input_metas, state)
 
-    def _input_metas(self, slot: Slot, note: bytes | None) -> Sequence[TensorMeta] | None:
-        shape_id = self.batch.shape_ids[slot.microbatch]
-        if note is not None:
-            slot.in_spec = self._in_specs[shape_id] = BoundarySpec.decode(note)
-            slot.in_spec.check_static(self.stage.static_inputs, "input")
-        elif self._role.dynamic_shapes or shape_id not in self._in_specs:
+    def _input_metas(
+        self, state: MicrobatchState, metadata: bytes | None
+    ) -> Sequence[TensorMeta] | None:
+        shape_id = self._shape_ids[state.microbatch]
+        if metadata is not None:
+            state.in_spec = self._in_specs[shape_id] = BoundarySpec.decode(metadata)
+            state.in_spec.check_static(self.stage.static_inputs, "input")
+        elif self._dynamic_shapes or shape_id not in self._in_specs:
             return None
         else:
-            slot.in_spec = self._in_specs[shape_id]
-        return slot.in_spec.metas
+            state.in_spec = self._in_specs[shape_id]
+        return state.in_spec.metas
 
-    def _wait_input(self, slot: Slot, arrived: int) -> None:
-        tensors = slot.arrival.wait()
-        assert self._before_peer is not None and slot.in_spec is not None
-        self._transport.release(self._before_peer.peer, arrived)
-        slot.arrival = slot.in_spec.unpack(tensors)
+    def _wait_input(self, state: MicrobatchState, arrived: int) -> None:
+        tensors = state.received.wait()
+        assert self._prev_queue is not None and state.in_spec is not None
+        self._transport.release(self._prev_queue.peer, arrived)
+        state.received = state.in_spec.unpack(tensors)
 
-    def _arguments(self, slot: Slot) -> tuple[Any, ...]:
+    def _forward(self, state: MicrobatchState) -> None:
+        mb, step = state.microbatch, self._step
+        output = self._run(state, self._arguments(state), self._kwargs[mb])
+        if self._is_last:
+            target = None if step.targets is None else step.targets[mb]
+            self._loss_head.run(state, output, target, step)
+        else:
+            self._pass_on(state, output)
+        if state.sequence is not None:
+            state.roots = [*state.roots, *state.sequence.edges]
+
+    def _arguments(self, state: MicrobatchState) -> tuple[Any, ...]:
         if self._is_first:
-            assert self.batch.args is not None  # the act has seen to it
-            return self.batch.args[slot.microbatch]
-        tensors, spec = slot.arrival, slot.in_spec
-        slot.arrival = None
+            assert self._step.args is not None  # checked as the step began
+            return self._step.args[state.microbatch]
+        tensors, spec = state.received, state.in_spec
+        state.received = None
         assert spec is not None
-        if self._lanes is not None:
-            self._lanes.adopt(tensors)
-        return self.stage.enter(slot, tensors, spec)
+        if self._dual_streams is not None:
+            self._dual_streams.keep_alive(tensors)
+        return self.stage.enter(state, tensors, spec)
 
-    def _given(self, microbatch: int) -> Sequence[Tensor]:
-        return self.batch.given(microbatch)
+    def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        mb = state.microbatch
+        defer = mb in self._deferred
+        if state.in_sequence:
+            before = self._states[mb - 1].sequence if mb % self._num_splits else None
+            kwargs = {**kwargs, "state": None if before is None else before.take()}
+        rng = self.rng
+        if rng is None or not is_grad_enabled():
+            output = self.stage.forward(state, args, kwargs, defer=defer)
+            return self._pass_state(state, output) if state.in_sequence else output
+        args = rng.begin(mb, args)
+        try:
+            output = self.stage.forward(state, args, kwargs, defer=defer)
+            return rng.end(self._pass_state(state, output) if state.in_sequence else output)
+        finally:
+            rng.leave()
 
-    def _run(self, slot: Slot) -> Any:
-        mb = slot.microbatch
-        args, kwargs = self._arguments(slot), self.batch.kwargs[mb]
-        return self.stage.forward(slot, args, kwargs, defer=mb in self._deferred)
+    def _pass_state(self, state: MicrobatchState, returned: Any) -> Any:
+        """Keep the state that a chunk's forward returned for the next chunk; return the output."""
+        output, sequence = detach_state(returned)
+        is_end = (state.microbatch + 1) % self._num_splits == 0
+        state.sequence = None if is_end else sequence
+        return output
 
-    def _forward(self, slot: Slot) -> None:
-        output = self._run(slot)
-        if self._is_last:
-            self._ending.take(slot, output, self.batch)
-        else:
-            self._pass_on(slot, output)
-
-    def _recompute(self, slot: Slot) -> None:
-        self._keeper.recompute(slot, self.batch, self._forward_again)
-
-    def _forward_again(self, slot: Slot) -> None:
-        """Run the forward for its graph alone: what it gave has been passed on already."""
-        output = self._run(slot)
-        if self._is_last:
-            # What is known of the batch is found once more, the same.
-            self._ending.take(slot, output, self.batch)
-        else:
-            assert slot.spec is not None
-            self.stage.leave(slot, output, slot.spec)
-            slot.outgoing = None
-
-    def _pass_on(self, slot: Slot, output: Any) -> None:
-        shape_id = self.batch.shape_ids[slot.microbatch]
+    def _pass_on(self, state: MicrobatchState, output: Any) -> None:
+        shape_id = self._shape_ids[state.microbatch]
         spec = self._out_specs.get(shape_id)
-        if spec is None or self._role.dynamic_shapes:
+        if spec is None or self._dynamic_shapes:
             spec = self._out_specs[shape_id] = describe(output)
             spec.check_static(self.stage.static_outputs, "output")
             self.sends_values |= spec.holds_values
-            if self._after is None:
-                slot.note = spec.encode()
-        self.stage.leave(slot, output, spec)
-        if self._after is not None:
-            taken = self._after[slot.microbatch]
-            taken.arrival, taken.in_spec = slot.outgoing, spec
-            slot.outgoing = None
+            if self._next_states is None:
+                state.metadata = spec.encode()
+        self.stage.leave(state, output, spec)
+        if self._next_states is not None:
+            receiver = self._next_states[state.microbatch]
+            receiver.received, receiver.in_spec = state.to_send, spec
+            state.to_send = None
 
-    def _send_forward(self, slot: Slot) -> None:
-        peer = self._after_peer
-        assert peer is not None and slot.outgoing is not None and slot.spec is not None
-        if slot.note is not None:
-            self._transport.send_metadata(peer.peer, slot.note)
-            slot.note = None
-        self._transport.send(peer.peer, slot.spec.pack(slot.outgoing))
-        slot.outgoing = None
+    def _send_forward(self, state: MicrobatchState) -> None:
+        queue = self._next_queue
+        assert queue is not None and state.to_send is not None and state.out_spec is not None
+        if state.metadata is not None:
+            self._transport.send_metadata(queue.peer, state.metadata)
+            state.metadata = None
+        self._transport.send(queue.peer, state.out_spec.pack(state.to_send))
+        state.to_send = None
+
+    # --- activations that are recomputed or offloaded ----------------------------------------
+
+    def _forward_to_recompute(self, state: MicrobatchState) -> None:
+        """Run the forward and keep its inputs alone."""
+        received = state.received or ()
+        inputs = [*received, *self._step.given(state.microbatch)]
+        context = self._recomputer.record(self.stage.submod, inputs)
+        if not self._is_first:
+            state.received = [tensor.detach() for tensor in received]  # leaves of its own
+        self._forward(state)
+        context.close()
+        state.recompute = context
+        state.received = None if self._is_first else [context.restore(t) for t in received]
+        state.roots, state.leaves, state.work = (), (), None
+
+    def _recompute(self, state: MicrobatchState) -> None:
+        """Run the forward again, for its graph: its output has been sent already."""
+        context, state.recompute = state.recompute, None
+        assert context is not None
+        mb, step = state.microbatch, self._step
+        args, kwargs = self._arguments(state), self._kwargs[mb]
+        target = None if step.targets is None else step.targets[mb]
+        if context.written_inputs:
+            args, kwargs, target = map_tensors(context.restore, (args, kwargs, target))
+        with context:
+            output = self._run(state, args, kwargs)
+            if self._is_last:
+                self._loss_head.run(state, output, target, step)
+            else:
+                assert state.out_spec is not None
+                self.stage.leave(state, output, state.out_spec)
+                state.to_send = None
+
+    def _forward_to_offload(self, state: MicrobatchState) -> None:
+        """Run the forward and record the tensors that autograd saves."""
+        module = self.stage.submod
+        stays = chain(
+            module.parameters(),
+            module.buffers(),
+            state.received or (),
+            self._step.given(state.microbatch),
+        )
+        state.offload = ActivationOffload(self.stage.device, stays, self._copy_streams)
+        with state.offload.collecting():
+            self._forward(state)
+
+    def _offload(self, state: MicrobatchState) -> None:
+        assert state.offload is not None
+        state.offload.offload()
+
+    def _reload(self, state: MicrobatchState) -> None:
+        offload, state.offload = state.offload, None
+        assert offload is not None
+        offload.reload()
 
     # --- backward ----------------------------------------------------------------------------
 
-    def _expect_grads(self, slot: Slot) -> None:
-        assert self._after_peer is not None
-        slot.grad_arrival = self._after_peer.expect(self._grad_metas, slot)
+    def _recv_backward(self, state: MicrobatchState) -> None:
+        assert self._next_queue is not None
+        state.received_grads = self._next_queue.expect(self._grad_metas, state)
 
-    def _grad_metas(self, slot: Slot, note: bytes | None) -> Sequence[TensorMeta] | None:
-        shape_id = self.batch.shape_ids[slot.microbatch]
-        if note is not None:
-            self._grads_in[shape_id] = tuple(bool(b) for b in note)
-        elif self._role.dynamic_shapes or shape_id not in self._grads_in:
+    def _grad_metas(
+        self, state: MicrobatchState, metadata: bytes | None
+    ) -> Sequence[TensorMeta] | None:
+        shape_id = self._shape_ids[state.microbatch]
+        if metadata is not None:
+            self._grads_in[shape_id] = tuple(bool(b) for b in metadata)
+        elif self._dynamic_shapes or shape_id not in self._grads_in:
             return None
-        slot.grads_present = present = self._grads_in[shape_id]
-        # A receive may be posted before this step's forward, when the slot still tells of the last
-        # step's; where shapes always come with a note, it is posted after it.
-        spec = slot.spec if self._role.dynamic_shapes else self._out_specs[shape_id]
+        state.grads_present = present = self._grads_in[shape_id]
+        # A receive may be posted before this step's forward, while the state still has the last
+        # step's spec; with metadata for every message it is posted after it.
+        spec = state.out_spec if self._dynamic_shapes else self._out_specs[shape_id]
         assert spec is not None
         if all(present):
             return spec.grad_metas
         return [meta for meta, there in zip(spec.grad_metas, present, strict=True) if there]
 
-    def _wait_grads(self, slot: Slot, arrived: int) -> None:
-        tensors = slot.grad_arrival.wait()
-        assert self._after_peer is not None
-        self._transport.release(self._after_peer.peer, arrived)
-        present = slot.grads_present
+    def _wait_grads(self, state: MicrobatchState, arrived: int) -> None:
+        tensors = state.received_grads.wait()
+        assert self._next_queue is not None
+        self._transport.release(self._next_queue.peer, arrived)
+        present = state.grads_present
         if len(tensors) != len(present):
-            come = iter(tensors)
-            tensors = [next(come) if there else None for there in present]
-        assert slot.spec is not None
-        slot.grad_arrival = slot.spec.unpack_grads(tensors)
+            received = iter(tensors)
+            tensors = [next(received) if there else None for there in present]
+        assert state.out_spec is not None
+        state.received_grads = state.out_spec.unpack_grads(tensors)
 
-    def _backward(self, slot: Slot) -> None:
-        self.stage.backward(slot, self._take_grads(slot))
-        self._pass_back(slot)
+    def _backward(self, state: MicrobatchState) -> None:
+        self.stage.backward(state, self._take_grads(state))
+        self._pass_back(state)
 
-    def _input_grad(self, slot: Slot) -> None:
-        self.stage.input_grad(slot, self._take_grads(slot))
-        self._pass_back(slot)
+    def _input_grad(self, state: MicrobatchState) -> None:
+        self.stage.input_grad(state, self._take_grads(state))
+        self._pass_back(state)
 
-    def _take_grads(self, slot: Slot) -> Sequence[Tensor | None]:
-        grads: Sequence[Tensor | None] = slot.grad_arrival
-        slot.grad_arrival = None
-        if self._lanes is not None:
-            self._lanes.adopt(grads)
+    def _take_grads(self, state: MicrobatchState) -> Sequence[Tensor | None]:
+        grads: Sequence[Tensor | None] = state.received_grads
+        state.received_grads = None
+        if self._dual_streams is not None:
+            self._dual_streams.keep_alive(grads)
+        if state.sequence is not None:
+            grads = [*grads, *state.sequence.grads()]
+            state.sequence = None
         return grads
 
-    def _pass_back(self, slot: Slot) -> None:
+    def _pass_back(self, state: MicrobatchState) -> None:
         if self._is_first:
-            slot.outgoing_grads = None
-        elif self._before is not None:
-            self._before[slot.microbatch].grad_arrival = slot.outgoing_grads
-            slot.outgoing_grads = None
+            state.grads_to_send = None
+        elif self._prev_states is not None:
+            self._prev_states[state.microbatch].received_grads = state.grads_to_send
+            state.grads_to_send = None
 
-    def _send_backward(self, slot: Slot) -> None:
-        peer, grads = self._before_peer, slot.outgoing_grads
-        assert peer is not None and grads is not None
-        slot.outgoing_grads = None
-        shape_id = self.batch.shape_ids[slot.microbatch]
+    def _send_backward(self, state: MicrobatchState) -> None:
+        queue, grads = self._prev_queue, state.grads_to_send
+        assert queue is not None and grads is not None
+        state.grads_to_send = None
+        shape_id = self._shape_ids[state.microbatch]
         present = self._grads_out.get(shape_id)
-        if present is None or self._role.dynamic_shapes:
+        if present is None or self._dynamic_shapes:
             present = self._grads_out[shape_id] = tuple(g is not None for g in grads)
-            self._transport.send_metadata(peer.peer, bytes(present))
-        self._transport.send(peer.peer, self._present_grads(slot, grads, present))
+            self._transport.send_metadata(queue.peer, bytes(present))
+        self._transport.send(queue.peer, _present_grads(state, grads, present))
 
-    def _present_grads(
-        self, slot: Slot, grads: Sequence[Tensor | None], present: tuple[bool, ...]
-    ) -> list[Tensor]:
-        spec = slot.in_spec
-        assert spec is not None
-        sent = []
-        for i, grad, wanted in zip(spec.grad_slots, grads, present, strict=True):
-            if (grad is not None) != wanted:
-                # Zeros in place of a missing gradient would be another result: an optimizer
-                # passes over parameters without a gradient, and decays those with zeros.
-                now, before = ("no", "one") if wanted else ("a", "none")
-                raise BoundaryError(
-                    f"input {i} has {now} gradient in this microbatch and had {before} in earlier "
-                    "ones; pass dynamic_shapes=True where this may change"
-                )
-            if grad is not None:
-                sent.append(spec.metas[i].pack(grad))
-        return sent
+
+def _present_grads(
+    state: MicrobatchState, grads: Sequence[Tensor | None], present: tuple[bool, ...]
+) -> list[Tensor]:
+    spec = state.in_spec
+    assert spec is not None
+    sent = []
+    for i, grad, expected in zip(spec.grad_slots, grads, present, strict=True):
+        if (grad is not None) != expected:
+            # Zeros in place of a missing gradient would be another result: an optimizer skips
+            # parameters without a gradient, and decays those with zeros.
+            now, before = ("no", "one") if expected else ("a", "none")
+            raise BoundaryError(
+                f"input {i} has {now} gradient in this microbatch and had {before} in earlier "
+                "ones; pass dynamic_shapes=True where this may change"
+            )
+        if grad is not None:
+            sent.append(spec.metas[i].pack(grad))
+    return sent
+
+
+def _make_rng(stage: Stage, program: Program) -> RandomStream:
+    if stage.static_inputs is not None or stage.static_outputs is not None:
+        raise ScheduleError(
+            f"stage {stage.stage_index}: with microbatch_rng=True the generator's state crosses "
+            "boundaries too; leave input_args and output_args out"
+        )
+    placement, index = program.placement, stage.stage_index
+    return RandomStream(
+        stage.device, first=index in placement.entries, last=index in placement.exits
+    )

@@ -1,13 +1,13 @@
-"""The streams of a device: the one place where they are made, ordered, and kept memory for.
+"""The streams and events of a device: created, ordered, and synchronized here alone.
 
     stream a   ── write x ──● mark            a's work up to here
                             │
     stream b   ─────────────▼ wait ── read x ──
-                                 keep(x, b)   x's memory is not given out anew before b is done
+                                 keep(x, b)   x's memory is not reused before b is done
 
-The host waits in ``elapsed_s`` and ``host_time_of`` alone, which nothing calls within a step. All
-of Penstock's own streams and events go through this module, so that tests can put a recording
-stand-in here and check who waits for whom (``tests/streams.py``). It knows no stages.
+The host waits only in ``elapsed_s`` and ``host_time_of``, which are not called within a step. All
+streams and events of Penstock go through this module, so that tests can record and check their
+order (``tests/streams.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Event: TypeAlias = Any
 
 
 class DeviceStreams(Protocol):
-    """What a device with streams offers."""
+    """The stream operations of a device."""
 
     def current(self) -> Stream:
         """The stream on which the calling thread's operations run."""
@@ -40,44 +40,44 @@ class DeviceStreams(Protocol):
         ...
 
     def event(self, *, timed: bool = False) -> Event:
-        """An event to be marked, as often as wanted."""
+        """A new event; it may be marked repeatedly."""
         ...
 
     def mark(self, event: Event, stream: Stream) -> None:
-        """Have ``event`` stand for all that ``stream`` was given so far."""
+        """Record ``event`` on ``stream``."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let what ``stream`` is given from now on wait for what ``event`` stands for."""
+        """Let later work on ``stream`` wait for ``event``."""
         ...
 
     def follow(self, stream: Stream, other: Stream) -> None:
-        """Let what ``stream`` is given from now on wait for all that ``other`` was given."""
+        """Let later work on ``stream`` wait for all work so far on ``other``."""
         ...
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Once ``tensor`` is dropped, don't reuse its memory before ``stream`` has used it."""
+        """Don't reuse the memory of ``tensor`` before ``stream`` is done with it."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Memory of the host that streams copy to and from by themselves."""
+        """Pinned host memory."""
         ...
 
     def is_over(self, event: Event) -> bool:
-        """Whether what ``event`` stands for is done; the host does not wait for it."""
+        """Whether ``event`` has completed; does not block."""
         ...
 
     def elapsed_s(self, first: Event, second: Event) -> float:
-        """The time between two events that are over, in seconds."""
+        """The time between two completed events, in seconds."""
         ...
 
     def host_time_of(self, event: Event) -> float:
-        """When a timed event came, by ``time.perf_counter``; waits for all that was asked for."""
+        """The ``time.perf_counter`` of a timed event; synchronizes the device."""
         ...
 
 
 class CudaStreams:
-    """Those of one CUDA device.
+    """The streams of one CUDA device.
 
     Args:
         device: the device, with its index.
@@ -133,7 +133,7 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device) -> DeviceStreams | None:
-    """The streams of a device; None where it has none.
+    """The streams of a device; None if it has none.
 
     Example:
         >>> streams_of(torch.device("cpu")) is None
@@ -143,7 +143,7 @@ def streams_of(device: torch.device) -> DeviceStreams | None:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """A device as its tensors name it: ``cuda`` is the current one of several.
+    """A device with its index: ``cuda`` is the current CUDA device.
 
     Example:
         >>> indexed(torch.device("cpu"))

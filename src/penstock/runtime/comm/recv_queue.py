@@ -15,32 +15,32 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.comm.base import PendingReceive, Transport
-from penstock.stage.slots import Slot
+from penstock.stage.microbatch_state import MicrobatchState
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["DeferredReceive", "RecvQueue"]
 
-# For a microbatch's slot, what will come, if known; if not, asked again with the peer's note.
-Expect: TypeAlias = Callable[[Slot, bytes | None], Sequence[TensorMeta] | None]
+# For a microbatch's state, what will come, if known; if not, asked again with the peer's note.
+Expect: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMeta] | None]
 
 
 class DeferredReceive:
     """A message whose receive can't be posted yet."""
 
-    __slots__ = ("_expect", "_inbox", "_receipt", "_slot")
+    __slots__ = ("_expect", "_inbox", "_receipt", "_state")
 
-    def __init__(self, inbox: RecvQueue, expect: Expect, slot: Slot) -> None:
+    def __init__(self, inbox: RecvQueue, expect: Expect, state: MicrobatchState) -> None:
         self._inbox = inbox
         self._expect = expect
-        self._slot = slot
+        self._state = state
         self._receipt: PendingReceive | None = None
 
     def post(self) -> None:
         """Post the receive, reading the peer's note first where that is needed."""
-        metas = self._expect(self._slot, None)
+        metas = self._expect(self._state, None)
         if metas is None:
             note = self._inbox.transport.recv_metadata(self._inbox.peer)
-            metas = self._expect(self._slot, note)
+            metas = self._expect(self._state, note)
         assert metas is not None
         self._receipt = self._inbox.receive(metas)
 
@@ -66,12 +66,12 @@ class RecvQueue:
         self._device = device
         self._waiting: deque[DeferredReceive] = deque()
 
-    def expect(self, expect: Expect, slot: Slot) -> PendingReceive:
+    def expect(self, expect: Expect, state: MicrobatchState) -> PendingReceive:
         """Announce the next message: its receive is posted now if that is possible."""
-        metas = None if self._waiting else expect(slot, None)
+        metas = None if self._waiting else expect(state, None)
         if metas is not None:
             return self.receive(metas)
-        arrival = DeferredReceive(self, expect, slot)
+        arrival = DeferredReceive(self, expect, state)
         self._waiting.append(arrival)
         return arrival
 

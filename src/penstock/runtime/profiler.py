@@ -1,6 +1,6 @@
-"""A real step's trace: what the executors noted, as spans.
+"""The trace of a real step, from the times that the executor recorded.
 
-On the CPU a call's time is its wall time; on CUDA it is the device's, between events on its stream.
+On the CPU an action's time is its wall time; on CUDA it is the device's, between two events.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ __all__ = ["decode_spans", "encode_spans", "merge_spans", "spans_of"]
 
 
 def spans_of(executor: Executor, placement: Placement, streams: DeviceStreams | None) -> list[Span]:
-    """The spans of the executor's last run, in seconds of the machine's wall clock.
-
-    Waiting for a message is idle time: it gets no span.
-    """
+    """The spans of the last run, in seconds of the wall clock; waits for messages have none."""
     return [
-        Span(rank=placement.rank_of(call.action.stage), action=call.action, start=start, end=end)
-        for call, (start, end) in zip(executor.calls, _times(executor, streams), strict=False)
-        if not call.waits
+        Span(rank=placement.rank_of(bound.action.stage), action=bound.action, start=start, end=end)
+        for bound, (start, end) in zip(executor.actions, _times(executor, streams), strict=False)
+        if not bound.is_wait
     ]
 
 
 def _times(executor: Executor, streams: DeviceStreams | None) -> list[tuple[float, float]]:
-    """For each call that was finished, when it began and ended."""
-    # Ranks on several machines share no monotonic clock; wall clocks are close enough to look at.
+    """Start and end of each finished action."""
+    # Machines share no monotonic clock; their wall clocks are close enough for a picture.
     offset = time.time() - time.perf_counter()
     finished = max(0, len(executor.marks) - 1)
     if streams is None or not finished:
         return [(begin + offset, end + offset) for begin, end in pairwise(executor.marks)]
-    # The host runs ahead of the device: its own marks say when calls were asked for, not run.
+    # The host runs ahead of the device: its own marks are launch times.
     first = executor.events[0][0]
     start = streams.host_time_of(first) + offset
     return [
@@ -48,13 +45,13 @@ def _times(executor: Executor, streams: DeviceStreams | None) -> list[tuple[floa
 
 
 def encode_spans(spans: Sequence[Span]) -> bytes:
-    """Spans as JSON, to be sent to other ranks."""
+    """Encode spans as JSON, for other ranks."""
     rows = [[s.rank, format_step(s.action), s.start, s.end] for s in spans]
     return json.dumps(rows).encode()
 
 
 def decode_spans(data: bytes) -> list[Span]:
-    """The spans that ``encode_spans`` wrote."""
+    """Decode the spans of ``encode_spans``."""
     return [
         Span(rank=rank, action=parse_action(text), start=start, end=end)
         for rank, text, start, end in json.loads(data)
@@ -62,11 +59,11 @@ def decode_spans(data: bytes) -> list[Span]:
 
 
 def merge_spans(name: str, num_ranks: int, spans: Sequence[Span]) -> Trace:
-    """One trace that begins at zero."""
+    """A trace of all ranks' spans that begins at zero."""
     origin = min((s.start for s in spans), default=0.0)
-    moved = [
+    shifted = [
         Span(rank=s.rank, action=s.action, start=s.start - origin, end=s.end - origin)
         for s in spans
     ]
-    moved.sort(key=lambda s: (s.rank, s.start))
-    return Trace(name=name, num_ranks=num_ranks, unit="s", spans=tuple(moved))
+    shifted.sort(key=lambda s: (s.rank, s.start))
+    return Trace(name=name, num_ranks=num_ranks, unit="s", spans=tuple(shifted))

@@ -1,15 +1,13 @@
-"""What autograd keeps for one microbatch's backward, put on the host for a while.
+"""Offload the tensors that autograd saved for one microbatch's backward to the host, and back.
 
-    F, in shelf.collecting()    every tensor that is saved is noted
-    shelf.offload()             copied to the host, and let go of on the device
-    shelf.reload()              copied back
-    backward                    finds it as it was
+    F, in offload.collecting()    saved tensors are recorded
+    offload.offload()             copied to the host, released on the device
+    offload.reload()              copied back
+    backward                      uses them as if they had stayed
 
-On CUDA copies run on streams of their own, beside the compute and each other: nothing waits for an
-offload, and the backward waits for the reload of what it uses. On the CPU they are copies all the
-same.
-Parameters, buffers and inputs, which others hold anyway, stay where they are. This module knows
-neither stages nor schedules.
+On CUDA copies run on two streams of their own: nothing waits for an offload, and the backward
+waits for the reload of what it uses. Parameters, buffers and inputs stay on the device, since they
+are referenced elsewhere.
 """
 
 from __future__ import annotations
@@ -26,26 +24,25 @@ from penstock._torch_compat import has_memory, saved_through
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
 
-__all__ = ["Copier", "Shelf"]
+__all__ = ["ActivationOffload", "CopyStreams"]
 
 _REFUSED = (
-    "the forward differentiates by torch.func (grad, vjp, hessian, ...), under which torch lets "
-    "nobody see what is saved for the backward, so it can't be offloaded; choose a schedule that "
-    "offloads nothing, or one that recomputes"
+    "the forward differentiates by torch.func (grad, vjp, hessian, ...), where torch allows no "
+    "saved-tensor hooks, so its activations can't be offloaded; choose a schedule without "
+    "offloading, or one that recomputes"
 )
 
 
-class Copier:
-    """Copies to and from the host, on a stream of its own each.
+class CopyStreams:
+    """Two streams, for copies to the host and for copies back.
 
-        compute    F0 ─┐ F1 ─┬─ F2 ...  B1 ──┬─ B0       F2 may be given what F0 has kept: it waits
-        out            └ 0 ──┘ └ 1           │           until that is copied
+        compute    F0 ─┐ F1 ─┬─ F2 ...  B1 ──┬─ B0       F2 may reuse the memory of F0: it waits
+        out            └ 0 ──┘ └ 1           │           for the copy
         back                             └ 0 ┘
 
-    The host runs ahead of the device, and the allocator goes by what the device has done when it
-    is asked. So memory is not kept by ``keep``, which would let the host take new memory again and
-    again: it is let go of when the compute has been told to wait for the copy, which is at the
-    next offload. A stage that computes faster than it copies waits, and holds no more than that.
+    ``record_stream`` would let the host, which runs ahead, allocate new memory for each offload.
+    Instead the tensors are released at the next offload, after the compute stream has been told to
+    wait for the copy: a stage that computes faster than it copies waits, and holds no more.
 
     Args:
         streams: those of the device.
@@ -54,12 +51,12 @@ class Copier:
     def __init__(self, streams: DeviceStreams) -> None:
         self._streams = streams
         self._out, self._back = streams.new(), streams.new()
-        # What is being copied to the host, when it is, and on which stream it was made.
+        # Tensors being copied to the host, the event of the copy, and the stream that made them.
         self._leaving: tuple[Sequence[Tensor], Event, Stream] | None = None
 
     def to_host(self, here: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Begin to copy bytes to the host; the event says when they are there."""
-        self._let_go()
+        """Start to copy bytes to the host; the event marks the end of the copy."""
+        self._release()
         streams, current = self._streams, self._streams.current()
         hosts = [streams.pinned(each.numel()) for each in here]
         streams.follow(self._out, current)
@@ -67,7 +64,7 @@ class Copier:
         self._leaving = (here, event, current)
         return hosts, event
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._leaving is not None:
             _, copied, made_on = self._leaving
             self._streams.wait(made_on, copied)
@@ -76,9 +73,9 @@ class Copier:
     def to_device(
         self, hosts: Sequence[Tensor], there: Event, device: torch.device
     ) -> tuple[list[Tensor], Event]:
-        """Begin to copy bytes back that ``to_host`` has copied; the event says when."""
+        """Start to copy bytes back; the event marks the end of the copy."""
         if self._leaving is not None and self._leaving[1] is there:
-            self._let_go()  # the last one: no offload comes after it
+            self._release()  # no further offload would do so
         streams = self._streams
         here = [torch.empty(each.numel(), dtype=torch.uint8, device=device) for each in hosts]
         streams.wait(self._back, there)
@@ -97,26 +94,26 @@ class Copier:
         streams.mark(event, stream)
         return event
 
-    def await_here(self, come: Event) -> None:
-        """Let the current stream use what has been copied back."""
+    def wait_on_device(self, come: Event) -> None:
+        """Let the current stream use tensors that were copied back."""
         self._streams.wait(self._streams.current(), come)
 
 
 class _Copy:
-    """The memory of saved tensors that share it: on the device, on the host, or both."""
+    """The storage of saved tensors that share it: on the device or on the host."""
 
-    __slots__ = ("bytes", "host", "stamp", "storage")
+    __slots__ = ("bytes", "copied", "host", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.bytes = storage.nbytes()
         self.host: Tensor | None = None
-        # When the last copy, to the host or back, is done.
-        self.stamp: Event = None
+        # The end of the last copy, to the host or back.
+        self.copied: Event = None
 
 
 class _Saved:
-    """One tensor that autograd saved: its place in that memory."""
+    """One tensor that autograd saved: a view of a storage."""
 
     __slots__ = ("__weakref__", "copy", "dtype", "offset", "shape", "stride")
 
@@ -126,22 +123,22 @@ class _Saved:
         self.stride, self.offset = tensor.stride(), tensor.storage_offset()
 
 
-class Shelf:
+class ActivationOffload:
     """The saved tensors of one microbatch in one stage.
 
     Args:
         device: where the stage computes.
-        stays: tensors whose memory is held anyway.
-        copier: copies beside the compute; None where the device has no streams.
+        stays: tensors whose memory is referenced elsewhere.
+        copy_streams: the streams for copies; None where the device has no streams.
 
     Example:
         >>> x = torch.ones(3, requires_grad=True)
-        >>> shelf = Shelf(torch.device("cpu"), [x])
-        >>> with shelf.collecting():
+        >>> offload = ActivationOffload(torch.device("cpu"), [x])
+        >>> with offload.collecting():
         ...     y = (x * 2).exp().sum()
-        >>> shelf.offload()
+        >>> offload.offload()
         12
-        >>> shelf.reload()
+        >>> offload.reload()
         >>> y.backward()
         >>> torch.equal(x.grad, 2 * (x * 2).exp())
         True
@@ -151,16 +148,16 @@ class Shelf:
         self,
         device: torch.device,
         stays: Iterable[Tensor],
-        copier: Copier | None = None,
+        copy_streams: CopyStreams | None = None,
     ) -> None:
         self._device = device
-        self._copier = copier
+        self._copy_streams = copy_streams
         self._stays = {_address(t) for t in stays if type(t) in _PLAIN}
         self._copies: dict[int, _Copy] = {}
         self._saved: list[ref[_Saved]] = []
 
     def collecting(self) -> AbstractContextManager[None]:
-        """A context for the forward, in which saved tensors are noted."""
+        """A context for the forward, in which saved tensors are recorded."""
         return saved_through(self._pack, self._unpack, StageError(_REFUSED))
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -181,52 +178,52 @@ class Shelf:
             return tensor
         copy = saved.copy
         if copy.storage is None:
-            raise StageError("an activation is needed that is on the host: reload it first")
+            raise StageError("the backward uses an offloaded activation; reload it first")
         empty = torch.empty(0, dtype=saved.dtype, device=self._device)
         found = empty.set_(copy.storage, saved.offset, saved.shape, saved.stride)
-        if self._copier is not None and copy.stamp is not None:
-            self._copier.await_here(copy.stamp)
+        if self._copy_streams is not None and copy.copied is not None:
+            self._copy_streams.wait_on_device(copy.copied)
         return found
 
     def offload(self) -> int:
-        """Copy what was saved to the host, and let go of it here.
+        """Copy the saved tensors to the host and release them here.
 
         Returns:
-            How many bytes went.
+            The number of bytes copied.
         """
-        # What autograd has let go of already, since the forward, is needed no more.
+        # Tensors that autograd has released since the forward are not needed.
         live = {id(saved.copy): saved.copy for each in self._saved if (saved := each()) is not None}
         self._copies, self._saved = {}, [each for each in self._saved if each() is not None]
         copies = [copy for copy in live.values() if copy.storage is not None]
         here = [_flat(copy.storage, self._device) for copy in copies if copy.storage is not None]
-        stamp: Event = None
-        if self._copier is None:
+        copied: Event = None
+        if self._copy_streams is None:
             hosts = [each.clone() for each in here]
         else:
-            hosts, stamp = self._copier.to_host(here)
+            hosts, copied = self._copy_streams.to_host(here)
         for copy, host in zip(copies, hosts, strict=True):
-            copy.storage, copy.host, copy.stamp = None, host, stamp
+            copy.storage, copy.host, copy.copied = None, host, copied
         return sum(copy.bytes for copy in copies)
 
     def reload(self) -> None:
-        """Copy it back, for the backward."""
+        """Copy the saved tensors back for the backward."""
         live = {id(saved.copy): saved.copy for each in self._saved if (saved := each())}
         copies = list(live.values())
         hosts = [copy.host for copy in copies if copy.host is not None]
-        stamp: Event = None
-        if self._copier is None or not copies:
+        copied: Event = None
+        if self._copy_streams is None or not copies:
             here = [host.clone() for host in hosts]
         else:
-            here, stamp = self._copier.to_device(hosts, copies[0].stamp, self._device)
+            here, copied = self._copy_streams.to_device(hosts, copies[0].copied, self._device)
         for copy, back in zip(copies, here, strict=True):
-            copy.storage, copy.host, copy.stamp = back.untyped_storage(), None, stamp
+            copy.storage, copy.host, copy.copied = back.untyped_storage(), None, copied
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_as_in_memory(tensor: Tensor) -> bool:
-    """Whether memory, dtype, shape and strides say all of a tensor."""
+    """Whether storage, dtype, shape and strides describe a tensor fully."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided

@@ -1,0 +1,198 @@
+"""A program bound to this process: stage runners for its stages, and an executor of its actions.
+
+Training and evaluation are two bound programs over the same stages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from penstock.runtime.comm.base import Transport
+from penstock.runtime.comm.recv_queue import RecvQueue
+from penstock.runtime.config import RunConfig
+from penstock.runtime.executor import BoundAction, Executor
+from penstock.runtime.overlap import (
+    DualStreams,
+    PairFunction,
+    bind_pair,
+    can_overlap,
+    why_sequential,
+)
+from penstock.runtime.stage_runner import Neighbor, StageRunner
+from penstock.runtime.step import StepState
+from penstock.runtime.step_sync import StepSync
+from penstock.schedule.action import Action, Op
+from penstock.schedule.channels import acknowledgements
+from penstock.schedule.check import global_order
+from penstock.schedule.program import CheckedProgram
+from penstock.stage.device_streams import DeviceStreams
+from penstock.stage.microbatch_state import MicrobatchState
+from penstock.stage.stage import Stage
+
+__all__ = ["BoundProgram"]
+
+_log = logging.getLogger(__name__)
+
+# The ops that change how the forward of their microbatch runs.
+_FORWARD_MODES = frozenset({Op.INPUT_GRAD, Op.RECOMPUTE, Op.OFFLOAD})
+
+
+class BoundProgram:
+    """One program, bound.
+
+    Args:
+        program: the program.
+        config: how it runs.
+        stages: this process's stages, by index.
+        transports: one per rank of this process, in rank order.
+        streams: the device's streams.
+        train: whether the program trains, or evaluates.
+
+    Attributes:
+        runners: by stage.
+        executor: runs their bound actions.
+    """
+
+    def __init__(
+        self,
+        program: CheckedProgram,
+        config: RunConfig,
+        stages: Mapping[int, Stage],
+        transports: Sequence[Transport],
+        streams: DeviceStreams | None = None,
+        *,
+        train: bool,
+    ) -> None:
+        self.train = train
+        self.program = program
+        self._config = config
+        self._stages = stages
+        self._transports = transports
+        self._streams = streams
+        self._is_alone = len(transports) == program.num_ranks
+        self._sync = StepSync(program, config, stages, transports, train=train)
+        self._log_later: str | None = None
+        self._pair_function: PairFunction | None = None
+        self._dual_streams = self._make_dual_streams()
+        self.runners = self._make_runners()
+        self.executor = Executor(self._bind(), streams)
+
+    def rebind(self, program: CheckedProgram) -> None:
+        """Run another program of the same computations and messages; caches are kept."""
+        self.program = program
+        if self._dual_streams is not None:
+            self._dual_streams = self._make_dual_streams()
+        self.executor = Executor(self._bind(), self._streams)
+
+    def run_pairs_by(self, function: PairFunction) -> None:
+        """Let ``function`` run the overlapped pairs (see ``runtime/overlap.py``)."""
+        self._pair_function, self._dual_streams, self._log_later = function, None, None
+        self.executor = Executor(self._bind(), self._streams)
+
+    def _make_dual_streams(self) -> DualStreams | None:
+        program, config = self.program, self._config
+        if not any(len(step.parts) > 1 for rank in program.ranks for step in rank):
+            return None
+        kind = next(iter(self._stages.values())).device.type
+        reason = why_sequential(program, self._streams, kind, requested=config.overlap)
+        if reason is None and self._streams is not None:
+            return DualStreams(self._streams)
+        if program.placement.entries[0] in self._stages:
+            self._log_later = f"forward and backward of a block run in turn: {reason}"
+        return None
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def begin(self, step: StepState, num_steps: int) -> None:
+        """Begin a step on all ranks (see ``StepSync.begin``)."""
+        self._sync.begin(step, num_steps)
+        for runner in self.runners.values():
+            runner.begin(step, resend_metadata=self._sync.resends_metadata)
+
+    def run(self) -> None:
+        """Run all actions."""
+        if self._log_later is not None:
+            _log.info("%s: %s", self.program.name, self._log_later)
+            self._log_later = None
+        with self._dual_streams or nullcontext():
+            self.executor.run()
+
+    def end(self, step: StepState) -> Tensor | None:
+        """End a step on all ranks; returns the losses (see ``StepSync.end``)."""
+        runners = self.runners.values()
+        losses = self._sync.end(step, sent_values=any(runner.sends_values for runner in runners))
+        for runner in runners:
+            runner.end()
+        return losses
+
+    # --- binding -----------------------------------------------------------------------------
+
+    def _make_runners(self) -> dict[int, StageRunner]:
+        program, placement = self.program, self.program.placement
+        # Stage → op → the microbatches for which the program has that op.
+        ops: dict[int, dict[Op, set[int]]] = {i: defaultdict(set) for i in self._stages}
+        for action in program.actions():
+            if action.op in _FORWARD_MODES and action.stage in ops:
+                assert action.microbatch is not None
+                ops[action.stage][action.op].add(action.microbatch)
+        microbatches, chunked = range(program.num_microbatches), program.num_splits > 1
+        states = {
+            i: [MicrobatchState(m, in_sequence=chunked) for m in microbatches] for i in self._stages
+        }
+        runners: dict[int, StageRunner] = {}
+        for transport in self._transports:
+            stages = [self._stages[i] for i in placement.stages_of(transport.rank)]
+            around = [placement.neighbour(s.stage_index, d) for s in stages for d in (-1, 1)]
+            peers = {placement.rank_of(other) for other in around if other is not None}
+            transport.register_peers(peers - {transport.rank})
+            queues = {p: RecvQueue(transport, p, stages[0].device) for p in peers}
+            # In one process nothing is on its way: a sent message has arrived.
+            acknowledged: Mapping[Action, int] = (
+                {} if self._is_alone else acknowledgements(program, transport.rank)
+            )
+
+            def neighbor(index: int, offset: int, queues: Mapping[int, RecvQueue]) -> Neighbor:
+                other = placement.neighbour(index, offset)
+                if other is None:
+                    return None
+                same = placement.same_rank(index, other)
+                return states[other] if same else queues[placement.rank_of(other)]
+
+            for stage in stages:
+                index = stage.stage_index
+                runners[index] = StageRunner(
+                    stage,
+                    states[index],
+                    neighbor(index, -1, queues),
+                    neighbor(index, +1, queues),
+                    program=program,
+                    config=self._config,
+                    train=self.train,
+                    ops=ops[index],
+                    transport=transport,
+                    acknowledged=acknowledged,
+                    dual_streams=self._dual_streams,
+                )
+        return runners
+
+    def _bind(self) -> list[BoundAction]:
+        program = self.program
+        if self._is_alone:
+            steps = [step for _, step in global_order(program)]
+        else:
+            steps = list(program.ranks[self._transports[0].rank])
+        bound = [[self.runners[a.stage].bind(a) for a in step.parts] for step in steps]
+        if self._dual_streams is not None:
+            return self._dual_streams.add_prologues(steps, bound, program.placement)
+        found: list[BoundAction] = []
+        for step, parts in zip(steps, bound, strict=True):
+            if self._pair_function is not None and can_overlap(step):
+                found += bind_pair(self._pair_function, step, parts)
+            else:
+                found += [each for part in parts for each in part]
+        return found

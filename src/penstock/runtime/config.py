@@ -1,0 +1,97 @@
+"""The options of a schedule, made once and passed whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict
+
+from penstock.errors import ScheduleError
+from penstock.partition.ties import Tie
+
+__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "RunConfig", "RunOptions"]
+
+DEFAULT_TIMEOUT_S = 600.0
+
+LossFn: TypeAlias = Callable[..., Any]
+
+
+class RunOptions(TypedDict, total=False):
+    """The options of ``RunConfig`` that torch's schedules do not have."""
+
+    dynamic_shapes: bool
+    microbatch_rng: bool
+    overlap: bool
+    sequence_dim: int
+    timeout_s: float
+    shared: Sequence[Tie]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How a schedule runs.
+
+    Args:
+        n_microbatches: microbatches per step.
+        loss_fn: ``loss_fn(output, target)`` returns the mean loss of a microbatch: a scalar
+            tensor, or ``(scalar, metrics)``. A function of one argument needs no target. Without
+            a loss function, steps run forward only.
+        args_chunk_spec, kwargs_chunk_spec: how positional and keyword arguments are split (see
+            ``split_args_kwargs_into_chunks``); along dimension 0 if None.
+        output_merge_spec: how outputs are merged (see ``merge_chunks``); dimension 0 if None.
+        scale_grads: divide each microbatch's loss by ``n_microbatches``, so that gradients are
+            those of the mean loss over the batch.
+        dynamic_shapes: allow shapes to change between the microbatches of a step.
+        microbatch_rng: draw random numbers (dropout) as the plain loop does with
+            ``penstock.microbatch_rng`` around each forward, whatever the schedule, the cut and the
+            number of ranks. Otherwise each rank draws in the order in which it runs.
+        overlap: run the forward and the backward of an overlapped pair (DualPipe, DualPipeV) on
+            two streams, where the device has streams. Hooks must not write tensors that other
+            stages read.
+        sequence_dim: the sequence dimension of inputs, targets and outputs, where the program
+            splits sequences (``Program.num_splits``). Tensors with fewer dimensions go whole to
+            every chunk.
+        backward_requires_autograd: refuse training steps under ``no_grad``. If False, gradients
+            are computed there all the same.
+        timeout_s: how long a rank waits for another one before it gives up.
+        shared: parameters that several stages share, which ranks in other processes can't see:
+            for each a mapping from stage to name there, such as
+            ``{0: "embed.weight", 3: "head.weight"}``; a module's name stands for all of its
+            parameters. The same on every rank. Each place receives the whole gradient, and the
+            first stage's value before the first step. Stages cut by Penstock know it already.
+
+    Raises:
+        ScheduleError: ``loss_fn`` is not callable, or ``timeout_s`` is no number above 0.
+    """
+
+    n_microbatches: int
+    loss_fn: LossFn | None = None
+    args_chunk_spec: tuple[Any, ...] | None = None
+    kwargs_chunk_spec: dict[str, Any] | None = None
+    output_merge_spec: Any = None
+    scale_grads: bool = True
+    dynamic_shapes: bool = False
+    microbatch_rng: bool = False
+    overlap: bool = False
+    sequence_dim: int = 1
+    backward_requires_autograd: bool = True
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    shared: Sequence[Tie] = ()
+
+    def __post_init__(self) -> None:
+        timeout_s: object = self.timeout_s
+        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if not (is_number and self.timeout_s > 0):
+            raise ScheduleError(
+                f"timeout_s={timeout_s!r}: expected a number of seconds above 0 (math.inf to wait "
+                "without end)"
+            )
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise ScheduleError(
+                f"loss_fn is {self.loss_fn!r}, expected a callable: loss_fn(output, target)"
+            )
+
+    @property
+    def averages_losses(self) -> bool:
+        """Whether the loss of a step is the mean over its microbatches."""
+        return self.loss_fn is not None and self.scale_grads

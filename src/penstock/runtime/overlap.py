@@ -1,0 +1,292 @@
+"""Overlapped pairs of a forward and a backward, on two streams or by a user's function.
+
+    program     1F2      (0F3;1B0)      1B1
+    stream 0          ┌─ 0F3 ───┐                  the caller's stream
+    stream 1    1F2 ──┴─ 1B0 ───┴─────  1B1        a stream beside it
+
+The two parts of a pair run side by side; all else is ordered as on one stream. Autograd runs a
+backward on the stream of its forward, so that a microbatch keeps to one stream in a stage, and the
+forward of a pair takes the stream that the backward beside it does not. Messages are posted on the
+stream of their tensors. Tensors from the other stream are kept from reuse (``keep_alive``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from penstock.errors import StageError
+from penstock.runtime.executor import BoundAction
+from penstock.schedule.action import Action, Op, Step
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.rules import BACKWARDS, SENDS, TRANSFERS
+from penstock.stage.device_streams import DeviceStreams, Stream
+
+__all__ = [
+    "DualStreams",
+    "PairFunction",
+    "assign_streams",
+    "bind_pair",
+    "can_overlap",
+    "why_sequential",
+]
+
+PairFunction: TypeAlias = Callable[..., Any]
+"""``function(pair, forward, backward)``: the step, and a callable for each of its parts."""
+
+StreamOf: TypeAlias = Mapping[tuple[int, int | None], int]
+"""Stage and microbatch → stream 0 or 1."""
+
+
+def can_overlap(step: Step) -> bool:
+    """Whether a step is a forward and a backward, not both of one microbatch in one stage."""
+    if len(step.parts) != 2:
+        return False
+    one, other = step.parts
+    kinds = {one.op, other.op}
+    apart = (one.stage, one.microbatch) != (other.stage, other.microbatch)
+    return Op.FORWARD in kinds and bool(kinds & BACKWARDS) and apart
+
+
+def why_sequential(
+    program: Program, streams: DeviceStreams | None, device: str, *, requested: bool
+) -> str | None:
+    """The reason why overlapped pairs run one part after the other; None if they overlap.
+
+    Args:
+        program: a program with pairs.
+        streams: the device's streams.
+        device: the type of the device.
+        requested: whether ``overlap=True`` was passed.
+    """
+    if streams is None:
+        return f"a {device} device has no streams"
+    if not requested:
+        return "overlap=True was not passed"
+    if program.num_splits > 1:
+        return "the chunks of a sequence pass on their state"
+    if any(action.op is Op.UNSHARD for action in program.actions()):
+        return "parameters are sharded"
+    return None
+
+
+# --- two streams ---------------------------------------------------------------------------------
+
+
+def assign_streams(
+    steps: Iterable[Step], placement: Placement
+) -> dict[tuple[int, int | None], int]:
+    """The stream of each stage's microbatches, from one process's steps in order.
+
+    Example:
+        >>> from penstock.schedule.registry import build
+        >>> program = build("dualpipev", ranks=1, microbatches=2)
+        >>> assign_streams(program.ranks[0], program.placement)
+        {(0, 0): 0, (1, 0): 1, (0, 1): 0, (1, 1): 1}
+    """
+    found: dict[tuple[int, int | None], int] = {}
+    for step in steps:
+        forwards = [action for action in step.parts if action.op is Op.FORWARD]
+        for action in forwards:
+            local = placement.stages_of(placement.rank_of(action.stage))
+            found[action.stage, action.microbatch] = local.index(action.stage) % 2
+        if can_overlap(step):
+            (forward,) = forwards
+            (beside,) = (action for action in step.parts if action is not forward)
+            found[forward.stage, forward.microbatch] = 1 - found[beside.stage, beside.microbatch]
+    return found
+
+
+class StreamOrder(Enum):
+    """The synchronization before an action, beside the order of its own stream."""
+
+    NONE = "none"
+    JOIN = "wait for the other stream"
+    FORK = "each stream waits for the other: a pair begins"
+
+
+class _Planner:
+    """Finds the synchronization of each action, in their order.
+
+    Args:
+        stream_of: the stream of each stage's microbatches; the caller's for whole stages.
+    """
+
+    def __init__(self, stream_of: StreamOf) -> None:
+        self._stream_of = stream_of
+        # Whether a stream has work that the other one has not waited for yet.
+        self._ahead = [False, False]
+
+    def stream(self, action: Action) -> int:
+        return self._stream_of.get((action.stage, action.microbatch), 0)
+
+    def order(self, action: Action, *, in_pair: bool, first: bool) -> StreamOrder:
+        """The synchronization of an action; ``first``: the first of its step."""
+        stream = self.stream(action)
+        if action.op in TRANSFERS:
+            # A sent tensor may have to be made contiguous first.
+            self._ahead[stream] |= action.op in SENDS
+            return StreamOrder.NONE
+        found = StreamOrder.NONE
+        if in_pair:
+            if first and any(self._ahead):
+                found = StreamOrder.FORK
+                self._ahead = [False, False]
+        elif self._ahead[1 - stream]:
+            found = StreamOrder.JOIN
+            self._ahead[1 - stream] = False
+        self._ahead[stream] = True
+        return found
+
+
+class DualStreams:
+    """Two streams for the actions of one process, entered around a step.
+
+    Args:
+        streams: the device's streams.
+    """
+
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
+        self._beside = streams.new()
+        self._both: tuple[Stream, Stream] = (self._beside, self._beside)
+        self._now: Stream = None
+
+    def add_prologues(
+        self,
+        steps: Sequence[Step],
+        bound: Sequence[Sequence[Sequence[BoundAction]]],
+        placement: Placement,
+    ) -> list[BoundAction]:
+        """All bound actions in order, each with the switch to its stream as prologue.
+
+        Args:
+            steps: the steps.
+            bound: per step and part, its bound actions: perhaps a wait, and the action.
+            placement: the placement of the stages.
+        """
+        planner = _Planner(assign_streams(steps, placement))
+        found: list[BoundAction] = []
+        for step, parts in zip(steps, bound, strict=True):
+            in_pair = can_overlap(step)
+            for number, (action, actions) in enumerate(zip(step.parts, parts, strict=True)):
+                order = planner.order(action, in_pair=in_pair, first=number == 0)
+                stream = planner.stream(action)
+                for each in actions:
+                    found.append(replace(each, prologue=partial(self._enter, stream, order)))
+                    order = StreamOrder.NONE
+        return found
+
+    def _enter(self, number: int, order: StreamOrder) -> None:
+        stream, other = self._both[number], self._both[1 - number]
+        if order is not StreamOrder.NONE:
+            self._streams.follow(stream, other)
+            if order is StreamOrder.FORK:
+                self._streams.follow(other, stream)
+        if self._now is not stream:
+            self._streams.switch(stream)
+            self._now = stream
+
+    def keep_alive(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep the memory of tensors that may come from the other stream until this one is done."""
+        if self._now is None:
+            return  # not within a step of these streams
+        for tensor in tensors:
+            if tensor is not None:
+                self._streams.keep(tensor, self._now)
+
+    def __enter__(self) -> None:
+        self._now = self._streams.current()
+        self._both = (self._now, self._beside)
+        self._streams.follow(self._beside, self._now)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        caller, beside = self._both
+        self._streams.switch(caller)
+        self._streams.follow(caller, beside)
+        self._both = (self._beside, self._beside)
+        self._now = None
+
+
+# --- a user's function ---------------------------------------------------------------------------
+
+
+def bind_pair(
+    function: PairFunction, pair: Step, bound: Sequence[Sequence[BoundAction]]
+) -> list[BoundAction]:
+    """Bind a pair to a function that runs its parts, perhaps in threads of its own.
+
+    The actions are the waits of both parts, the call of the function, and for each part a check
+    that it has run, which raises its exception under its own name.
+
+    Args:
+        function: the function.
+        pair: the step.
+        bound: for each part its bound actions: perhaps a wait, and the action.
+    """
+    parts = [_Part(actions[-1]) for actions in bound]
+    waits = [action for actions in bound for action in actions[:-1]]
+    first, *others = (BoundAction(part.action, part.finish) for part in parts)
+    call = BoundAction(first.action, partial(_call, function, pair, parts))
+    return [*waits, call, first, *others]
+
+
+class _Part:
+    """One part of a pair: called once per step, in any thread."""
+
+    def __init__(self, bound: BoundAction) -> None:
+        self.action = bound.action
+        self._run = bound.run
+        self.begin()
+
+    def begin(self) -> None:
+        self._has_begun = self._is_done = False
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        if self._has_begun:
+            raise StageError(
+                f"the custom function has called {self.action} twice; it calls each part once"
+            )
+        self._has_begun = True
+        try:
+            self._run()
+        except BaseException as error:
+            self.error = error
+            raise
+        self._is_done = True
+
+    def finish(self) -> None:
+        """Raise the part's exception, or refuse that it has not run."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        if not self._is_done:
+            how = "while it was still running" if self._has_begun else "without calling it"
+            raise StageError(
+                f"the custom function has returned {how}; it calls each part once, and joins the "
+                "threads that it has started"
+            )
+
+
+def _call(function: PairFunction, pair: Step, parts: Sequence[_Part]) -> None:
+    for part in parts:
+        part.begin()
+    try:
+        function(pair, *parts)
+    except Exception:
+        # The exception of a part is the cause, and is raised in its own place.
+        if all(part.error is None for part in parts):
+            raise

@@ -1,0 +1,281 @@
+"""The start and the end of a step, where all ranks exchange what one of them alone knows.
+
+    start   conditions of all ranks ─► shape ids of the first rank's inputs ─► all ranks
+    end     losses of the last rank ─► all ranks; no rank leaves before all have finished
+
+Boundary metadata is cached per shape id. Where plain values can change it (values that cross a
+boundary or are inputs), it is *value-dependent*: all ranks learn this at the end of a step with new
+shapes, and from then on metadata is resent with each step's first microbatch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ScheduleError, StageError, Where
+from penstock.runtime.comm.base import Transport
+from penstock.runtime.config import RunConfig
+from penstock.runtime.loss import needs_target
+from penstock.runtime.microbatch import inputs_digest
+from penstock.runtime.shape_cache import ShapeCache, run_conditions
+from penstock.runtime.step import StepState
+from penstock.schedule.program import Program
+from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.pytree import flatten
+from penstock.stage.stage import Stage
+
+__all__ = ["StepSync"]
+
+_log = logging.getLogger(__name__)
+
+# In an order that is the same on every rank. The loss of an evaluation may be a count.
+_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
+
+
+class StepSync:
+    """Synchronizes the steps of one program.
+
+    Args:
+        program: the program.
+        config: how it runs.
+        stages: this process's stages, by index.
+        transports: one per rank of this process.
+        train: whether the program trains, or evaluates.
+
+    Attributes:
+        resends_metadata: whether metadata that earlier steps have cached is stale.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        config: RunConfig,
+        stages: Mapping[int, Stage],
+        transports: Sequence[Transport],
+        *,
+        train: bool,
+    ) -> None:
+        self._program = program
+        self._stages = stages
+        self._transports = transports
+        self._train = train
+        self._dynamic_shapes = config.dynamic_shapes
+        self._has_loss = config.loss_fn is not None
+        self._needs_target = train and needs_target(config.loss_fn)
+        placement = program.placement
+        # Of several copies of the model, the first speaks for all.
+        self._first_rank = placement.rank_of(placement.entries[0])
+        self._last_rank = placement.rank_of(placement.exits[0])
+        self._num_exit_ranks = len({placement.rank_of(stage) for stage in placement.exits})
+        entry_ranks = {placement.rank_of(stage) for stage in placement.entries}
+        self._device = next(iter(stages.values())).device
+        self._is_alone = len(transports) == program.num_ranks
+        self._compares_inputs = (
+            len(entry_ranks) > 1 and not self._is_alone and transports[0].rank in entry_ranks
+        )
+        self._has_compared = self._is_alone
+        self._shapes = ShapeCache()
+        self._has_new_shapes = self._is_value_dependent = False
+        # By the shape id of the first microbatch, which is another one under autocast.
+        self._loss_dtypes: dict[int, torch.dtype | None] = {}
+
+    @property
+    def resends_metadata(self) -> bool:
+        """Whether metadata that earlier steps have cached is stale."""
+        return self._is_value_dependent or self._shapes.was_cleared
+
+    # --- start -------------------------------------------------------------------------------
+
+    def begin(self, step: StepState, num_steps: int) -> None:
+        """Begin a step: broadcast the shape ids, and hold all ranks to the same call.
+
+        Args:
+            step: this process's inputs and targets; shape ids are set in it.
+            num_steps: the number of steps before; the same on every rank, if all is well.
+
+        Raises:
+            StageError: inputs or targets are missing where they are needed, or the ranks where
+                inputs enter were given different ones.
+            ScheduleError: the ranks are not at the same step.
+        """
+        # Where outputs leave on several ranks, these must agree on whether they are returned.
+        keeps = int(self._num_exit_ranks > 1 and step.keep_outputs)
+        header = [num_steps, int(self._train), keeps, self._transports[0].number]
+        conditions = self._share_conditions(step)
+        self._check_targets(step)
+        ids = self._shape_ids(step, conditions)
+        # Where inputs enter on several ranks, equal ids do not say that shapes are equal.
+        digest = self._shapes.digest(ids) if self._compares_inputs else 0
+        digests = (0, 0) if self._has_compared else inputs_digest(step.args, step.kwargs)
+        for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
+            shared = transport.broadcast_ints([*header, digest, *digests, *ids], self._first_rank)
+            if shared[:4] != header:
+                raise ScheduleError(
+                    f"rank {self._first_rank} is at {_call(shared)}, rank {transport.rank} at "
+                    f"{_call(header)}: call step() and eval() in the same order on every rank"
+                )
+            self._compare_inputs(digests, (shared[5], shared[6]), transport.rank)
+            step.shape_ids = shared[7:]
+        self._has_compared = True
+        if self._compares_inputs and shared[4] != digest:
+            raise StageError(
+                f"the inputs here have other shapes than those on rank {self._first_rank}; each "
+                "rank where the model's inputs enter passes the whole batch"
+            )
+        self._has_new_shapes = self._shapes.learn(step.shape_ids)
+        # Receives are then posted late, and a bounded sender could wait for one for ever.
+        unbounded = self._has_new_shapes or self._is_value_dependent or self._dynamic_shapes
+        for transport in self._transports:
+            transport.allow_unbounded_sends(unbounded)
+
+    def _compare_inputs(self, digests: tuple[int, int], first: tuple[int, int], rank: int) -> None:
+        """Warn if this rank was given other inputs, of the same names, than the first rank."""
+        if 0 not in digests and digests[0] == first[0] and digests[1] != first[1]:
+            _log.warning(
+                "rank %d was given other inputs than rank %d, whose are used; give every rank of "
+                "a pipeline the same batch (the same seed, and no DistributedSampler over its "
+                "ranks), or no inputs where they are not needed",
+                rank,
+                self._first_rank,
+            )
+
+    def _check_targets(self, step: StepState) -> None:
+        if not self._needs_target or step.targets is not None:
+            return
+        placement = self._program.placement
+        for stage in (s for s in placement.exits if s in self._stages):
+            raise StageError(
+                "no target, where the loss is computed: the rank of the last stage passes "
+                "target= (or target_mbs=) to step()",
+                where=Where(rank=placement.rank_of(stage), stage=stage),
+            )
+
+    def _shape_ids(self, step: StepState, conditions: tuple[int, ...]) -> list[int]:
+        """The shape ids, where the inputs are here; zeros elsewhere."""
+        placement = self._program.placement
+        for stage in (s for s in placement.entries if s in self._stages):
+            if step.args is None:
+                call = "step() or eval()"
+                if not self._train:
+                    call += ", which runs the model; train(False) of its modules sets their mode"
+                raise StageError(
+                    f"no inputs: the rank of the first stage passes them to {call}",
+                    where=Where(rank=placement.rank_of(stage), stage=stage),
+                )
+            return self._shapes.ids(step.args, step.kwargs, conditions)
+        return [0] * self._program.num_microbatches
+
+    def _share_conditions(self, step: StepState) -> tuple[int, ...]:
+        """The id of each rank's run conditions; where one process plays all ranks, its own."""
+        conditions = run_conditions(self._stages.values(), self._device)
+        if self._is_alone:
+            return (self._shapes.condition_id(conditions),)
+        (transport,) = self._transports
+        # The first rank's keyword arguments are part of its inputs.
+        kwargs = () if transport.rank == self._first_rank else step.kwargs
+        return tuple(transport.all_gather_ints(self._shapes.condition_id(conditions, kwargs)))
+
+    # --- end ---------------------------------------------------------------------------------
+
+    def end(self, step: StepState, *, sent_values: bool) -> Tensor | None:
+        """End a step: no rank leaves before all have finished, so that none misses a failure.
+
+        Args:
+            step: the step.
+            sent_values: whether plain values have crossed a boundary from here.
+
+        Returns:
+            The losses, shape (microbatches,), on every rank; None where none were computed.
+        """
+        computed = [loss for loss in step.losses if loss is not None]
+        mine = torch.stack(computed) if computed else None
+        value_dependent = sent_values or self._has_values(step)
+        if self._is_alone:
+            self._is_value_dependent |= value_dependent
+            return mine
+        (transport,) = self._transports
+        if self._num_exit_ranks > 1 and step.keep_outputs:
+            _exchange_outputs(step, self._program, transport, self._device)
+        if not self._has_loss:
+            if self._has_new_shapes:
+                seen = torch.tensor([value_dependent], dtype=torch.int64, device="cpu")
+                transport.all_reduce(seen)
+                self._is_value_dependent |= bool(seen)
+            else:
+                transport.barrier()
+            return None
+        dtype = self._share_loss_dtype(step, mine, transport)
+        # Float64 holds every narrower loss exactly. Built from tensors on the device: numbers
+        # from the host would be waited for there.
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        rows = [zero if loss is None else loss.to(zero) for loss in step.losses]
+        if self._has_new_shapes:
+            rows.append(zero + value_dependent)
+        table = torch.stack(rows)
+        transport.all_reduce(table)
+        if self._has_new_shapes:
+            self._is_value_dependent |= bool(table[-1])
+            table = table[:-1]
+        return None if dtype is None else table.to(dtype)
+
+    def _share_loss_dtype(
+        self, step: StepState, losses: Tensor | None, transport: Transport
+    ) -> torch.dtype | None:
+        """The dtype of the losses on the last rank; None if there are none."""
+        if self._shapes.was_cleared:
+            self._loss_dtypes.clear()
+        shape_id = step.shape_ids[0]
+        if shape_id not in self._loss_dtypes or not self._train:
+            code = _DTYPES.index(losses.dtype) if losses is not None else -1
+            (code,) = transport.broadcast_ints([code], self._last_rank)
+            self._loss_dtypes[shape_id] = _DTYPES[code] if code >= 0 else None
+        return self._loss_dtypes[shape_id]
+
+    def _has_values(self, step: StepState) -> bool:
+        """Whether this rank's inputs hold plain values that stages use."""
+        given_beside = (
+            self._transports[0].rank != self._first_rank
+            and any(not isinstance(leaf, Tensor) for leaf in flatten(list(step.kwargs))[0])
+            and any(stage.reads_kwargs for stage in self._stages.values())
+        )
+        return self._shapes.saw_values or given_beside
+
+
+def _call(header: Sequence[int]) -> str:
+    outputs = " with outputs" if header[2] else ""
+    call = f"{'step' if header[1] else 'eval'}(){outputs} of schedule {header[3]}"
+    return f"{call}, after {header[0]} others"
+
+
+def _exchange_outputs(
+    step: StepState, program: Program, transport: Transport, device: torch.device
+) -> None:
+    """Complete ``step.outputs`` on every rank where outputs leave (with copies of the model).
+
+    Raises:
+        BoundaryError: an output is not made of tensors and plain values.
+    """
+    placement = program.placement
+    leaving: dict[int, list[int]] = {}
+    for stage in placement.exits:
+        passing = [m for m in range(program.num_microbatches) if placement.passes(m, stage)]
+        leaving.setdefault(placement.rank_of(stage), []).extend(passing)
+    if transport.rank not in leaving:
+        return
+    mine = tuple(step.outputs[m] for m in leaving[transport.rank])
+    spec = describe(mine)
+    tensors = spec.pack(spec.tensors(mine))
+    peers = sorted(leaving.keys() - {transport.rank})
+    for peer in peers:
+        transport.send_metadata(peer, spec.encode())
+    for peer in peers:
+        received = BoundarySpec.decode(transport.recv_metadata(peer))
+        pending = transport.receive(peer, received.metas, device)
+        transport.send(peer, tensors)
+        outputs = received.arguments(received.unpack(pending.wait()))
+        for microbatch, output in zip(leaving[peer], outputs, strict=True):
+            step.outputs[microbatch] = output
