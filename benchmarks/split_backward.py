@@ -21,7 +21,7 @@ from torch.distributed.pipelining._backward import stage_backward_input as peer_
 from torch.distributed.pipelining._backward import stage_backward_weight as peer_weight
 
 from penstock._torch_compat import run_backward
-from penstock.stage.weight_grad.deferred import DeferredWeights
+from penstock.stage.weight_grad import DeferredGrads
 
 __all__ = ["BOUNDS", "Block", "measure", "report"]
 
@@ -89,12 +89,12 @@ def measure_width(dim: int, rounds: int) -> dict[str, float]:
     def full(y: Tensor) -> None:
         note("full", timed(lambda: torch.autograd.backward((y,), (grad,))))
 
-    def deferred_forward() -> tuple[DeferredWeights, Tensor]:
-        work = DeferredWeights()
+    def deferred_forward() -> tuple[DeferredGrads, Tensor]:
+        work = DeferredGrads()
         with work:
             return work, module(x)
 
-    def deferred(flying: tuple[DeferredWeights, Tensor]) -> None:
+    def deferred(flying: tuple[DeferredGrads, Tensor]) -> None:
         work, y = flying
 
         def inputs() -> None:

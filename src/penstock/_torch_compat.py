@@ -155,6 +155,47 @@ WRAPPERS_KEEP_UNDER = ("_orig_mod", "_checkpoint_wrapped_module")
 # for than all the rest of an interception.
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
+
+class CompiledCall:
+    """The call of a module that ``torch.compile`` has compiled, replaceable for a while.
+
+    A compiled call runs below every public hook. Torch 2.11 to 2.15: ``_compiled_call_impl`` of a
+    module compiled in place, ``forward`` of the module around a compiled one.
+
+    Args:
+        module: the compiled module.
+        outside: makes the context that the replaced call runs in.
+    """
+
+    def __init__(self, module: nn.Module, outside: Callable[[], Any]) -> None:
+        self._held = vars(module)
+        self._name = "forward" if is_compiled(module) else "_compiled_call_impl"
+        compiled = self._held[self._name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():  # in a compiled function, whose call is ours
+                return compiled(*args, **kwargs)
+            with outside():
+                return compiled(*args, **kwargs)
+
+        self._compiled, self._call = compiled, call
+
+    def replace(self) -> None:
+        """Run the call in the context from now on."""
+        self._held[self._name] = self._call
+
+    def restore(self) -> None:
+        """Run the call as it was compiled."""
+        self._held[self._name] = self._compiled
+
+
+def compiled_calls(module: nn.Module, outside: Callable[[], Any]) -> list[CompiledCall]:
+    """The calls of a module's outermost compiled parts."""
+    if is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
+        return [CompiledCall(module, outside)]
+    return [call for _, child in children(module) for call in compiled_calls(child, outside)]
+
+
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 grad_enabled = torch._C.is_grad_enabled
 # What TorchFunctionMode does on its way in and out, less two calls each.

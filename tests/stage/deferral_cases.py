@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.stage.weight_grad.deferred import DeferredWeights
+from penstock.stage.weight_grad import DeferredGrads
 
 Gradients = dict[str, Tensor | None]
 
@@ -59,7 +59,7 @@ def split(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Grad
     flying = []
     for _ in range(steps):
         torch.manual_seed(1)
-        work = DeferredWeights()
+        work = DeferredGrads()
         with work:
             outputs = outputs_of(module(*inputs))
         flying.append((work, outputs, some_grads(outputs)))
@@ -74,7 +74,7 @@ def split(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Grad
 def in_i(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
     """The parameters that have a gradient after F and I, before W."""
     module = copy.deepcopy(module)
-    work = DeferredWeights()
+    work = DeferredGrads()
     with work:
         outputs = outputs_of(module(*fresh(inputs)))
     with work:

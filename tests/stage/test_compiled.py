@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.stage.weight_grad.compiled import keep_compiled
-from penstock.stage.weight_grad.deferred import DeferredWeights, find_leaks
+from penstock.stage.weight_grad import DeferredGrads, compiled_parts, find_undeferred
 from tests.stage.deferral_cases import assert_same, gradients
 
 Graphs = list[fx.GraphModule]
@@ -71,13 +70,13 @@ def nested(block: Block, graphs: Graphs) -> nn.Module:
 
 def deferred_steps(module: nn.Module, x: Tensor, steps: int) -> None:
     """F, I and W of some microbatches, as a stage does them."""
-    keep_compiled(module)
+    compiled = compiled_parts(module)
     excluded: list[nn.Parameter] = []
     for _ in range(steps):
-        work = DeferredWeights(excluded)
+        work = DeferredGrads(excluded, compiled)
         with work:
             out = module(x)
-        excluded = find_leaks([out], module.parameters())
+        excluded = find_undeferred([out], module.parameters())
         with work:
             torch.autograd.backward([out], [torch.ones_like(out)])
         work.accumulate()
@@ -111,8 +110,7 @@ def test_what_a_compiled_layer_takes_is_in_grad_after_the_input_gradient(graphs:
     module = nn.Sequential(in_place(Block(), graphs), nn.Linear(8, 8))
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    keep_compiled(module)
-    work = DeferredWeights()
+    work = DeferredGrads(compiled=compiled_parts(module))
     with work:
         out = module(torch.randn(2, 3, 8, requires_grad=True))
     with work:
@@ -123,10 +121,11 @@ def test_what_a_compiled_layer_takes_is_in_grad_after_the_input_gradient(graphs:
     assert sorted(fired) == sorted(names)
 
 
-def test_keeping_twice_wraps_once(graphs: Graphs) -> None:
+def test_compiled_calls_are_replaced_inside_the_with_alone(graphs: Graphs) -> None:
     module = nn.Sequential(in_place(Block(), graphs), wrapped(Block(), graphs))
-    keep_compiled(module)
     calls = module[0]._compiled_call_impl, module[1].forward
-    keep_compiled(module)
+    work = DeferredGrads(compiled=compiled_parts(module))
+    with work:
+        assert (module[0]._compiled_call_impl, module[1].forward) != calls
     assert (module[0]._compiled_call_impl, module[1].forward) == calls
     assert copy.deepcopy(module)(torch.randn(2, 3, 8)).shape == (2, 3, 8)

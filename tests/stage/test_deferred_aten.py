@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.export.split_model import pipeline
-from penstock.stage.weight_grad.deferred import DeferredWeights
+from penstock.stage.weight_grad import DeferredGrads
 from penstock.stage.weight_grad.rules import proxy_grads
 
 
@@ -73,10 +73,10 @@ def test_a_captured_stage_defers_as_its_module_does(name: str) -> None:
     x = torch.randn(shape)
     for kind, module in {"module": plain, "captured": captured}.items():
         leaf = x.clone().requires_grad_()
-        work = DeferredWeights()
+        work = DeferredGrads()
         with work:
             output = first(module(leaf))
-        rules[kind] = [record[0] for record in work.ledger.records if record]
+        rules[kind] = [record[0] for record in work.records if record]
         with work:
             torch.autograd.backward([output], [torch.ones_like(output)])
         assert all(p.grad is None for p in module.parameters() if rules[kind] != [])
@@ -96,7 +96,7 @@ def test_a_captured_stage_defers_as_its_module_does(name: str) -> None:
 def test_most_of_them_have_formulas() -> None:
     """Or the test above would compare one general way with the other."""
     layer = pipeline(nn.Linear(3, 3), (torch.ones(2, 3),)).get_stage_module(0)
-    work = DeferredWeights()
+    work = DeferredGrads()
     with work:
         layer(torch.ones(2, 3, requires_grad=True))
-    assert [record[0] for record in work.ledger.records if record] != [proxy_grads]
+    assert [record[0] for record in work.records if record] != [proxy_grads]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.stage.weight_grad.deferred import DeferredWeights
+from penstock.stage.weight_grad import DeferredGrads
 from tests.stage.deferral_cases import (
     Calls,
     assert_same,
@@ -79,7 +79,7 @@ def test_setting_a_gradient_changes_no_weight() -> None:
     module = Calls(lambda m, t: by_closure(REGIONS["on the left"], t * 2, m.w.T), w=weight(4, 4))
     inputs = (x(4, 4),)
     expected = plain(module, inputs)
-    work = DeferredWeights()
+    work = DeferredGrads()
     with work:
         outputs = outputs_of(module(*inputs))
     with work:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.errors import StageError
-from penstock.stage.weight_grad.deferred import CannotDeferError, DeferredWeights, find_leaks
+from penstock.stage.weight_grad import CannotDeferError, DeferredGrads, find_undeferred
 from penstock.testing.compare import plain_step
 from tests.stage.deferral_cases import (
     Block,
@@ -31,9 +31,9 @@ from tests.stage.deferral_cases import (
 )
 
 
-def forward_and_input_grad(module: nn.Module, *inputs: Tensor) -> DeferredWeights:
+def forward_and_input_grad(module: nn.Module, *inputs: Tensor) -> DeferredGrads:
     """F and I of one microbatch."""
-    work = DeferredWeights()
+    work = DeferredGrads()
     with work:
         out = module(*inputs)
     with work:
@@ -169,10 +169,10 @@ def test_a_checkpointed_region_is_recomputed_once(reentrant: bool) -> None:
 
 def test_a_checkpoint_holds_nothing_of_its_region() -> None:
     module = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4))
-    work = DeferredWeights()
+    work = DeferredGrads()
     with work:
         checkpoint(module, x(2, 4), use_reentrant=False)
-    assert all(record is None for record in work.ledger.records)
+    assert all(record is None for record in work.records)
 
 
 def test_saved_tensors_on_cpu() -> None:
@@ -192,13 +192,13 @@ def test_a_custom_function_leaks_and_is_found() -> None:
     inputs = (x(2, 3),)
     seen: list[str] = []
     module.w.register_post_accumulate_grad_hook(lambda _: seen.append("w"))
-    work = DeferredWeights()
+    work = DeferredGrads()
     with work:
         out = module(*inputs)
-    leaks = find_leaks([out], module.parameters())
+    leaks = find_undeferred([out], module.parameters())
     assert [id(p) for p in leaks] == [id(module.w)]
 
-    work = DeferredWeights(leaks)
+    work = DeferredGrads(leaks)
     with work:
         out = module(*inputs)
     with work:
@@ -269,11 +269,11 @@ def test_a_leak_is_added_once_to_a_gradient_that_is_there() -> None:
     expected = plain(module, (inputs,), steps=2)
     leaf = inputs.detach().clone().requires_grad_()
     for _ in range(2):
-        work = DeferredWeights()
+        work = DeferredGrads()
         with work:
             out = module(leaf)
-        work.note_leaks(find_leaks([out], module.parameters()))
-        with work, work.holding_leaks():
+        work.note_undeferred(find_undeferred([out], module.parameters()))
+        with work, work.holding_undeferred():
             torch.autograd.backward([out], some_grads([out]))
         work.accumulate()
     assert_same(gradients(module, (leaf,)), expected)
@@ -294,16 +294,16 @@ class Normalized(nn.Module):
 def test_data_assigned_to_a_weight_in_the_forward_are_the_weight_from_then_on() -> None:
     module, inputs = Normalized(), (x(2, 3),)
     assert_same(split(module, inputs), plain(module, inputs), exact=False)
-    with DeferredWeights():
+    with DeferredGrads():
         module(*inputs)
     torch.testing.assert_close(module.weight.norm(), torch.tensor(1.0))
 
 
 def test_ordinary_modules_leak_nothing() -> None:
     module = nn.Sequential(Block(8, 2), nn.BatchNorm1d(3), nn.LSTM(8, 4))
-    with DeferredWeights():
+    with DeferredGrads():
         out, _ = module(x(2, 3, 8))
-    assert find_leaks([out, None, 3], module.parameters()) == []
+    assert find_undeferred([out, None, 3], module.parameters()) == []
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -317,7 +317,7 @@ def test_a_compiled_submodule(backend: str) -> None:
     works = []
     leaf = inputs[0].detach().clone().requires_grad_()
     for _ in range(2):
-        work = DeferredWeights()
+        work = DeferredGrads()
         with work:
             out = module(leaf)
         works.append((work, out))
@@ -373,7 +373,7 @@ def test_an_input_changed_after_the_forward_is_refused() -> None:
 def test_second_derivatives_of_what_a_transform_is_given_are_refused() -> None:
     """The results lie outside of the transform, where weights were put off."""
     linear, t = nn.Linear(3, 1), x(2, 3)
-    with pytest.raises(CannotDeferError, match="create_graph"), DeferredWeights():
+    with pytest.raises(CannotDeferError, match="create_graph"), DeferredGrads():
         out = linear(t).square()
         torch.vmap(lambda v: torch.autograd.grad(out, t, v, create_graph=True)[0])(
             torch.ones(1, *out.shape)
@@ -387,7 +387,7 @@ def test_second_derivatives_are_refused(order: str) -> None:
     def slope(out: Tensor, t: Tensor) -> Tensor:
         return torch.autograd.grad(out.sum(), t, create_graph=True)[0].square()
 
-    t, work = x(2, 3), DeferredWeights()
+    t, work = x(2, 3), DeferredGrads()
     if order == "in the forward":
         with pytest.raises(CannotDeferError, match="create_graph"), work:
             slope(linear(t).square(), t)
@@ -402,18 +402,18 @@ def test_second_derivatives_are_refused(order: str) -> None:
 def test_a_gradient_with_respect_to_a_parameter_is_refused() -> None:
     linear = nn.Linear(3, 1)
     said = "with respect to a parameter .*pass defers_weights=False to this PipelineStage"
-    with pytest.raises(CannotDeferError, match=said), DeferredWeights():
+    with pytest.raises(CannotDeferError, match=said), DeferredGrads():
         torch.autograd.grad(linear(x(2, 3)).sum(), linear.weight)
     with (
         pytest.raises(CannotDeferError, match=r"backward\(\) inside the forward"),
-        DeferredWeights(),
+        DeferredGrads(),
     ):
         linear(x(2, 3)).sum().backward()
 
 
 def test_a_gradient_taken_of_the_output_is_not_counted() -> None:
     linear, t = nn.Linear(3, 1), x(2, 3)
-    work = DeferredWeights()
+    work = DeferredGrads()
     with work:
         out = linear(t)
     torch.autograd.grad(out.sum(), t, retain_graph=True)
@@ -446,10 +446,10 @@ def test_nothing_is_held_after_w_and_no_graph_after_i() -> None:
     linear = nn.Linear(3, 3)
     work = forward_and_input_grad(Calls(lambda m, t: m.l(Held.apply(m.l(t))), l=linear), x(2, 3))
     assert Held.alive == 0
-    assert len(work.ledger.records) == 2
+    assert len(work.records) == 2
     work.accumulate()
-    assert work.ledger.records == []
-    assert not work.ledger.proxies and not work.ledger.expressions
+    assert work.records == []
+    assert not work.proxies and not work.expressions
 
 
 def test_a_parameter_frozen_between_f_and_w_gets_nothing() -> None:

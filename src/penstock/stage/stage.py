@@ -90,8 +90,8 @@ class Stage:
         self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         on_cpu = self.device.type == "cpu"
         self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
-        # The module and those of its parameters whose gradients can't be deferred, once known.
-        self._undeferred: tuple[nn.Module, list[nn.Parameter]] | None = None
+        # The module, the parameters of it that are not deferred, and its compiled parts.
+        self._deferral: tuple[nn.Module, list[nn.Parameter] | None, Any] | None = None
         self._aliases = InputAliases()
 
     @property
@@ -175,23 +175,21 @@ class Stage:
         self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         # Imported here, since few schedules defer weight gradients.
-        from penstock.stage.weight_grad.deferred import DeferredWeights, find_leaks
+        from penstock.stage.weight_grad import DeferredGrads, compiled_parts, find_undeferred
 
-        known = self._undeferred is not None and self._undeferred[0] is self.submod
-        if not known:
-            from penstock.stage.weight_grad.compiled import keep_compiled
-
-            keep_compiled(self.submod)
-        undeferred = self._undeferred[1] if self._undeferred is not None and known else ()
-        state.work = work = DeferredWeights(undeferred)
+        known = self._deferral
+        if known is None or known[0] is not self.submod:
+            known = (self.submod, None, compiled_parts(self.submod))
+        _, undeferred, compiled = known
+        state.work = work = DeferredGrads(undeferred or (), compiled)
         with work:
             output = self.submod(*args, **kwargs)
-        if not known:
-            # Parameters whose gradients I computes anyway: none of theirs may be deferred, or
-            # their hooks would fire twice. A module takes its parameters the same way every time.
-            leaks = find_leaks(flatten(output)[0], self.submod.parameters())
-            work.note_leaks(leaks)
-            self._undeferred = (self.submod, leaks)
+        if undeferred is None:
+            # Parameters whose gradients I computes anyway: later forwards defer none of their
+            # uses, or their hooks would fire twice. A module's uses stay the same.
+            undeferred = find_undeferred(flatten(output)[0], self.submod.parameters())
+            work.note_undeferred(undeferred)
+            self._deferral = (self.submod, undeferred, compiled)
         return output
 
     def leave(self, state: MicrobatchState, output: Any, spec: BoundarySpec) -> None:
@@ -232,8 +230,8 @@ class Stage:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
         work = state.work
         if isinstance(work, TorchFunctionMode):  # recorded by the forward
-            leaks = getattr(work, "leaks", ())
-            with work, work.holding_leaks() if leaks else nullcontext():
+            held = getattr(work, "undeferred_now", ())
+            with work, work.holding_undeferred() if held else nullcontext():
                 self._run_backward(state, grads)
         elif self._leaves_all_to_w(state):
             state.grads_to_send = ()

@@ -22,8 +22,8 @@ from penstock.partition.balance.subject import Subject
 from penstock.partition.balance.watch import UnitWatch
 from penstock.partition.blocks import LeafModule
 from penstock.stage.pytree import tensors_of
-from penstock.stage.weight_grad.deferred import DeferredWeights
-from penstock.stage.weight_grad.delivery import deliver
+from penstock.stage.weight_grad import DeferredGrads, compiled_parts
+from penstock.stage.weight_grad.accumulate import accumulate
 
 __all__ = ["Times", "measure"]
 
@@ -114,22 +114,22 @@ def time_split_backward(
 ) -> tuple[Times, Times]:
     """The time of each segment's I, and of its W."""
     arrivals = Arrivals(subject)
-    work = DeferredWeights(leaks)
+    work = DeferredGrads(leaks, compiled_parts(subject.model))
     begins: list[int] = []
 
     def enter(segment: int, given: Any) -> None:
         arrivals.enter(segment, given)
-        begins.append(len(work.ledger.records))
+        begins.append(len(work.records))
 
-    with UnitWatch(units, enter=enter, leave=arrivals.leave).watching(), work:
+    with work, UnitWatch(units, enter=enter, leave=arrivals.leave).watching():
         roots, grads = subject.forward()
     with work:
         input_times = arrivals.backward(roots, grads)
-    records = work.ledger.records
+    records = work.records
     weight_times = []
     for begin, end in reversed(list(pairwise([0, *begins[1:], len(records)]))):
         part = [record for record in records[begin:end] if record and record[5]]
         start = subject.stamp()
-        deliver(part)
+        accumulate(part)
         weight_times.append(subject.stamp() - start)
     return input_times, tuple(reversed(weight_times))

@@ -35,7 +35,6 @@ from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example
 from penstock.stage.rng import undrawn
 from penstock.stage.tensor_meta import TensorMeta
-from penstock.stage.weight_grad.compiled import keep_compiled
 
 __all__ = ["OnProgress", "profile"]
 
@@ -83,7 +82,6 @@ def profile(
     model, name, units = as_model(model_or_stages)
     subject = Subject.of(model, example, loss_fn)
     with subject.left_as_it_was():
-        keep_compiled(model)
         seen, measured = in_runs(subject, units, runs, told)
     told(runs + 2, runs + 2, "done")
     medians = [median_of(each) for each in zip(*measured[1:], strict=True)]

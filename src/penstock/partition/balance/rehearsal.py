@@ -20,7 +20,12 @@ from penstock.partition.balance.watch import UnitWatch
 from penstock.partition.blocks import LeafModule
 from penstock.partition.plan import abbreviate
 from penstock.stage.pytree import tensors_of
-from penstock.stage.weight_grad.deferred import CannotDeferError, DeferredWeights, find_leaks
+from penstock.stage.weight_grad import (
+    CannotDeferError,
+    DeferredGrads,
+    compiled_parts,
+    find_undeferred,
+)
 
 __all__ = ["Rehearsal", "rehearse", "same"]
 
@@ -83,11 +88,11 @@ def rehearse(subject: Subject, units: Sequence[LeafModule]) -> Rehearsal:
 
 def leaks_of(subject: Subject) -> tuple[nn.Parameter, ...] | None:
     """The parameters whose gradients can't be put off to W; None where none can."""
-    work = DeferredWeights()
+    work = DeferredGrads(compiled=compiled_parts(subject.model))
     try:
         with work:
             roots, grads = subject.forward()
-        leaks = find_leaks(roots, subject.parameters)
+        leaks = find_undeferred(roots, subject.parameters)
         with work:
             torch.autograd.backward(roots, grads)
         work.accumulate()
