@@ -1,8 +1,7 @@
-"""The colours and words of a timeline, shared by all views.
+"""Colours, names and number formats that all views share.
 
 The colours follow the figures of the zero-bubble papers (Source: arXiv:2401.10241, fig. 2):
-forwards blue, backwards green-blue, weight gradients green; what is idle stays white. Where there
-is room, a letter says the same.
+forwards blue, backwards green-blue, weight gradients green, idle time white.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ __all__ = [
     "ANSI",
     "COLOURS",
     "FRAME",
-    "NAMES",
+    "amount",
+    "axis_label",
     "colour_of",
     "ink",
     "letter_of",
     "name_of",
     "shade",
     "shades",
+    "time_text",
 ]
 
 COLOURS: dict[Op, str] = {
@@ -32,6 +33,7 @@ COLOURS: dict[Op, str] = {
     Op.OFFLOAD: "#8e6bbf",
     Op.RELOAD: "#d98ac0",
 }
+_OTHER_COLOUR = "#c9b28f"
 
 ANSI: dict[Op, tuple[str, str]] = {
     Op.FORWARD: ("blue", "bright_white"),
@@ -42,14 +44,13 @@ ANSI: dict[Op, tuple[str, str]] = {
     Op.OFFLOAD: ("magenta", "bright_white"),
     Op.RELOAD: ("bright_magenta", "black"),
 }
-"""For terminals of 16 colours each op's, and that of what stands on it: by their ANSI names.
-
-The nearest of the 16 to ``COLOURS``, and to their shades above all, is one for several ops."""
+"""Background and text of each op on terminals of 16 colours, where the ANSI colours nearest to
+``COLOURS`` would be the same for several ops."""
 
 FRAME = "#1c2733"
-"""The frame around what is one block."""
+"""The frame around an overlapped pair."""
 
-NAMES: dict[Op, str] = {
+_NAMES: dict[Op, str] = {
     Op.FORWARD: "forward",
     Op.FULL_BACKWARD: "backward",
     Op.INPUT_GRAD: "input gradient",
@@ -67,13 +68,47 @@ NAMES: dict[Op, str] = {
 }
 
 
+def name_of(op: Op) -> str:
+    """The name of an op in words.
+
+    Example:
+        >>> name_of(Op.INPUT_GRAD)
+        'input gradient'
+    """
+    return _NAMES.get(op, op.value.lower().replace("_", " "))
+
+
+def letter_of(op: Op) -> str:
+    """The letter of an op, for labels of boxes.
+
+    Example:
+        >>> letter_of(Op.INPUT_GRAD), letter_of(Op.RECOMPUTE)
+        ('I', 'R')
+    """
+    return op.value[0]
+
+
+def colour_of(op: Op) -> str:
+    """The colour of an op; ops that are not in ``COLOURS`` share one.
+
+    Example:
+        >>> colour_of(Op.FORWARD), colour_of(Op.SEND_F)
+        ('#4f86d9', '#c9b28f')
+    """
+    return COLOURS.get(op, _OTHER_COLOUR)
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
 def shade(colour: str, step: int, num_steps: int) -> str:
-    """``colour``, darker for the first of several stages on a rank, lighter for the last.
+    """A shade of a colour for one of several stages of a rank, darkest for the first.
 
     Args:
         colour: as ``#rrggbb``.
-        step: which of the rank's stages, from 0.
-        num_steps: how many stages the rank holds.
+        step: index of the stage on its rank.
+        num_steps: number of stages on the rank.
 
     Example:
         >>> shade("#4f86d9", 0, 1)
@@ -84,62 +119,15 @@ def shade(colour: str, step: int, num_steps: int) -> str:
     if num_steps < 2:
         return colour
     mix = step / (num_steps - 1)
-    rgb = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     # From three quarters of each channel to a bit more than a third of the way to white.
-    mixed = (round((1 - mix) * 0.776 * c + mix * (c + 0.378 * (255 - c))) for c in rgb)
+    mixed = (
+        round((1 - mix) * 0.776 * c + mix * (c + 0.378 * (255 - c))) for c in _channels(colour)
+    )
     return "#" + "".join(f"{c:02x}" for c in mixed)
 
 
-_OTHER_COLOUR = "#c9b28f"
-
-
-def colour_of(op: Op) -> str:
-    """The colour of an op; one for all that have none of their own.
-
-    Example:
-        >>> colour_of(Op.FORWARD), colour_of(Op.SEND_F)
-        ('#4f86d9', '#c9b28f')
-    """
-    return COLOURS.get(op, _OTHER_COLOUR)
-
-
-def name_of(op: Op) -> str:
-    """The words for an op; its text form in words where none stand in ``NAMES``.
-
-    Example:
-        >>> name_of(Op.INPUT_GRAD)
-        'input gradient'
-    """
-    return NAMES.get(op, op.value.lower().replace("_", " "))
-
-
-def letter_of(op: Op) -> str:
-    """The op in one letter, as boxes bear it.
-
-    Example:
-        >>> letter_of(Op.INPUT_GRAD), letter_of(Op.RECOMPUTE)
-        ('I', 'R')
-    """
-    return op.value[0]
-
-
-def ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on ``colour``.
-
-    Args:
-        colour: as ``#rrggbb``.
-
-    Example:
-        >>> ink("#3d68a8"), ink("#aed6ef")
-        ('#ffffff', '#000000')
-    """
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    # Luminance as in ITU-R BT.601.
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 145 else "#ffffff"
-
-
 def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
-    """For each rank, op and stage of a trace its colour, darkest for the first stage of a rank."""
+    """The colour of every rank, op and stage of a trace."""
     held: dict[int, set[int]] = {}
     for span in trace.spans:
         held.setdefault(span.rank, set()).add(span.action.stage)
@@ -149,3 +137,43 @@ def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
         (rank, op, stage): shade(colour_of(op), order[rank].index(stage), len(order[rank]))
         for rank, op, stage in used
     }
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour.
+
+    Example:
+        >>> ink("#3d68a8"), ink("#aed6ef")
+        ('#ffffff', '#000000')
+    """
+    red, green, blue = _channels(colour)
+    # Luminance as in ITU-R BT.601.
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 145 else "#ffffff"
+
+
+def amount(value: float) -> str:
+    """Format an amount in four digits, with a letter from a million on.
+
+    Example:
+        >>> amount(8), amount(0.12345), amount(1536), amount(3.2e9)
+        ('8', '0.1235', '1536', '3.2 G')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {letter}"
+    return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
+
+
+def time_text(value: float, unit: str) -> str:
+    """Format a time of a trace in its unit.
+
+    Example:
+        >>> time_text(0.0123456, "s"), time_text(51.0, "1")
+        ('12.35 ms', '51')
+    """
+    return f"{value * 1e3:.4g} ms" if unit == "s" else amount(value)
+
+
+def axis_label(unit: str) -> str:
+    """The label of a time axis; seconds are drawn as milliseconds."""
+    return "time, ms" if unit == "s" else "time, in units of cost"

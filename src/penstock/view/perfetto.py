@@ -1,8 +1,7 @@
 """A trace as Chrome's trace-event JSON, which https://ui.perfetto.dev opens.
 
-Every rank is a process with two lanes, one for what it computes and one for the rest (messages,
-sharding). Arrows lead from an action to the one on another rank that uses its result. This module
-draws nothing itself.
+Every rank is a process with two lanes: one for computations, one for messages, sharding and copies.
+Arrows lead from an action to the action on another rank that uses its result.
 
 Source of the format: the "Trace Event Format" document of the Chromium project.
 """
@@ -19,8 +18,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Overlap
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_action, parse_step
+from penstock.simulate.critical_path import makers, needed_by
 from penstock.trace import Span, Trace
-from penstock.view.causes import makers, needs
 from penstock.view.palette import name_of
 
 __all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
@@ -28,8 +27,8 @@ __all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
 # Microseconds per unit. An abstract cost of 1 is shown as a millisecond.
 _SCALE = {"s": 1e6, "1": 1e3}
 
-# chrome://tracing colours events by these reserved names; Perfetto takes its colours from the
-# event's name, of which it leaves out the digits, so that there too each op has one colour.
+# chrome://tracing colours events by these reserved names. Perfetto derives colours from the event's
+# name without digits, so that there, too, each op has one colour.
 _COLOUR_NAMES = {
     Op.FORWARD: "thread_state_running",
     Op.FULL_BACKWARD: "thread_state_runnable",
@@ -74,11 +73,11 @@ def to_perfetto(trace: Trace) -> str:
 
 
 def save_perfetto(trace: Trace, path: str | PathLike[str]) -> None:
-    """Write ``to_perfetto(trace)`` to a file; its folder is made if there is none.
+    """Write ``to_perfetto(trace)`` to a file; its folder is created if needed.
 
     Args:
-        trace: what to save.
-        path: the file, best ``*.json``.
+        trace: the trace.
+        path: the file, usually ``*.json``.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +88,7 @@ def from_perfetto(text: str) -> Trace:
     """Read a trace back.
 
     Args:
-        text: what ``to_perfetto`` wrote.
+        text: the output of ``to_perfetto``.
 
     Raises:
         ScheduleError: not JSON, or JSON that ``to_perfetto`` did not write.
@@ -110,13 +109,13 @@ def from_perfetto(text: str) -> Trace:
 
 
 def _read(document: dict[str, Any]) -> Trace:
-    told, events = document["otherData"], document["traceEvents"]
-    name, num_ranks, scale = told["schedule"], told["ranks"], _SCALE[told["unit"]]
-    # Each rank has an event at least, which names it.
+    header, events = document["otherData"], document["traceEvents"]
+    name, num_ranks, scale = header["schedule"], header["ranks"], _SCALE[header["unit"]]
+    # At least one event names each rank.
     if not isinstance(name, str) or type(num_ranks) is not int or num_ranks > len(events):
         raise ValueError(f"{num_ranks!r} ranks of schedule {name!r} in {len(events)} events")
     complete = [event for event in events if event["ph"] == "X"]
-    # Sorting keeps the order of what starts together, as the trace had it.
+    # The sort is stable: spans that start together keep their order.
     spans = sorted(
         (_span(event, scale, num_ranks) for event in complete), key=lambda s: (s.rank, s.start)
     )
@@ -125,7 +124,7 @@ def _read(document: dict[str, Any]) -> Trace:
     return Trace(
         name=name,
         num_ranks=num_ranks,
-        unit=told["unit"],
+        unit=header["unit"],
         spans=tuple(spans),
         blocks=tuple(blocks),
     )
@@ -190,21 +189,17 @@ def _arrows(trace: Trace, scale: float) -> list[dict[str, Any]]:
     made = makers(trace.spans)
     events: list[dict[str, Any]] = []
     for span in trace.spans:
-        for op, maker in needs(span, made) if span.action.op in COMPUTE else ():
-            if maker.rank == span.rank:
+        for needed in needed_by(span.action) if span.action.op in COMPUTE else ():
+            maker = made.get(needed)
+            if maker is None or maker.rank == span.rank:
                 continue
-            arrow = {"cat": "message", "name": name_of(op), "id": len(events) // 2}
-            # A flow binds to the slice that encloses its time, so it leaves within the maker.
+            arrow = {
+                "cat": "message", "name": name_of(needed.op), "id": len(events) // 2,
+                "tid": _COMPUTE_LANE,
+            }  # fmt: skip
+            # A flow binds to the slice around its time, so it leaves from within the maker.
             left = (maker.start + maker.end) / 2
-            events += [
-                {**arrow, "ph": "s", "pid": maker.rank, "tid": _COMPUTE_LANE, "ts": left * scale},
-                {
-                    **arrow,
-                    "ph": "f",
-                    "bp": "e",
-                    "pid": span.rank,
-                    "tid": _COMPUTE_LANE,
-                    "ts": span.start * scale,
-                },
-            ]
+            events.append({**arrow, "ph": "s", "pid": maker.rank, "ts": left * scale})
+            arrived = {"pid": span.rank, "ts": span.start * scale}
+            events.append({**arrow, "ph": "f", "bp": "e", **arrived})
     return events

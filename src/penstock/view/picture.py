@@ -1,7 +1,7 @@
 """A trace as a picture (PNG, SVG, PDF): one lane per rank, time to the right, colours per op.
 
-Matplotlib is imported when a picture is drawn. No global state of it is touched, and the same
-trace gives the same file, byte for byte. This module knows nothing of how times came about.
+Matplotlib is imported when a picture is drawn, and its global state is not touched. Equal traces
+give equal files, byte for byte.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from penstock.errors import PenstockError
 from penstock.schedule.action import Op
 from penstock.schedule.messages import number_of
 from penstock.trace import Trace
-from penstock.view.boxes import Columns, Drawing, arrange
-from penstock.view.lanes import drawn
-from penstock.view.palette import FRAME, colour_of, name_of
-from penstock.view.style import axis_label, time_text
+from penstock.view.layout import Columns, Drawing, arrange, drawn
+from penstock.view.palette import FRAME, axis_label, colour_of, name_of, time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,8 +50,8 @@ def draw(
 
     Args:
         traces: one or several, all in the same unit.
-        path: the file; its ending says which format. Its folder is made if there is none.
-        titles: one per trace; ``title_of`` it if None.
+        path: the file; its suffix sets the format. Its folder is created if needed.
+        titles: one per trace; None for ``title_of`` each.
         width: in inches.
         dpi: pixels per inch, for PNG.
 
@@ -87,7 +85,7 @@ def draw(
 
 
 def title_of(trace: Trace) -> str:
-    """What stands above a timeline: the schedule's name, its makespan and bubble ratio."""
+    """The title of a timeline: the schedule's name, its makespan and bubble ratio."""
     return (
         f"{trace.name}, {number_of(trace.num_ranks, 'rank')}: makespan "
         f"{time_text(trace.makespan, trace.unit)}, bubble {trace.bubble_ratio:.1%}"
@@ -130,13 +128,13 @@ def _panels(
 
 
 def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
-    """Draw a step; a unit of its time is so many inches wide."""
+    """Draw the boxes of a step; ``inches`` is the width of one unit of time."""
     boxes, blocks = drawing.boxes, drawing.blocks
     usual = inches * sum(boxes["lasts"]) / max(1, len(boxes["lasts"]))
     edge = _EDGE if usual > _NARROW else 0.0
     looks: dict[tuple[str, float], list[Corners]] = {}
     for colour, label, each in zip(boxes["fill"], boxes["label"], _corners(boxes), strict=True):
-        # Without a label it is a strip, too narrow for an edge.
+        # A box without a label is a strip, too narrow for an edge.
         looks.setdefault((colour, edge if label else 0.0), []).append(each)
     for (colour, width), corners in sorted(looks.items()):
         _add(axes, corners, facecolors=colour, edgecolors="white", linewidths=width)
@@ -157,7 +155,7 @@ def _add(axes: Axes, corners: Sequence[Corners], **look: Any) -> None:
 
 
 def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
-    """The microbatch, where there is room; the letter of the op, too, where most have room."""
+    """Label boxes with their microbatch if it fits, and with their op if most have room for it."""
     names = ("left", "right", "top_alone", "foot_alone", "label", "ink")
     rows = [row for row in zip(*(boxes[name] for name in names), strict=True) if row[4]]
 
@@ -190,7 +188,7 @@ def _save(figure: Figure, path: Path, dpi: int) -> None:
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date and with names drawn from a fixed salt, equal pictures are equal files.
+    # No date, and ids from a fixed salt: equal pictures are equal files.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "penstock", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=dpi, metadata=metadata)

@@ -1,15 +1,17 @@
 """The playground: a local page on which a schedule follows sliders.
 
-Bokeh's server holds one ``Playground`` per browser tab, and sends it what changes. It listens on
-127.0.0.1 alone, and takes no connection that another site's page has opened.
+Bokeh's server holds one ``Playground`` per browser tab. It listens on 127.0.0.1 alone, and refuses
+connections that another site's page opens.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 import webbrowser
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from bokeh.document import Document
@@ -22,14 +24,17 @@ from bokeh.models.widgets.markups import Div
 from bokeh.models.widgets.sliders import Slider
 from bokeh.server.server import Server
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.messages import numbers_of
-from penstock.schedule.registry import family, schedules
-from penstock.simulate.simulation import Simulation
-from penstock.view.comparison import Row, table_html
-from penstock.view.scene import Scene, read_options, shown_message
-from penstock.view.style import (
+from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family, refuse_options, schedules
+from penstock.simulate.costs import Costs
+from penstock.simulate.fitting import wanted_costs
+from penstock.simulate.shares import share_of, share_out
+from penstock.simulate.simulation import Simulation, simulate
+from penstock.view.html import (
     PAGE_CSS,
+    comparison_html,
     error_html,
     figures_html,
     figures_of,
@@ -38,20 +43,23 @@ from penstock.view.style import (
 )
 from penstock.view.timeline import Timeline, toggles
 
-__all__ = ["Playground", "serve"]
+__all__ = ["Playground", "read_options", "serve"]
 
 ADDRESS = "127.0.0.1"
 _COMPARED = ["gpipe", "1f1b", "interleaved-1f1b", "zbv"]
+_SLIDERS = {"ranks": "ranks", "microbatches": "microbatches", "virtual": "stages per rank"}
 _SLICE_S = 0.1
 _STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
 _BARE_TITLE = "font:600 13px system-ui,sans-serif;color:#3a4652;margin-top:6px"
 
+_Options = tuple[tuple[str, object], ...]
+
 
 class Playground:
-    """One tab's widgets, plot and tables.
+    """The widgets, plot and tables of one tab.
 
     Args:
-        document: the tab's document; what the widgets ask for is drawn into it.
+        document: the tab's document.
     """
 
     def __init__(self, document: Document) -> None:
@@ -82,53 +90,68 @@ class Playground:
         self.legend = Div(**_STRETCHED)
         self.error = Div(visible=False, name="error", **_STRETCHED)
         self.comparison = Div(name="comparison", **_STRETCHED)
-        self._rows: list[Row] = []
-        self._left: list[str] = []
-        self._asked = self._comparing = False
-        self._follow()
+        # The comparison so far, and the schedules that are still to be simulated.
+        self._outcomes: dict[str, Simulation | str] = {}
+        self._pending: list[str] = []
+        self._draw_scheduled = self._compare_scheduled = False
+        self._add_callbacks()
         self._draw()
         document.title = "Penstock playground"
         document.add_root(self._layout())
 
-    def _follow(self) -> None:
-        self.schedule.on_change("value", self._take_usual)
-        sliders = (
+    def _add_callbacks(self) -> None:
+        self.schedule.on_change("value", self._reset_schedule)
+        for widget in (
             self.ranks, self.microbatches, self.virtual, self.forward, self.input_grad,
             self.weight_grad, self.latency, self.memory, self.options, self.compared,
-        )  # fmt: skip
-        for widget in sliders:
-            widget.on_change("value", self._ask)
-        self.per.on_change("active", self._ask)
+        ):  # fmt: skip
+            widget.on_change("value", self._schedule_draw)
+        self.per.on_change("active", self._schedule_draw)
 
-    def _take_usual(self, attr: str, old: object, new: str) -> None:
-        """A schedule just chosen begins with its usual number of stages and no options."""
+    def _reset_schedule(self, attr: str, old: object, new: str) -> None:
+        """Start a newly chosen schedule with its default number of stages and no options."""
         chosen = family(new)
         self.virtual.value = chosen.default_virtual
         self.options.value = ""
         self.options.placeholder = ", ".join(f"{name}=..." for name in chosen.options) or "none"
-        self._ask(attr, old, new)
+        self._schedule_draw(attr, old, new)
 
-    def _ask(self, attr: str, old: object, new: object) -> None:
-        """Draw soon, once for all that is asked until then: sliders ask for every step."""
-        if not self._asked:
-            self._asked = True
+    def _schedule_draw(self, attr: str, old: object, new: object) -> None:
+        """Draw at the next tick, once for all changes until then: a slider sends every step."""
+        if not self._draw_scheduled:
+            self._draw_scheduled = True
             self.document.add_next_tick_callback(self._draw)
 
-    def _scene(self) -> Scene:
-        return Scene(
-            ranks=int(self.ranks.value),
-            microbatches=int(self.microbatches.value),
+    def _limit(self) -> float | None:
+        """The memory limit of a rank."""
+        return self.memory.value or None
+
+    def _simulate(self, name: str) -> Simulation:
+        """Simulate a schedule; the stages per rank and options are those of the drawn one.
+
+        Raises:
+            ScheduleError: an option that can't be, or sizes that the schedule can't work with.
+        """
+        is_chosen = name == self.schedule.value
+        costs = Costs(
             forward=self.forward.value,
             input_grad=self.input_grad.value,
             weight_grad=self.weight_grad.value,
             latency=self.latency.value,
-            memory=self.memory.value or None,
-            per_rank=self.per.active == 1,
+        )
+        return _simulated(
+            name,
+            int(self.ranks.value),
+            int(self.microbatches.value),
+            int(self.virtual.value) if is_chosen else None,
+            read_options(self.options.value) if is_chosen else (),
+            costs,
+            self.per.active == 1,
         )
 
     def _draw(self) -> None:
-        """Draw the step; the browser hears of it in one message."""
-        self._asked = False
+        """Draw the step; the browser gets all changes in one message."""
+        self._draw_scheduled = False
         self.document.hold("combine")
         try:
             self._draw_step()
@@ -136,12 +159,11 @@ class Playground:
             self.document.unhold()
 
     def _draw_step(self) -> None:
-        scene, name = self._scene(), self.schedule.value
+        name = self.schedule.value
         try:
-            options = read_options(self.options.value)
-            result = scene.play(name, virtual=int(self.virtual.value), options=options)
+            result = self._simulate(name)
         except PenstockError as error:
-            self.error.text = error_html(shown_message(error))
+            self.error.text = error_html(str(error))
             self.error.visible = True
             self.timeline.plot.visible = False
             self.heading.text = heading_html(name, "")
@@ -149,13 +171,13 @@ class Playground:
         else:
             self.error.visible = False
             self.timeline.plot.visible = True
-            self._show(result, scene)
-        self._rows, self._left = [], list(dict.fromkeys([name, *self.compared.value]))
-        if not self._comparing:
-            self._comparing = True
+            self._show(result)
+        self._outcomes, self._pending = {}, list(dict.fromkeys([name, *self.compared.value]))
+        if not self._compare_scheduled:
+            self._compare_scheduled = True
             self.document.add_next_tick_callback(self._compare)
 
-    def _show(self, result: Simulation, scene: Scene) -> None:
+    def _show(self, result: Simulation) -> None:
         program = result.program
         self.timeline.show(result)
         subtitle = numbers_of(
@@ -165,34 +187,28 @@ class Playground:
         )
         self.heading.text = heading_html(program.name, subtitle)
         self.legend.text = legend_html([result.trace])
-        self.figures.text = figures_html(figures_of([result], limit=scene.memory))
+        self.figures.text = figures_html(figures_of([result], limit=self._limit()))
 
     def _compare(self) -> None:
-        """Simulate what is left to compare, and lay out the table once that is nothing.
+        """Simulate the schedules to compare, then show the table.
 
-        The timeline is not to wait for many others, so that this comes after it, and in slices: a
-        slider that has moved on meanwhile begins it anew.
+        This runs after the timeline is drawn, and in slices, so that the timeline does not wait
+        for many schedules; a slider that moves meanwhile restarts it.
         """
         began = time.monotonic()
-        while self._left and time.monotonic() - began < _SLICE_S:
-            self._rows.append(self._row(self._left.pop(0)))
-        if self._left:
+        while self._pending and time.monotonic() - began < _SLICE_S:
+            name = self._pending.pop(0)
+            try:
+                self._outcomes[name] = self._simulate(name)
+            except PenstockError as error:
+                self._outcomes[name] = str(error).removeprefix(f"{name}: ")
+        if self._pending:
             self.document.add_next_tick_callback(self._compare)
             return
-        self._comparing = False
-        memory = self._scene().memory
-        self.comparison.text = table_html(self._rows, memory=memory, chosen=self.schedule.value)
-
-    def _row(self, name: str) -> Row:
-        is_chosen = name == self.schedule.value
-        virtual = int(self.virtual.value) if is_chosen else None
-        outcome: Simulation | str
-        try:
-            options = read_options(self.options.value if is_chosen else "")
-            outcome = self._scene().play(name, virtual=virtual, options=options)
-        except PenstockError as error:
-            outcome = shown_message(error, beside=name)
-        return Row(name=name, outcome=outcome)
+        self._compare_scheduled = False
+        self.comparison.text = comparison_html(
+            self._outcomes, memory=self._limit(), chosen=self.schedule.value
+        )
 
     def _layout(self) -> UIElement:
         panel = column(
@@ -224,8 +240,64 @@ def _slider(title: str, value: float, start: float, end: float, step: float) -> 
     )
 
 
-def _open(document: Document) -> None:
-    Playground(document)
+@lru_cache(maxsize=64)
+def _simulated(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual: int | None,
+    options: _Options,
+    costs: Costs,
+    per_rank: bool,
+) -> Simulation:
+    """Simulate a schedule; cached, since one slider changes few of the compared schedules.
+
+    Args:
+        name: the schedule.
+        ranks: number of ranks.
+        microbatches: microbatches per step.
+        virtual: stages per rank; None for the schedule's default.
+        options: options of the schedule.
+        costs: the costs.
+        per_rank: whether costs are those of a rank's whole part of the model, not of a stage.
+    """
+    wanted = tuple(wanted_costs(costs, name).items())
+    program = _built(name, ranks, microbatches, virtual, (*wanted, *options))
+    return simulate(program, share_out(costs, share_of(program)) if per_rank else costs)
+
+
+@lru_cache(maxsize=64)
+def _built(
+    name: str, ranks: int, microbatches: int, virtual: int | None, options: _Options
+) -> Program:
+    """Build a schedule; cached, since most costs do not change the program."""
+    refuse_options(family(name), dict(options))
+    return build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
+
+
+def read_options(text: str) -> _Options:
+    """Parse the options of a schedule from one line.
+
+    Raises:
+        ScheduleError: a part that is not ``name=number``, or a size that has a slider.
+
+    Example:
+        >>> read_options("group=4, waves=2"), read_options("")
+        ((('group', 4), ('waves', 2)), ())
+    """
+    found: list[tuple[str, object]] = []
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, _, value = (each.strip() for each in part.partition("="))
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not (name and math.isfinite(number)):
+            raise ScheduleError(f"option {part!r}: expected name=number, such as group=4")
+        if name in _SLIDERS:
+            raise ScheduleError(f"option {part!r}: there is a slider for {_SLIDERS[name]}")
+        found.append((name, int(number) if number.is_integer() else number))
+    return tuple(found)
 
 
 def serve(
@@ -234,9 +306,9 @@ def serve(
     """Serve the playground on 127.0.0.1 until the process is interrupted.
 
     Args:
-        port: where to listen; 0 for any that is free.
+        port: port to listen on; 0 for any free one.
         browser: whether to open it in the user's browser.
-        ready: called with the address, once it is served.
+        ready: called with the address once it is served.
 
     Raises:
         PenstockError: the port is taken.
@@ -259,8 +331,12 @@ def serve(
         server.stop()
 
 
+def _open(document: Document) -> None:
+    Playground(document)
+
+
 def _reserved(port: int) -> int:
-    """The port, or for 0 any that is free; Bokeh leaves its socket open where it is taken."""
+    """Resolve 0 to a free port, and refuse a taken one: Bokeh would leave its socket open."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

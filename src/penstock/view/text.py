@@ -1,12 +1,11 @@
-"""A trace as plain text, for terminals and docstrings.
+"""A timeline as plain text, for terminals and docstrings.
 
-    rank 0  F0 F1 .. .. .. .. B0 -- .. B1 --          one lane per rank, one cell per moment
-    rank 1  .. F0 B0 -- F1 B1 -- .. .. .. ..          "--" goes on with what stands left of it
+    rank 0  F0 F1 .. .. .. .. B0 -- .. B1 --          a line per rank, a cell per unit of time
+    rank 1  .. F0 B0 -- F1 B1 -- .. .. .. ..          "--" continues the cell left of it
 
-Where ranks hold several stages, labels name them, as in ``2F0``. A forward and a backward that are
-one block are joined, as in ``0F3+1B2``. Where there is no room for labels, each cell is the letter
-of its op, or ``+`` where it joins. Shown is what is computed; and where copies to the host and back
-take time, they have lanes of their own below their rank's:
+If ranks hold several stages, labels name them, as in ``2F0``. The parts of an overlapped pair are
+joined, as in ``0F3+1B2``. Without room for labels, a cell is the letter of its op, or ``+`` where
+it joins. Offloads and reloads that take time have lines of their own:
 
     rank 0    F0 F1 F2 .. .. B0 --
       to host .. O0 -- O1 -- .. ..
@@ -22,13 +21,13 @@ from dataclasses import dataclass
 
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.trace import Span, Trace
-from penstock.view.lanes import drawn
+from penstock.view.layout import drawn
 from penstock.view.palette import letter_of
 
 __all__ = ["Cell", "Grid", "grid", "to_text"]
 
 _SMALLEST_WIDTH = 20
-# Times are sums of costs: two that differ by less than this share of a cell are one.
+# Times are sums of costs: rounding makes them differ by less than this share of a cell.
 _ROUNDING = 1e-9
 _COPIES = {Op.OFFLOAD: "  to host", Op.RELOAD: "  back"}
 
@@ -38,11 +37,11 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
 
     Args:
         trace: measured or simulated.
-        width: the longest line allowed, in characters, at least 20.
+        width: longest line allowed, in characters, at least 20.
 
     Returns:
         A line per rank, and per direction of its copies, each ended by a line break. A cell shows
-        what the rank was computing, or copying, at the cell's middle.
+        the action at the middle of its time.
 
     Raises:
         ValueError: ``width`` is too small.
@@ -72,13 +71,13 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One moment of one rank.
+    """One unit of time of one lane.
 
     Args:
-        span: what the rank computes; None where it is idle.
+        span: the action that runs; None where the lane is idle.
         begins: whether the span begins here.
-        joins: whether it begins here, and is one block with the span left of it.
-        text: the cell's label, of the same length in all cells of a grid.
+        joins: whether the span begins here and forms a pair with the span left of it.
+        text: the label, of the same length in all cells of a grid.
     """
 
     span: Span | None
@@ -92,9 +91,9 @@ class Grid:
     """A timeline in cells of equal time.
 
     Args:
-        heads: the name of each lane, of equal length.
-        rows: per lane, its cells; a rank's copies follow it.
-        labelled: whether there was room for labels; else cells tell no more than the op.
+        heads: name of each lane, of equal length.
+        rows: the cells of each lane; a rank's copies follow the rank.
+        labelled: whether there was room for labels.
     """
 
     heads: tuple[str, ...]
@@ -103,22 +102,20 @@ class Grid:
 
 
 def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
-    """The cells of a timeline that is at most ``width`` characters wide.
+    """The cells of a timeline.
 
     Args:
         trace: measured or simulated.
         width: as ``to_text`` takes it.
-        brief: whether labels are the microbatch alone, for views that tell the rest in colour;
-            then no gap is needed between them.
+        brief: label cells with the microbatch alone and without gaps, for coloured views.
 
     Raises:
         ValueError: ``width`` is too small.
     """
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
-    lanes = [trace.compute(rank) for rank in range(trace.num_ranks)]
-    spans = [span for lane in lanes for span in lane]
-    heads, lanes = _with_copies(trace, lanes)
+    heads, lanes = _lanes(trace)
+    spans = [span for rank in range(trace.num_ranks) for span in trace.compute(rank)]
     margin = max(map(len, heads), default=0) + 2
     room = width - margin
     origin = min((span.start for span in spans), default=0.0)
@@ -143,27 +140,26 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     )
 
 
-def _with_copies(
-    trace: Trace, lanes: Sequence[tuple[Span, ...]]
-) -> tuple[list[str], list[tuple[Span, ...]]]:
-    """The heads and spans of all lanes: what ranks compute, and below it what they copy."""
+def _lanes(trace: Trace) -> tuple[list[str], list[Sequence[Span]]]:
+    """Names and spans of all lanes: the computations of each rank, and below them its copies."""
     copies: dict[tuple[int, Op], list[Span]] = {}
     for span in drawn(trace):
         if span.action.op in _COPIES:
             copies.setdefault((span.rank, span.action.op), []).append(span)
-    heads, found = [], []
-    for rank, computed in enumerate(lanes):
+    heads: list[str] = []
+    lanes: list[Sequence[Span]] = []
+    for rank in range(trace.num_ranks):
         heads.append(f"rank {rank}")
-        found.append(computed)
+        lanes.append(trace.compute(rank))
         for op, head in _COPIES.items():
             if (rank, op) in copies:
                 heads.append(head)
-                found.append(tuple(copies[rank, op]))
-    return heads, found
+                lanes.append(copies[rank, op])
+    return heads, lanes
 
 
 def _cells(
-    lane: tuple[Span, ...],
+    lane: Sequence[Span],
     times: list[float],
     label: Callable[[Action], str],
     width: int,
@@ -172,7 +168,8 @@ def _cells(
     cells = []
     before = None
     for time in times:
-        span = _at(lane, time)
+        index = bisect_right(lane, time, key=lambda span: span.start) - 1
+        span = lane[index] if index >= 0 and time < lane[index].end else None
         text = "" if span is None else label(span.action)
         block, last = (block_of.get(s.action) if s else None for s in (span, before))
         begins = span is not before
@@ -201,11 +198,5 @@ def _stage_label(act: Action) -> str:
 
 
 def _brief_label(act: Action) -> str:
-    """`` 3``: a space parts it from the box before it."""
+    """`` 3``: the space separates it from the box before."""
     return f" {act.microbatch}"
-
-
-def _at(lane: tuple[Span, ...], time: float) -> Span | None:
-    """What ran at ``time`` on a lane ordered by start."""
-    index = bisect_right(lane, time, key=lambda span: span.start) - 1
-    return lane[index] if index >= 0 and time < lane[index].end else None

@@ -15,9 +15,8 @@ from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
-from penstock.view.boxes import arrange, bound_figures
-from penstock.view.causes import critical_path, waited_for
-from penstock.view.lanes import memory_lines
+from penstock.view.html import figures_of
+from penstock.view.layout import arrange
 
 
 def step(name: str, *, costs: Costs | None = None) -> Simulation:
@@ -40,30 +39,6 @@ def test_every_schedule_can_be_drawn(each: Family) -> None:
         assert rank < top < foot < rank + 1
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"])
-@pytest.mark.parametrize("latency", [0.0, 0.3])
-def test_causes_seen_from_times_are_those_of_the_simulation(name: str, latency: float) -> None:
-    """For a measured step times are all there is."""
-    result = step(name, costs=Costs(forward=1, input_grad=1.5, weight_grad=0.7, latency=latency))
-    causes = waited_for(result.trace)
-    for rank in range(4):
-        before = None
-        for span in result.trace.compute(rank):
-            told = result.waited_for(span)
-            seen = causes.get(span)
-            if told is None:
-                assert seen == before
-            else:
-                assert seen is not None
-                assert (seen.action.stage, seen.action.microbatch) == (told.stage, told.microbatch)
-            before = span
-    path = critical_path(result.trace, causes)
-    assert path[0].start == 0
-    assert path[-1].end == pytest.approx(result.makespan)
-    gaps = [b.start - a.end for a, b in pairwise(path)]
-    assert all(math.isclose(gap, 0, abs_tol=1e-9) or gap == pytest.approx(latency) for gap in gaps)
-
-
 def test_transfers_that_are_spelled_out_change_nothing_that_is_drawn() -> None:
     program = build("interleaved-1f1b", ranks=4, microbatches=8)
     costs = Costs(latency=0.3)
@@ -76,9 +51,11 @@ def test_transfers_that_are_spelled_out_change_nothing_that_is_drawn() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv", "chimera"])
 def test_a_trace_holds_what_its_program_holds(name: str) -> None:
     result = step(name)
-    peaks = [max(held for _, held in line) for line in memory_lines(result.trace)]
-    assert tuple(peaks) == result.peak_in_flight
-    assert all(line[-1][1] == 0 for line in memory_lines(result.trace))
+    drawing = arrange(result.trace)
+    assert drawing.peaks == result.peak_in_flight
+    # Each rank's outline ends at its foot: nothing is held after the step.
+    levels = [y for y, after in pairwise(drawing.memory["y"]) if math.isnan(after)]
+    assert [round(y % 1, 9) for y in levels] == [0.97] * 4
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "po-f", "chimera"])
@@ -153,7 +130,7 @@ def test_copies_lie_above_what_is_computed() -> None:
     assert max(offloads) < min(reloads) < highest
 
 
-def test_figures_tell_of_a_bound_where_there_is_one() -> None:
+def test_figures_show_a_lower_bound_where_there_is_one() -> None:
     program = parse_csv("0F0,0F1,(0B0;0B1)OVERLAP_F_B\n")
-    assert bound_figures(simulate(program)) == [("no program of these stages is below", "6")]
-    assert bound_figures(simulate(program, Costs(overlap=1))) == []
+    assert dict(figures_of([simulate(program)]))["makespan lower bound"] == "6"
+    assert "makespan lower bound" not in dict(figures_of([simulate(program, Costs(overlap=1))]))

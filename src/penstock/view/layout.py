@@ -1,0 +1,305 @@
+"""The layout of a timeline: what is drawn, and where, as columns of numbers and texts.
+
+    one lane, with memory               without
+    0.03 ▀▀▀▀▀   ▀▀▀▀▀                  ▀▀▀▀▀   ▀▀▀▀▀     strips: offloads above reloads, only
+    0.11    ▀▀▀▀▀▀▀                       ▀▀▀▀▀▀▀▀       where a step has any
+    0.21 ┌────┐┌────────┐      ┌──┐     ┌────┐┌────────┐  boxes: computations; from 0.08 on where
+    0.62 └────┘└────────┘      └──┘     │    ││        │  there are no strips
+    0.72 ─────────▂▂▂▂▄▄▄▄▂▂▂───        │    ││        │  memory: activations held
+    0.97                                └────┘└────────┘
+
+A lane is one unit high, rank r's from r to r + 1, counted downwards. Pictures and pages draw these
+columns; this module knows neither Bokeh nor Matplotlib.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from penstock.schedule.action import Op, Overlap
+from penstock.schedule.rules import COMPUTE, TRANSFERS
+from penstock.simulate.critical_path import causes_of
+from penstock.simulate.memory import Curve, StageMemory
+from penstock.simulate.simulation import Simulation
+from penstock.trace import Span, Trace
+from penstock.view.palette import amount, ink, letter_of, name_of, shades
+
+__all__ = ["Columns", "Drawable", "Drawing", "arrange", "drawn", "trace_of"]
+
+Drawable: TypeAlias = Trace | Simulation
+"""One step, measured or simulated."""
+
+Columns: TypeAlias = dict[str, list[Any]]
+"""Columns of equal length, by name."""
+
+_TOP, _TOP_BELOW_STRIPS = 0.08, 0.21
+_FOOT, _FOOT_ALONE = 0.62, 0.92
+_OFFLOADS, _RELOADS = (0.03, 0.10), (0.11, 0.18)
+_MEMORY_TOP, _MEMORY_FOOT = 0.70, 0.97
+# The share of a measured step below which a strip is not drawn.
+_SMALL = 0.001
+# Opacity of boxes off the critical path, while the path is shown.
+_PALE = 0.3
+
+_FRAME_COLUMNS = ("left", "right", "top", "foot", "top_alone", "foot_alone")
+_BOX_COLUMNS = (
+    *_FRAME_COLUMNS, "lasts", "fill", "ink", "label", "rank", "action", "kind", "stage",
+    "microbatch", "waited", "block", "beside", "alpha",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """The layout of one step.
+
+    Args:
+        boxes: computations, and copies to the host and back; ``alpha`` is their opacity while the
+            critical path is shown.
+        blocks: frames around overlapped pairs.
+        path: frames around the critical path, and lines from each box to the next.
+        memory: points ``x`` and ``y`` of one outline, ranks separated by NaN.
+        peaks: peak memory per rank.
+        end: end of the last span.
+    """
+
+    boxes: Columns
+    blocks: Columns
+    path: Columns
+    memory: Columns
+    peaks: tuple[float, ...]
+    end: float
+
+
+def trace_of(step: Drawable) -> Trace:
+    """The trace of a step."""
+    return step if isinstance(step, Trace) else step.trace
+
+
+def drawn(trace: Trace) -> list[Span]:
+    """The spans that a drawing shows: computations, and copies that take time.
+
+    Messages have no box. A measured trace records every copy, also one that moved nothing.
+    """
+    shortest = trace.makespan * _SMALL if trace.unit == "s" else 0.0
+    return [
+        s
+        for s in trace.spans
+        if s.action.op in COMPUTE or (s.action.op not in TRANSFERS and s.end - s.start > shortest)
+    ]
+
+
+def arrange(
+    step: Drawable, *, unit: str | None = None, differences: dict[str, str] | None = None
+) -> Drawing:
+    """Lay out a step from its first computation on.
+
+    Args:
+        step: the step. The memory of a simulation is in the unit of its costs; that of a trace is
+            a number of activations.
+        unit: unit of the times; None for the trace's. Seconds are drawn as milliseconds.
+        differences: an additional line of the tooltip, by action in text form.
+    """
+    trace = trace_of(step)
+    spans = drawn(trace)
+    origin = min((s.start for s in trace.spans if s.action.op in COMPUTE), default=0.0)
+    axes = _Axes(
+        origin=origin,
+        scale=1e3 if (unit or trace.unit) == "s" else 1.0,
+        top=_TOP if all(s.action.op in COMPUTE for s in spans) else _TOP_BELOW_STRIPS,
+    )
+    if isinstance(step, Trace):
+        causes, curves = causes_of(step), _activations(step)
+        path = causes.critical_path()
+    else:
+        # With explicit transfers a step waits for its receive, which is not drawn.
+        causes = causes_of(trace) if step.program.has_transfers else step.causes
+        curves, path = step.memory, step.critical_path
+    peaks = tuple(max((held for _, held in curve), default=0.0) for curve in curves)
+    blocks = _blocks(trace, spans)
+    end = axes.x(max((s.end for s in spans), default=origin))
+    boxes = _boxes(trace, spans, axes, causes.cause, set(path), blocks, differences or {})
+    return Drawing(
+        boxes=_columns(_BOX_COLUMNS, boxes),
+        blocks=_columns(_FRAME_COLUMNS, (axes.frame(block) for block in blocks)),
+        path=_path(path, axes),
+        memory=_outline(curves, axes, end, max(peaks, default=0.0)),
+        peaks=peaks,
+        end=end,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axes:
+    """Positions in a drawing.
+
+    Args:
+        origin: the time of the trace at x = 0.
+        scale: length of one unit of the trace's time.
+        top: top of boxes in their lane.
+    """
+
+    origin: float
+    scale: float
+    top: float
+
+    def x(self, time: float) -> float:
+        """The position of a time."""
+        return (time - self.origin) * self.scale
+
+    def y(
+        self, rank: int, op: Op, share: tuple[int, int] = (0, 1)
+    ) -> tuple[float, float, float, float]:
+        """Top and foot of a box beside the memory, then without it.
+
+        Args:
+            rank: the rank.
+            op: the op.
+            share: index and number of boxes that divide the height of the lane.
+        """
+        if op not in COMPUTE:
+            top, foot = _RELOADS if op is Op.RELOAD else _OFFLOADS
+            return rank + top, rank + foot, rank + top, rank + foot
+        part, parts = share
+        height, alone = (_FOOT - self.top) / parts, (_FOOT_ALONE - self.top) / parts
+        top = rank + self.top
+        return (
+            top + part * height, top + (part + 1) * height,
+            top + part * alone, top + (part + 1) * alone,
+        )  # fmt: skip
+
+    def frame(self, spans: Sequence[Span]) -> tuple[float, ...]:
+        """A frame around spans of one rank."""
+        left, right = min(s.start for s in spans), max(s.end for s in spans)
+        return self.x(left), self.x(right), *self.y(spans[0].rank, spans[0].action.op)
+
+
+def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
+    columns = list(zip(*rows, strict=True)) or ((),) * len(names)
+    return {name: list(column) for name, column in zip(names, columns, strict=True)}
+
+
+def _blocks(trace: Trace, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
+    """The spans of each overlapped pair."""
+    block_of = trace.block_of()
+    found: dict[tuple[int, Overlap], list[Span]] = {}
+    for span in spans if block_of else ():
+        block = block_of.get(span.action)
+        if block is not None:
+            found.setdefault((span.rank, block), []).append(span)
+    return [tuple(parts) for parts in found.values()]
+
+
+def _boxes(
+    trace: Trace,
+    spans: Sequence[Span],
+    axes: _Axes,
+    cause_of: Callable[[Span], Span | None],
+    path: set[Span],
+    blocks: Sequence[tuple[Span, ...]],
+    differences: dict[str, str],
+) -> Iterable[tuple[Any, ...]]:
+    """A row of ``_BOX_COLUMNS`` per span."""
+    colours = shades(trace)
+    inks = {colour: ink(colour) for colour in set(colours.values())}
+    block_of = {span: block for block in blocks for span in block}
+    # Per rank, the end of its last computation.
+    free: dict[int, float] = {}
+    for span in spans:
+        act, computes = span.action, span.action.op in COMPUTE
+        left, right, name = axes.x(span.start), axes.x(span.end), str(act)
+        fill = colours[span.rank, act.op, act.stage]
+        number = "" if act.microbatch is None else str(act.microbatch)
+        block = block_of.get(span, ())
+        others = ", ".join(str(other.action) for other in block if other.action != act)
+        waited = "nothing"
+        if computes:
+            waited = _waited(span, cause_of(span), axes.x(free.get(span.rank, axes.origin)), left)
+            free[span.rank] = span.end
+        yield (
+            left, right, *axes.y(span.rank, act.op, _share(span, block)), right - left, fill,
+            inks[fill], letter_of(act.op) + number if computes else "", span.rank, name,
+            name_of(act.op), act.stage, number, waited,
+            f"one block with {others}" if others else "", differences.get(name, ""),
+            1.0 if span in path else _PALE,
+        )  # fmt: skip
+
+
+def _waited(span: Span, cause: Span | None, free: float, start: float) -> str:
+    """The cause of a span's start, for its tooltip."""
+    if cause is None:
+        return "nothing"
+    if cause.rank == span.rank:
+        return f"its rank, busy with {cause.action}"
+    return f"{cause.action} of rank {cause.rank}, idle for {amount(start - free)}"
+
+
+def _share(span: Span, block: Sequence[Span]) -> tuple[int, int]:
+    """The part of the lane's height: all of it, unless parts of a block ran at the same time."""
+    middle = (span.start + span.end) / 2
+    if any(other.start < middle < other.end for other in block if other is not span):
+        return block.index(span), len(block)
+    return 0, 1
+
+
+def _path(path: Sequence[Span], axes: _Axes) -> Columns:
+    frames = _columns(_FRAME_COLUMNS, (axes.frame((span,)) for span in path))
+    middle = (axes.top + _FOOT) / 2
+    # Columns have equal length: the last box leads nowhere.
+    rest: list[list[float]] = [[]] * bool(path)
+    xs = [[axes.x(a.end), axes.x(b.start)] for a, b in pairwise(path)]
+    ys = [[a.rank + middle, b.rank + middle] for a, b in pairwise(path)]
+    return frames | {"xs": xs + rest, "ys": ys + rest}
+
+
+def _activations(trace: Trace) -> tuple[Curve, ...]:
+    """Per rank, the number of activations held from each time on."""
+    acts = [span.action for span in trace.spans]
+    memory = StageMemory.counting(1 + max((act.stage for act in acts), default=0))
+    recomputed = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
+    backward = any(act.op in (Op.FULL_BACKWARD, Op.INPUT_GRAD) for act in acts)
+    changes: list[dict[float, float]] = [{} for _ in range(trace.num_ranks)]
+    for span in trace.spans:
+        taken, freed = memory.changes(span.action, recomputed, backward=backward)
+        at = changes[span.rank]
+        for time, change in ((span.start, taken), (span.end, -freed)):
+            if change:
+                at[time] = at.get(time, 0.0) + change
+    curves: list[Curve] = []
+    for at in changes:
+        held, curve = 0.0, list[tuple[float, float]]()
+        for time in sorted(at):
+            held += at[time]
+            curve.append((time, held))
+        curves.append(tuple(curve))
+    return tuple(curves)
+
+
+def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -> Columns:
+    """The memory of all ranks as one outline: a single path is quick to draw.
+
+    Args:
+        curves: per rank, the amount held from each time on.
+        axes: of the drawing.
+        end: end of the drawing.
+        highest: the amount that fills the height.
+    """
+    xs: list[float] = []
+    ys: list[float] = []
+    for rank, curve in enumerate(curves):
+        if not curve or highest <= 0:
+            continue
+        foot, height = rank + _MEMORY_FOOT, (_MEMORY_FOOT - _MEMORY_TOP) / highest
+        level = foot
+        xs.append(axes.x(curve[0][0]))
+        ys.append(foot)
+        for time, held in curve:
+            xs += [axes.x(time)] * 2
+            ys += [level, foot - held * height]
+            level = ys[-1]
+        xs += [end, end, math.nan]
+        ys += [level, foot, math.nan]
+    return {"x": xs, "y": ys}
