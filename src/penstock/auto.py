@@ -34,8 +34,7 @@ from penstock.partition.cutting import cut_model
 from penstock.partition.plan import Plan, split_by_counts
 from penstock.partition.spec import Example, SplitSpec
 from penstock.runtime.comm.link import Link, measure_link
-from penstock.runtime.comm.process_group import from_first_rank, objects_group
-from penstock.runtime.together import together
+from penstock.runtime.comm.process_group import collective_call, from_first_rank, objects_group
 from penstock.schedule.program import Program
 from penstock.schedule.resolve import DEFAULT_MICROBATCHES
 from penstock.schedule.text import from_json, to_json
@@ -155,7 +154,7 @@ def find_program(
     ranks, virtual = _sizes(num_stages, ranks, virtual)
     link: Link | None = None
     if group is not None:
-        with together(objects_group(group), "Pipeline()"):
+        with collective_call(objects_group(group), "Pipeline()"):
             link = measure_link(group, device)
     told = from_first_rank(
         group,

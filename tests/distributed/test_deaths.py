@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
-from penstock.runtime.comm import c10d
-from penstock.runtime.comm.breaking import break_pairs
-from penstock.runtime.watcher import LOOK_INTERVAL_S
+from penstock.runtime.comm.gloo import GlooTransport, break_pairs
+from penstock.runtime.watchdog import READ_INTERVAL_S
 from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 
@@ -66,7 +65,7 @@ def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after:
 def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
     """Rank 1 asks for a note where nothing can even be asked any more."""
     group = torch.distributed.group.WORLD
-    transport = c10d.C10dTransport(group, CPU, 0, 60.0)
+    transport = GlooTransport(group, CPU, 0, 60.0)
     transport.begin("this test")
     if rank == 0:
         return None
@@ -149,7 +148,7 @@ def be_stopped(rank: int, num_ranks: int, timeout_s: float) -> list[tuple[object
     told = [tuple(attempt(step))]
     if rank == 1:
         # So long that the other one has asked the store.
-        waking = threading.Thread(target=_continue, args=(first, 4 * LOOK_INTERVAL_S))
+        waking = threading.Thread(target=_continue, args=(first, 4 * READ_INTERVAL_S))
         if timeout_s > 1:
             waking.start()
     told.append(tuple(attempt(step)))

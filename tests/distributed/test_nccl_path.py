@@ -21,29 +21,28 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, _torch_compat
 from penstock.runtime import pipeline_schedule
-from penstock.runtime.comm.c10d import C10dTransport
-from penstock.runtime.comm.nccl import as_wire, channels_of, pairs_of
-from penstock.runtime.group_log import Calls
-from penstock.runtime.watcher import Watcher
+from penstock.runtime.comm.gloo import GlooTransport
+from penstock.runtime.comm.nccl import NcclTransport, as_wire, channels_of, pairs_of
+from penstock.runtime.failure import Calls
+from penstock.runtime.watchdog import Watchdog
 from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
 from tests.models import features, mlp
 
 
-class Directed(C10dTransport):
+class Directed(NcclTransport):
     """Takes the way of CUDA tensors, and notes with whom it makes connections."""
 
     met: list[int]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._on_cuda = True
         self.met = []
         self.gave_up = threading.Event()
 
-    def _give_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        super()._give_up(groups)
+    def abort_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        super().abort_groups(groups)
         self.gave_up.set()
 
     def register_peers(self, peers: Iterable[int]) -> None:
@@ -62,7 +61,7 @@ def take_the_way_of_nccl() -> list[str]:
         return make_group(ranks, "gloo", name, **options)
 
     _torch_compat.make_group = make_gloo_group
-    pipeline_schedule.C10dTransport = Directed  # type: ignore[misc]
+    pipeline_schedule.make_transport = Directed  # type: ignore[assignment]
     return made
 
 
@@ -171,20 +170,20 @@ class Busy:
 
 def test_the_step_before_ends_before_its_messages_are_given_up() -> None:
     noted: list[Any] = []
-    transport: Any = object.__new__(C10dTransport)
+    transport: Any = object.__new__(NcclTransport)
     transport._streams, transport._last_step = Busy(noted), "the step before"
-    transport._give_up([Group(noted), Group(noted)])
+    transport.abort_groups([Group(noted), Group(noted)])
     assert noted == ["the step before"] * 3 + ["abort"] * 2
 
 
 def test_ranks_meet_on_the_host() -> None:
     """In a group that has NCCL as well, a barrier would be one of the devices."""
     noted: list[Any] = []
-    transport: Any = object.__new__(C10dTransport)
-    transport._watcher, transport._control = Watcher(1.0, noted.append), Group(noted)
-    transport._limit, transport._calls = (), Calls()
+    transport: Any = object.__new__(GlooTransport)
+    transport._watchdog, transport._control = Watchdog(1.0, noted.append), Group(noted)
+    transport._limit, transport._calls, transport._collected = (), Calls(), ()
     transport.barrier()
-    assert noted == [torch.device("cpu")] and transport._calls.meetings == 1
+    assert noted == [torch.device("cpu")] and transport._calls.collectives == 1
 
 
 @pytest.mark.parametrize("value", ["1", "8", None])
@@ -206,7 +205,7 @@ def dropped(rank: int, num_ranks: int) -> int:
         both.step(inputs, target=target)
         del both
         gc.collect()
-    return sum(thread.name == "penstock-watcher" for thread in threading.enumerate())
+    return sum(thread.name == "penstock-watchdog" for thread in threading.enumerate())
 
 
 def test_a_pipeline_that_is_dropped_leaves_no_thread() -> None:

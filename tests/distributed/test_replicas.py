@@ -31,7 +31,7 @@ from penstock import (
     get_schedule_class,
 )
 from penstock.parallel.gradient_reduction import average_grads
-from penstock.runtime import watcher
+from penstock.runtime import watchdog
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.crossings import Give, Take
@@ -96,7 +96,7 @@ def use_after_steps(rank: int, num_ranks: int, breaks: bool) -> dict[str, list[T
     if pipeline.get_local_rank() == 1:
         # These raise by themselves. Would one look before it does, and find that its replica has
         # failed, then it would give up their group.
-        watcher.LOOK_INTERVAL_S = 60.0
+        watchdog.READ_INTERVAL_S = 60.0
     grads = {}
     for wrap in ("ddp", "ddp static", "replicate", "replicate of fsdp", "fsdp"):
         torch.manual_seed(0)

@@ -101,7 +101,7 @@ def wrong(rank: int, num_ranks: int, fault: str) -> str:
         ("no inputs", "no inputs: the rank of the first stage passes them"),
         ("other inputs", "the inputs here have other shapes than those on rank 0"),
         ("no target", "no target, where the loss is computed"),
-        ("outputs", "rank 0 is at step() with outputs"),
+        ("outputs", "the first call (rank 0: step() with outputs"),
     ],
 )
 def test_what_is_wrong_on_one_end_is_told_on_both(fault: str, told: str) -> None:

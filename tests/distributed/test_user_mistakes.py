@@ -376,7 +376,7 @@ MISTAKES = {
     "no inputs": Mistake(no_inputs, (S, P), r"no inputs.*passes them to step\(\) or eval", (0,)),
     "no inputs in eval": Mistake(no_inputs_in_eval, (S, P), r"no inputs.*passes them", (0,)),
     "step beside eval": Mistake(
-        step_beside_eval, (SCH, SCH), r"rank 0 is at step\(\).*rank 1 at eval\(\).*same order"
+        step_beside_eval, (SCH, SCH), r"rank 0 is in step\(\).*rank 1 in eval\(\).*same order"
     ),
     "too short lists": Mistake(
         too_short_lists, ("ValueError", P), "3 ready microbatches, expected n_microbatches=4", (0,)

@@ -14,6 +14,8 @@ from penstock.runtime.agreement import agree
 class Recorder:
     """Stands for a rank beside another one that says the same, unless it is told what else."""
 
+    rank = 0
+
     def __init__(self, theirs: dict[bytes, bytes]) -> None:
         self.theirs = theirs
         self.notes: list[bytes] = []

@@ -14,8 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from penstock import Pipeline, StageError
-from penstock.runtime.comm.c10d import C10dTransport
-from penstock.runtime.comm.process_group import chosen_device
+from penstock.runtime.comm.process_group import chosen_device, make_transport
 from penstock.runtime.step import is_placed, moved
 
 META = torch.device("meta")
@@ -112,4 +111,4 @@ def test_a_pipeline_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_processes_are_joined_on_the_cpu_and_cuda_alone() -> None:
     with pytest.raises(StageError, match="stages on mps can't be joined over processes"):
-        C10dTransport(dist.ProcessGroup(0, 1), torch.device("mps"), 0, 1.0)
+        make_transport(dist.ProcessGroup(0, 1), torch.device("mps"), 0, 1.0)

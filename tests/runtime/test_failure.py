@@ -1,9 +1,8 @@
-"""The board's places: what is written to them is read over a second connection, of which one is."""
+"""The error store: what is written to it is read over a second connection, one for each store."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,24 +14,24 @@ from penstock.cause import as_error, cause_of
 from penstock.compat.announcing import key_of
 from penstock.errors import PartitionError, StageError
 from penstock.partition.forward.leaf_modules import NotByModule
-from penstock.runtime.comm.c10d import C10dTransport
-from penstock.runtime.failure import Place
-from penstock.runtime.watcher import Watcher
+from penstock.runtime.comm.gloo import GlooTransport
+from penstock.runtime.failure import ErrorStore
+from penstock.runtime.watchdog import Watchdog
 
 
 def test_one_second_connection_per_store_and_no_longer_than_it() -> None:
     store: Any = dist.TCPStore("127.0.0.1", 0, 1, True)
-    place = Place(store=store, key="a")
-    aside, other = place.aside(), replace(place, key="b").aside()
+    errors = ErrorStore(store, ["a"], "note")
+    aside, other = errors.aside(), ErrorStore(store, ["b"], "note").aside()
     assert aside.store is other.store
     assert aside.store is not store
     cause = cause_of(StageError("it burst"), 1, (0, 1))
-    assert (aside.read(), place.write(cause)) == (b"", cause)
-    assert aside.read() == cause.to_json().encode()
-    assert other.read() == b""
+    assert (aside.read(), errors.write(cause)) == (None, cause)
+    assert aside.read() == cause
+    assert other.read() is None
     # A process that joins a second job must not find the first one's keys in a server kept alive.
     alive = weakref.ref(store)
-    del store, place
+    del store, errors
     assert alive() is None
 
 
@@ -50,11 +49,11 @@ def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
         store.set(key_of(group, 0), repr(group.processes))  # type: ignore[arg-type]
     assert store.get(key_of(every, 0)) == repr(every.processes).encode()  # type: ignore[arg-type]
 
-    transport: Any = object.__new__(C10dTransport)
+    transport: Any = object.__new__(GlooTransport)
     transport._group, transport._processes, transport.number = every, every.processes, 0
-    transport._watcher = Watcher(1.0, lambda whom: None)
+    transport._watchdog = Watchdog(1.0, lambda whom: None)
     monkeypatch.setattr(_torch_compat, "make_group", lambda *told, **_: store.set(told[2], "here"))
-    transport._new_group("gloo", "control")
+    transport.new_group("gloo", "control")
 
 
 class Untellable(Exception):

@@ -1,23 +1,50 @@
-"""Do all ranks play the same program, in the same way? Asked once, before the first step.
+"""Agreement of the ranks: the same calls in the same order, over the same program and options.
 
-It knows neither programs nor stages: only what each rank says of them.
+Every fact that ranks must share is compared here, and the message names the ranks that differ.
+
+    agree           options, programs and batches, once per schedule, before its first step
+    pack_header     the call that a rank is in, ahead of whatever the call gathers
+    call_mismatch   two ranks that wait in different calls, found by their watchdogs
+    exclusive_step  no step within a step, where other ranks would not join
+
+This module sends nothing by itself; it knows neither programs nor stages.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.runtime.comm.base import Transport
 
-__all__ = ["digest", "agree"]
+if TYPE_CHECKING:
+    from penstock.runtime.comm.base import Transport
+
+__all__ = [
+    "agree",
+    "call_mismatch",
+    "digest",
+    "exclusive_step",
+    "pack_header",
+    "unpack_headers",
+]
+
+_log = logging.getLogger(__name__)
+
+# A header is an integer and the text of a call.
+INT_BYTES, HEADER_BYTES = 16, 160
 
 
 def digest(text: str) -> str:
-    """A short name for a long text, for people to compare.
+    """A short name for a long text.
 
     Example:
         >>> digest("0F0,0B0")
@@ -27,30 +54,128 @@ def digest(text: str) -> str:
 
 
 def agree(
-    facts: Mapping[str, Any], transports: Sequence[Transport], shown: Mapping[str, str]
+    facts: Mapping[str, Any],
+    transports: Sequence[Transport],
+    shown: Mapping[str, str],
+    inputs: tuple[int, int] = (0, 0),
 ) -> None:
-    """Compare what every rank says; every rank calls.
+    """Compare facts over all ranks; every rank calls it.
 
     Args:
-        facts: by what it is, as a message would call it, this process's value, as JSON has it.
-            The first that differs is told.
+        facts: this process's value of each fact, by the fact's name in messages; JSON values.
         transports: one per rank that this process plays.
-        shown: what is told of a fact in place of its value, where that says little.
+        shown: by fact, a text that messages show in place of its value.
+        inputs: the digest of the first batch (see ``microbatch.inputs_digest``); differing ones
+            are mostly a mistake, and only logged.
 
     Raises:
         ScheduleError: the ranks differ; the same on every rank.
     """
     mine = json.dumps([facts, {**facts, **shown}]).encode()
-    brief = digest(json.dumps(facts)).encode()
+    brief = json.dumps([digest(json.dumps(facts)), *inputs]).encode()
     for transport in transports:
-        # Facts may be long and ranks many: they are told in full where they differ alone.
-        if len(set(transport.all_gather_bytes(brief))) == 1:
+        # Facts may be long and ranks many: values are exchanged only where digests differ.
+        briefs = [json.loads(data) for data in transport.all_gather_bytes(brief)]
+        _warn_of_other_inputs(transport.rank, [(kind, data) for _, kind, data in briefs])
+        if len({text for text, _, _ in briefs}) == 1:
             continue
-        everyones = [json.loads(note) for note in transport.all_gather_bytes(mine)]
-        for what in facts:
-            values = [theirs[what] for theirs, _ in everyones]
+        everyones = [json.loads(data) for data in transport.all_gather_bytes(mine)]
+        for fact in facts:
+            values = [values[fact] for values, _ in everyones]
             if any(value != values[0] for value in values):
-                told = ", ".join(f"rank {r}: {each[what]}" for r, (_, each) in enumerate(everyones))
+                texts = [shown_values[fact] for _, shown_values in everyones]
+                listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
                 raise ScheduleError(
-                    f"the ranks do not agree on {what} ({told}); pass the same on every rank"
+                    f"the ranks do not agree on {fact} ({listed}); pass the same on every rank"
                 )
+
+
+def _warn_of_other_inputs(rank: int, inputs: Sequence[tuple[int, int]]) -> None:
+    """Log that this rank was given another batch than the first rank with inputs."""
+    kind, data = inputs[rank]
+    first = next((other for other, (given, _) in enumerate(inputs) if given), rank)
+    if kind and kind == inputs[first][0] and data != inputs[first][1]:
+        _log.warning(
+            "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
+            "pipeline the same batch (the same seed, and no DistributedSampler over its ranks), or "
+            "no inputs where they are not needed",
+            rank,
+            first,
+        )
+
+
+def call_mismatch(calls: Mapping[int, str]) -> str:
+    """The message for ranks in different calls.
+
+    Args:
+        calls: the call of each rank that is known, two different ones at least.
+
+    Example:
+        >>> call_mismatch({1: "eval()", 0: "step()"})
+        'rank 0 is in step(), and rank 1 in eval(): call them in the same order on every rank'
+    """
+    first = min(calls)
+    other = min(rank for rank in calls if calls[rank] != calls[first])
+    return (
+        f"rank {first} is in {calls[first]}, and rank {other} in {calls[other]}: call them in the "
+        "same order on every rank"
+    )
+
+
+def pack_header(number: int, call: str) -> Tensor:
+    """The header of a collective: a rank's integer, of 127 bits, and the call that it is in."""
+    data = number.to_bytes(INT_BYTES, "little", signed=True) + call.encode()
+    data = data[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def unpack_headers(headers: Sequence[Tensor]) -> list[int]:
+    """The integers of all ranks' headers.
+
+    Raises:
+        ScheduleError: the ranks are in different calls.
+    """
+    data = [bytes(header.tolist()) for header in headers]
+    calls = [each[INT_BYTES:].rstrip(b"\0").decode(errors="ignore") for each in data]
+    if len(set(calls)) > 1:
+        raise ScheduleError(call_mismatch(dict(enumerate(calls))))
+    return [int.from_bytes(each[:INT_BYTES], "little", signed=True) for each in data]
+
+
+# The steps that this process is in: the engine and the process group of each.
+_running: list[tuple[object, dist.ProcessGroup | None]] = []
+
+
+@contextmanager
+def exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Refuse a step within a step of the same engine, or over the same process group.
+
+        step of A ──► its loss function ──► eval of B        only the rank of the loss is here:
+                                                             the other ranks would not join
+
+    Args:
+        engine: the engine that runs the step.
+        group: its process group; None where all ranks are in this process.
+
+    Raises:
+        ScheduleError: such a step is running.
+    """
+    group = group if group is not None and group.size() > 1 else None
+    for other, its_group in _running:
+        if other is engine:
+            _refuse("the same pipeline", "its microbatches' state is in use")
+        if group is not None and its_group is group:
+            _refuse("another one over the same ranks", "the others do not join")
+    entry = (engine, group)
+    _running.append(entry)
+    try:
+        yield
+    finally:
+        _running.remove(entry)
+
+
+def _refuse(whose: str, why: str) -> None:
+    raise ScheduleError(
+        f"step() or eval() was called within a step of {whose} (in a loss function, a hook or a "
+        f"module), where {why}: call it before, and pass its result as target= or loss_kwargs="
+    )

@@ -108,9 +108,13 @@ class BoundProgram:
 
     # --- a step ------------------------------------------------------------------------------
 
-    def begin(self, step: StepState, num_steps: int) -> None:
+    def describe_call(self, step: StepState, num_steps: int) -> str:
+        """The text by which ranks see that they are in the same call."""
+        return self._sync.describe_call(step, num_steps)
+
+    def begin(self, step: StepState) -> None:
         """Begin a step on all ranks (see ``StepSync.begin``)."""
-        self._sync.begin(step, num_steps)
+        self._sync.begin(step)
         for runner in self.runners.values():
             runner.begin(step, resend_metadata=self._sync.resends_metadata)
 

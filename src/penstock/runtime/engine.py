@@ -26,6 +26,7 @@ from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.nccl import channels_of
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction
+from penstock.runtime.microbatch import inputs_digest
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.profiler import decode_spans, encode_spans, merge_spans, spans_of
 from penstock.runtime.stage_runner import StageRunner
@@ -166,10 +167,12 @@ class Engine:
             PenstockError: this rank failed, or another one did.
         """
         bound = self._last = self._train if train else self._eval
-        self._begin_call("step() or eval()")
-        self._agree()
+        call = bound.describe_call(step, self._num_steps)
+        # Ranks that differ in their options may take the same call for another one.
+        self._begin_call(call if self._agreed else "the first step() or eval()")
+        self._agree(step, call)
         self._refresh_replicas()
-        bound.begin(step, self._num_steps)
+        bound.begin(step)
         if train and self.config.microbatch_rng:
             self._share_step_seed(bound.runners.values())
         with ExitStack() as around:
@@ -233,7 +236,7 @@ class Engine:
         """Let ``function`` run the overlapped pairs of training steps."""
         self._train.run_pairs_by(function)
 
-    def _agree(self) -> None:
+    def _agree(self, step: StepState, call: str) -> None:
         """Before the first step, hold all ranks to the same program and options.
 
         Raises:
@@ -251,8 +254,11 @@ class Engine:
             "CUDA_DEVICE_MAX_CONNECTIONS=1": self._channels.per_pair,
             "having a loss_fn": self.config.loss_fn is not None,
             "what stages share": self._shared_params.facts,
+            "the first call": call,
         }
-        agree(facts, self.transports, {"the program": f"{self.program.name} {self._digest}"})
+        inputs = (0, 0) if self._is_alone else inputs_digest(step.args, step.kwargs)
+        shown = {"the program": f"{self.program.name} {self._digest}"}
+        agree(facts, self.transports, shown, inputs)
         self._shared_params.agree()
         self._agreed = True
 

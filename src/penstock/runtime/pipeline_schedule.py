@@ -19,12 +19,12 @@ from penstock.compat.announcing import announced, default_group
 from penstock.compat.stage import PipelineStage
 from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError
+from penstock.runtime.agreement import exclusive_step
 from penstock.runtime.comm.base import Transport
-from penstock.runtime.comm.c10d import C10dTransport
 from penstock.runtime.comm.loopback import loopback
+from penstock.runtime.comm.process_group import make_transport
 from penstock.runtime.config import LossFn, RunConfig, RunOptions
 from penstock.runtime.engine import Engine
-from penstock.runtime.in_turn import InTurn
 from penstock.runtime.sequence_chunks import SequenceChunks
 from penstock.runtime.step import BatchSplitter, StepArgs
 from penstock.schedule.action import Step
@@ -314,7 +314,7 @@ class PipelineSchedule:
     def _run(self, given: StepArgs, *, train: bool) -> Any:
         engine = self.engine
         with (
-            InTurn(engine, self._group),
+            exclusive_step(engine, self._group),
             engine.guard(),
             nullcontext() if train else torch.no_grad(),
         ):
@@ -333,7 +333,7 @@ class PipelineSchedule:
     def trace(self) -> Trace:
         """The trace of the last step, on all ranks. Every rank calls it."""
         engine = self.engine
-        with InTurn(engine, self._group):
+        with exclusive_step(engine, self._group):
             return engine.trace()
 
     if not TYPE_CHECKING:
@@ -363,7 +363,7 @@ def _transports(
 ) -> list[Transport]:
     if group is None or group.size() == 1:
         return list(loopback(1))
-    return [C10dTransport(group, stage.device, _num_made[group.group_name], timeout_s)]
+    return [make_transport(group, stage.device, _num_made[group.group_name], timeout_s)]
 
 
 def _check_stages(stages: Sequence[PipelineStage]) -> None:

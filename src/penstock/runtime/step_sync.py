@@ -10,17 +10,15 @@ shapes, and from then on metadata is resent with each step's first microbatch.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ScheduleError, StageError, Where
+from penstock.errors import StageError, Where
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.loss import needs_target
-from penstock.runtime.microbatch import inputs_digest
 from penstock.runtime.shape_cache import ShapeCache, run_conditions
 from penstock.runtime.step import StepState
 from penstock.schedule.program import Program
@@ -30,7 +28,6 @@ from penstock.stage.stage import Stage
 
 __all__ = ["StepSync"]
 
-_log = logging.getLogger(__name__)
 
 # In an order that is the same on every rank. The loss of an evaluation may be a count.
 _DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
@@ -77,7 +74,6 @@ class StepSync:
         self._compares_inputs = (
             len(entry_ranks) > 1 and not self._is_alone and transports[0].rank in entry_ranks
         )
-        self._has_compared = self._is_alone
         self._shapes = ShapeCache()
         self._has_new_shapes = self._is_value_dependent = False
         # By the shape id of the first microbatch, which is another one under autocast.
@@ -90,38 +86,38 @@ class StepSync:
 
     # --- start -------------------------------------------------------------------------------
 
-    def begin(self, step: StepState, num_steps: int) -> None:
-        """Begin a step: broadcast the shape ids, and hold all ranks to the same call.
+    def describe_call(self, step: StepState, num_steps: int) -> str:
+        """The text by which ranks see that they are in the same call.
+
+        Args:
+            step: this process's inputs and targets.
+            num_steps: the number of steps before.
+        """
+        call = "step()" if self._train else "eval()"
+        # Ranks where outputs leave exchange them, if they are returned.
+        joined = " with outputs" if self._num_exit_ranks > 1 and step.keep_outputs else ""
+        return f"{call}{joined}, after {num_steps} others"
+
+    def begin(self, step: StepState) -> None:
+        """Begin a step: broadcast the shape ids.
 
         Args:
             step: this process's inputs and targets; shape ids are set in it.
-            num_steps: the number of steps before; the same on every rank, if all is well.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where
                 inputs enter were given different ones.
-            ScheduleError: the ranks are not at the same step.
+            ScheduleError: the ranks are in different calls.
         """
-        # Where outputs leave on several ranks, these must agree on whether they are returned.
-        keeps = int(self._num_exit_ranks > 1 and step.keep_outputs)
-        header = [num_steps, int(self._train), keeps, self._transports[0].number]
         conditions = self._share_conditions(step)
         self._check_targets(step)
         ids = self._shape_ids(step, conditions)
         # Where inputs enter on several ranks, equal ids do not say that shapes are equal.
         digest = self._shapes.digest(ids) if self._compares_inputs else 0
-        digests = (0, 0) if self._has_compared else inputs_digest(step.args, step.kwargs)
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
-            shared = transport.broadcast_ints([*header, digest, *digests, *ids], self._first_rank)
-            if shared[:4] != header:
-                raise ScheduleError(
-                    f"rank {self._first_rank} is at {_call(shared)}, rank {transport.rank} at "
-                    f"{_call(header)}: call step() and eval() in the same order on every rank"
-                )
-            self._compare_inputs(digests, (shared[5], shared[6]), transport.rank)
-            step.shape_ids = shared[7:]
-        self._has_compared = True
-        if self._compares_inputs and shared[4] != digest:
+            shared = transport.broadcast_ints([digest, *ids], self._first_rank)
+            step.shape_ids = shared[1:]
+        if self._compares_inputs and shared[0] != digest:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
                 "rank where the model's inputs enter passes the whole batch"
@@ -131,17 +127,6 @@ class StepSync:
         unbounded = self._has_new_shapes or self._is_value_dependent or self._dynamic_shapes
         for transport in self._transports:
             transport.allow_unbounded_sends(unbounded)
-
-    def _compare_inputs(self, digests: tuple[int, int], first: tuple[int, int], rank: int) -> None:
-        """Warn if this rank was given other inputs, of the same names, than the first rank."""
-        if 0 not in digests and digests[0] == first[0] and digests[1] != first[1]:
-            _log.warning(
-                "rank %d was given other inputs than rank %d, whose are used; give every rank of "
-                "a pipeline the same batch (the same seed, and no DistributedSampler over its "
-                "ranks), or no inputs where they are not needed",
-                rank,
-                self._first_rank,
-            )
 
     def _check_targets(self, step: StepState) -> None:
         if not self._needs_target or step.targets is not None:
@@ -243,12 +228,6 @@ class StepSync:
             and any(stage.reads_kwargs for stage in self._stages.values())
         )
         return self._shapes.saw_values or given_beside
-
-
-def _call(header: Sequence[int]) -> str:
-    outputs = " with outputs" if header[2] else ""
-    call = f"{'step' if header[1] else 'eval'}(){outputs} of schedule {header[3]}"
-    return f"{call}, after {header[0]} others"
 
 
 def _exchange_outputs(

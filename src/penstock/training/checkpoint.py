@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from penstock.errors import PartitionError
-from penstock.runtime.together import together
+from penstock.runtime.comm.process_group import collective_call
 from penstock.training.files import cut_short, is_distributed, read, write
 from penstock.training.model_state import names_in_common, told_of_common
 
@@ -87,7 +87,7 @@ def save(
         >>> "model.weight" in names, "optim.param_groups.weight.lr" in names
         (True, True)
     """
-    with together(group, "save()", (PartitionError, OSError)):
+    with collective_call(group, "save()", (PartitionError, OSError)):
         _raise_together([] if optimizer is None else _strangers(model, optimizer), group)
         # A plain module is no stage, and may be the same on every rank.
         stages = getattr(type(model), "parameter_stages", None)
@@ -146,7 +146,7 @@ def load(
         >>> torch.equal(trained.weight, fresh.weight)
         True
     """
-    with together(group, "load()", (PartitionError, FileNotFoundError)):
+    with collective_call(group, "load()", (PartitionError, FileNotFoundError)):
         metadata = _described(path, group)
         saved: Mapping[str, object] = metadata.state_dict_metadata
         held = _state_of(model, group)

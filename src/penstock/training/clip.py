@@ -20,8 +20,7 @@ from torch import Tensor
 from penstock.compat.announcing import own_group
 from penstock.errors import StageError
 from penstock.parallel.counted import counts_here, pipeline_size
-from penstock.runtime.comm.process_group import objects_group
-from penstock.runtime.together import all_gather_ints, together
+from penstock.runtime.comm.process_group import all_gather_ints, collective_call, objects_group
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
 
@@ -169,6 +168,6 @@ def _over_ranks(
 def _gathered_on_device(norm: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     mine = norm.to(indexed(device), torch.float64)
     norms = [torch.empty_like(mine) for _ in range(group.size())]
-    with together(group, "clip_grad_norm_()"):
+    with collective_call(group, "clip_grad_norm_()"):
         dist.all_gather(norms, mine, group)
     return torch.stack(norms)

@@ -21,8 +21,7 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import PartitionError
 from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
-from penstock.runtime.comm.process_group import gather_state, objects_group
-from penstock.runtime.together import together
+from penstock.runtime.comm.process_group import collective_call, gather_state, objects_group
 from penstock.schedule.placement import Placement
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name
@@ -94,7 +93,8 @@ class ModelState:
         if not full or self._group is None:
             self._refuse_common_names()
             return self._here(keep)
-        with together(objects_group(self._group), "state_dict(full=True)", (PartitionError,)):
+        by = objects_group(self._group)
+        with collective_call(by, "state_dict(full=True)", (PartitionError,)):
             mine = {str(self._group.rank()): (self.parameter_stages(), self._common_names())}
             stages, here = zip(*gather_state(self._group, mine).values(), strict=True)
             _refuse(sorted({*names_in_common(stages), *chain.from_iterable(here)}))

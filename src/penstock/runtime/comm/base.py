@@ -1,8 +1,11 @@
-"""How ranks reach each other: the protocol that the runtime speaks, whatever lies below.
+"""The protocol between ranks that the runtime speaks over any transport.
 
-Two planes. Tensors travel on the *data plane*: between each ordered pair of ranks in the order in
-which they are sent. Notes (short byte strings: descriptions, agreements) travel on the *control
-plane*, likewise in order. Nothing here knows stages, microbatches or programs.
+Two planes. Tensors travel on the *data plane*, between each ordered pair of ranks in the order in
+which they are sent. Bytes and integers (metadata, agreements) travel on the *control plane*,
+likewise in order. The protocol knows no stages, microbatches or programs.
+
+A new transport implements ``Transport``: ``loopback.py`` is the smallest one; ``c10d.py`` is the
+base of those over ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -22,20 +25,20 @@ __all__ = ["PendingReceive", "Transport", "empty_tensors"]
 
 
 class PendingReceive(Protocol):
-    """A receive that has been posted."""
+    """A posted receive."""
 
     def wait(self) -> Sequence[Tensor]:
-        """The tensors, once they have come (on CUDA: once the current stream may use them)."""
+        """Wait for the tensors; on CUDA, let the current stream wait for them."""
         ...
 
 
 class Transport(Protocol):
-    """One rank's connection to the others.
+    """One rank's connection to the other ranks.
 
     Attributes:
         rank: this rank, from 0.
-        num_ranks: how many there are.
-        number: which of the schedules over these ranks it serves, from 0.
+        num_ranks: the number of ranks.
+        number: the number of its schedule among those over the same ranks, from 0.
     """
 
     rank: int
@@ -43,97 +46,98 @@ class Transport(Protocol):
     number: int
 
     def begin(self, what: str) -> None:
-        """A call begins: every rank makes it, so that what takes all of them can be set up.
+        """Begin a call of all ranks, and connect them at the first one.
 
         Args:
-            what: the call, as a message would name it; the same on every rank.
+            what: the call as messages name it; the same on every rank.
         """
         ...
 
     def end(self) -> None:
-        """The step is over; nothing is waited for until the next one."""
+        """End the call; nothing is waited for until the next one."""
         ...
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send contiguous tensors to ``peer``; held until they are gone, then dropped."""
+        """Send contiguous tensors to ``peer``; they are held until they are sent."""
         ...
 
     def release(self, peer: int, num_messages: int) -> None:
-        """Let go of the first ``num_messages`` messages that went to ``peer`` in this step: they
-        have arrived."""
+        """Drop the first ``num_messages`` messages of this step to ``peer``, which arrived."""
         ...
 
     def receive(
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
     ) -> PendingReceive:
-        """Post the receive of the next tensors from ``peer``, into buffers made now."""
+        """Post the receive of the next tensors from ``peer``, into new buffers."""
         ...
 
-    def send_metadata(self, peer: int, note: bytes) -> None:
-        """Send a note to ``peer``."""
+    def send_metadata(self, peer: int, data: bytes) -> None:
+        """Send bytes to ``peer``."""
         ...
 
     def recv_metadata(self, peer: int) -> bytes:
-        """The next note from ``peer``; blocks until it is here."""
+        """Wait for the next bytes from ``peer``."""
         ...
 
     def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
-        """``numbers`` as ``root`` has them; every rank passes equally many, and blocks."""
+        """Return the integers of ``root``; every rank passes equally many."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` on every rank by the sum of all; waits for all, as ``barrier``."""
+        """Overwrite ``tensor`` by the sum over all ranks; waits for all, as ``barrier`` does."""
         ...
 
     def barrier(self) -> None:
-        """Wait until every rank is here, so that none leaves a step in which another one fails."""
+        """Wait for all ranks, so that none leaves a step in which another one fails."""
         ...
 
     def all_gather_ints(self, number: int) -> list[int]:
-        """Every rank's number, by rank; every rank calls it."""
+        """Return every rank's integer, by rank.
+
+        Raises:
+            ScheduleError: the ranks are in different calls; the same on every rank.
+        """
         ...
 
-    def all_gather_bytes(self, note: bytes) -> list[bytes]:
-        """Every rank's note, by rank; every rank calls it."""
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, by rank; raises as ``all_gather_ints``."""
         ...
 
     def register_peers(self, peers: Iterable[int]) -> None:
-        """Messages will go to and come from these ranks, each of which is told so as well: be
-        connected with them before the next step."""
+        """Announce ranks to exchange tensors with, before the next call; both ends do so."""
         ...
 
-    def allow_unbounded_sends(self, relaxed: bool) -> None:
-        """Whether sends may pile up: while receives are posted late, waiting for one could
-        block both ends."""
+    def allow_unbounded_sends(self, allowed: bool) -> None:
+        """Let sends pile up without waiting for one. While receives are posted late, because
+        their metadata is not known yet, such a wait could block both ends."""
         ...
 
     def drain(self) -> None:
-        """Wait until all that was sent is gone."""
+        """Wait until everything is sent."""
         ...
 
     def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Share failures with the ranks of these groups, too: stages here are replicated or
-        sharded over them."""
+        """Share failures with the ranks of groups that replicate or shard stages."""
         ...
 
     def waiting_for_replicas(self) -> AbstractContextManager[None]:
-        """What is waited for within is those ranks: by torch, under the eye of this transport."""
+        """Let the watchdog watch a block in which torch waits for replicas."""
         ...
 
     def fail(self, error: BaseException) -> PenstockError | None:
-        """This rank has met ``error``: tell the others, or learn who failed first.
+        """Publish this rank's failure, or find the rank that failed first.
 
         Returns:
-            What to raise here: another rank's failure, where that was the cause; None where the
-            error is this rank's own.
+            The exception to raise here: another rank's failure, if that was the cause; None if
+            the cause is ``error`` itself.
         """
         ...
 
     def close(self) -> None:
-        """Let go of threads and groups made for this connection."""
+        """End the threads of this connection."""
         ...
 
 
 def empty_tensors(metas: Sequence[TensorMeta], device: torch.device) -> list[Tensor]:
-    """Uninitialised tensors for these to arrive in."""
+    """Uninitialised tensors to receive into."""
     return [torch.empty(meta.wire_shape, dtype=meta.dtype, device=device) for meta in metas]

@@ -1,27 +1,32 @@
-"""What NCCL asks of a transport beside what gloo does.
+"""The transport of tensors on CUDA, over NCCL.
 
-A connection between two ranks is made when both first send or receive over it, and until then the
-host waits. In a step, ranks would wait so for each other in circles: one in its first send, the
-other in another one. So connections are made before the first step, pair by pair in one order:
+Data plane: one group for messages to higher ranks and one for messages to lower ranks, so that a
+send never queues behind a receive of the same pair. The host waits for neither; works only order
+streams. It runs ahead of the device, and holds sent tensors until the device has sent them.
+
+Two ranks connect at their first exchange, for which the host waits. In a step, ranks would wait so
+for each other in circles. Connections are therefore made before the first step, pair by pair in
+one order, in which the first pair that is missing is always one that both of its ranks are at:
 
     rank 0   0-1  0-2  0-3
     rank 1   0-1            1-2  1-3
     rank 2        0-2       1-2       2-3
     rank 3             0-3       1-3  2-3
 
-Of the pairs that are not made yet the first in this order is always one that both ranks are at.
-After that the host waits for nothing; works only order streams. It therefore runs ahead of the
-device, and what it has sent is held until the device has sent it.
+With a single device queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``) a receive at its
+head would block the compute that the peer waits for, so that messages then go in one order per
+pair of ranks, as over one channel.
 
-Where the device has but one queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``), what waits
-at its head holds up all behind it: a receive would hold up the compute that the peer waits for. So
-messages then go in one order per pair of ranks, as over one channel.
+A wait is broken by aborting the communicators, which ends what the device does over them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,11 +34,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.errors import PenstockError
+from penstock.runtime.comm.base import empty_tensors
+from penstock.runtime.comm.c10d import DATA_TAG, C10dTransport, InFlightSends, Received
+from penstock.runtime.comm.gloo import break_pairs, break_replicas
+from penstock.runtime.watchdog import Peers, Whom, poll
 from penstock.schedule.channels import Channels
+from penstock.stage.device_streams import Event, streams_of
+from penstock.stage.tensor_meta import TensorMeta
 
-__all__ = ["as_wire", "channels_of", "make_connections", "pairs_of"]
+__all__ = ["NcclTransport", "abort_groups", "as_wire", "channels_of", "pairs_of"]
 
-# The kinds of numbers that NCCL moves by name. All others it moves as bytes.
+# Limits on sends in flight; to let the host run ahead costs no switch of threads.
+MAX_AHEAD_BYTES = 512 << 20
+MAX_AHEAD_SENDS = 256
+# After a failure, the device may take so long to end the step before, whose results the user has.
+MAX_SETTLE_S = 30.0
+# Limit on aborting communicators.
+MAX_ABORT_S = 5.0
+
+# The dtypes that NCCL knows. Tensors of other dtypes are sent as bytes.
 _KNOWN = frozenset(
     {
         *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -42,8 +62,129 @@ _KNOWN = frozenset(
 )
 
 
+class NcclTransport(C10dTransport):
+    """One rank's connection for tensors on CUDA; see ``C10dTransport``."""
+
+    always_watched = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, number: int, timeout_s: float
+    ) -> None:
+        super().__init__(group, device, number, timeout_s)
+        self._limit = ()
+        self._streams = streams_of(device)
+        # Marks the device's work of the last good step.
+        self._last_step: Event = None
+        self._up = self._down = group
+        self._unconnected: set[int] = set()
+        self._has_reduced = False
+
+    def connect(self) -> None:
+        """See ``C10dTransport``."""
+        self.await_all_ranks()
+        self._up, self._down = self.new_group("nccl", "up"), self.new_group("nccl", "down")
+        super().connect()
+
+    def register_peers(self, peers: Iterable[int]) -> None:
+        """See ``Transport``."""
+        self._unconnected.update(peers)
+
+    def connect_peers(self) -> None:
+        """See ``C10dTransport``."""
+        peers, self._unconnected = self._unconnected, set()
+        scrap = torch.zeros(1, device=self._device)
+        for low, high in pairs_of(self.rank, peers):
+            peer = high if self.rank == low else low
+            for group, source in ((self._up, low), (self._down, high)):
+                exchange = group.send if self.rank == source else group.recv
+                self._watched(partial(_complete, exchange, scrap, peer), peer)
+        if not self._has_reduced:
+            self._has_reduced = True
+            self._watched(lambda: self._up.allreduce([scrap]).wait(), Peers.ALL_RANKS)
+
+    def _watched(self, call: Callable[[], object], whom: Whom) -> None:
+        self._watchdog.waiting_for = ((), whom)
+        call()
+        self._watchdog.waiting_for = None
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        """See ``Transport``."""
+        in_flight = self._in_flight[peer]
+        in_flight.num_messages += 1
+        group = self._up if peer > self.rank else self._down
+        for tensor in tensors:
+            post = partial(group.send, [as_wire(tensor)], peer, DATA_TAG)
+            in_flight.add(self.post(post, peer), tensor)
+        self._drop_sent(in_flight, peer)
+
+    def _drop_sent(self, in_flight: InFlightSends, peer: int) -> None:
+        """Drop what the device has sent; the host waits for it where it is far ahead."""
+        sends = in_flight.sends
+        while sends:
+            work = sends[0][1]
+            if not work.is_completed():
+                if in_flight.num_bytes <= MAX_AHEAD_BYTES and len(sends) <= MAX_AHEAD_SENDS:
+                    return
+                if self._sends_are_unbounded or len(sends) <= 2:
+                    return
+                self._watched(partial(_wait_until, work.is_completed), peer)
+            in_flight.drop_first()
+
+    def release(self, peer: int, num_messages: int) -> None:
+        """See ``Transport``; a wait of the host does not show that a message has arrived."""
+
+    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Received:
+        """See ``Transport``."""
+        group = self._up if peer < self.rank else self._down
+        tensors = empty_tensors(metas, device)
+        wires = map(as_wire, tensors)
+        works = [self.post(partial(group.recv, [w], peer, DATA_TAG), peer) for w in wires]
+        return Received(self, peer, tensors, works)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+        if not tensor.is_cuda:
+            super().all_reduce(tensor)
+            return
+        self._collect(lambda: self._up.allreduce([tensor]), (tensor,))
+        self.barrier()  # streams wait for all ranks, and the host has not waited
+
+    def end(self) -> None:
+        """See ``Transport``."""
+        super().end()
+        if self._streams is not None:
+            self._last_step = self._last_step or self._streams.event()
+            self._streams.mark(self._last_step, self._streams.current())
+
+    def fail(self, error: BaseException) -> PenstockError | None:
+        """See ``Transport``."""
+        raised = super().fail(error)
+        # The device would wait for messages for ever, and the host for the device.
+        self.abort_groups((self._up, self._down))
+        return raised
+
+    def abort(self, whom: Whom) -> None:
+        """See ``C10dTransport``."""
+        replicas = self._replicas if whom is Peers.REPLICAS else ()
+        if whom is Peers.REPLICAS:
+            break_replicas(replicas)
+        else:
+            peers = range(self.num_ranks) if isinstance(whom, Peers) else [whom]
+            break_pairs(self._control, peers)
+        # The device may wait for a message before the one that the host waits for.
+        self.abort_groups((*replicas, self._up, self._down))
+
+    def abort_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Abort groups once the step before has ended on the device, if it does."""
+        streams, last = self._streams, self._last_step
+        if streams is not None and last is not None:
+            with contextlib.suppress(RuntimeError):  # the device itself is broken
+                poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
+        abort_groups(groups)
+
+
 def as_wire(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as NCCL moves it: the same memory, wherever it is not conjugated.
+    """A contiguous tensor as NCCL moves it: the same memory, unless it is conjugated.
 
     Example:
         >>> as_wire(torch.zeros(3, dtype=torch.complex64)).shape
@@ -55,13 +196,13 @@ def as_wire(tensor: Tensor) -> Tensor:
 
 
 def channels_of(device: torch.device) -> Channels:
-    """How messages travel between the ranks of programs that run on such a device."""
+    """The channels between ranks whose programs run on such a device."""
     has_one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     return Channels(per_pair=device.type == "cuda" and has_one_queue)
 
 
 def pairs_of(rank: int, peers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The pairs of a rank with its peers, in the order in which all ranks make connections.
+    """The pairs of a rank with its peers, in the order in which all ranks connect.
 
     Example:
         >>> list(pairs_of(1, [3, 0, 2]))
@@ -70,31 +211,26 @@ def pairs_of(rank: int, peers: Iterable[int]) -> Iterator[tuple[int, int]]:
     return iter(sorted((min(rank, peer), max(rank, peer)) for peer in peers))
 
 
-def make_connections(
-    rank: int,
-    peers: Iterable[int],
-    up: dist.ProcessGroup,
-    down: dist.ProcessGroup,
-    device: torch.device,
-    watched: Callable[[Callable[[], object], int], None],
-) -> None:
-    """Make the connections with ``peers``, both ways: every one of them does so, too.
+def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort groups, all at once: NCCL may free a communicator only when no other one's kernel is
+    running."""
+    threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + MAX_ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
-    Args:
-        rank: this rank.
-        peers: the ranks to connect with.
-        up: the group over which lower ranks send to higher ones.
-        down: the group over which higher ranks send to lower ones.
-        device: where tensors live.
-        watched: is called with what to call, and the peer that it may wait for.
-    """
-    scrap = torch.zeros(1, device=device)
-    for low, high in pairs_of(rank, peers):
-        peer = high if rank == low else low
-        for group, source in ((up, low), (down, high)):
-            exchange = group.send if rank == source else group.recv
-            watched(partial(_complete, exchange, scrap, peer), peer)
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
 
 
 def _complete(exchange: Callable[..., Any], tensor: Tensor, peer: int) -> None:
     exchange([tensor], peer, 0).wait()
+
+
+def _wait_until(is_done: Callable[[], bool]) -> None:
+    while not is_done():
+        time.sleep(1e-4)

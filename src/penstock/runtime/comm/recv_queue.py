@@ -1,8 +1,8 @@
 """Receives from one peer, posted in the order in which the peer sends.
 
-A receive is posted as soon as it is known what will come. Where that is not known yet (the first
-message of its shape, or shapes that may always change), a note is read first; the receives behind
-it in the queue then wait their turn, so that the order on the wire is kept.
+A receive is posted as soon as the metadata of its message is known. Unknown metadata (the first
+message of its shape, or shapes that may always change) is waited for first; the receives behind it
+wait in the queue, which keeps the order on the wire.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["DeferredReceive", "RecvQueue"]
 
-# For a microbatch's state, what will come, if known; if not, asked again with the peer's note.
+# The metadata of a microbatch's message, if known; if not, called again with the peer's bytes.
 Expect: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMeta] | None]
 
 
 class DeferredReceive:
-    """A message whose receive can't be posted yet."""
+    """A receive that can't be posted yet."""
 
-    __slots__ = ("_expect", "_inbox", "_receipt", "_state")
+    __slots__ = ("_expect", "_pending", "_queue", "_state")
 
-    def __init__(self, inbox: RecvQueue, expect: Expect, state: MicrobatchState) -> None:
-        self._inbox = inbox
+    def __init__(self, queue: RecvQueue, expect: Expect, state: MicrobatchState) -> None:
+        self._queue = queue
         self._expect = expect
         self._state = state
-        self._receipt: PendingReceive | None = None
+        self._pending: PendingReceive | None = None
 
     def post(self) -> None:
-        """Post the receive, reading the peer's note first where that is needed."""
+        """Post the receive, waiting for its metadata if that is needed."""
         metas = self._expect(self._state, None)
         if metas is None:
-            note = self._inbox.transport.recv_metadata(self._inbox.peer)
-            metas = self._expect(self._state, note)
+            data = self._queue.transport.recv_metadata(self._queue.peer)
+            metas = self._expect(self._state, data)
         assert metas is not None
-        self._receipt = self._inbox.receive(metas)
+        self._pending = self._queue.receive(metas)
 
     def wait(self) -> Sequence[Tensor]:
-        """The tensors, once they are here."""
-        while self._receipt is None:
-            self._inbox.post_next()
-        return self._receipt.wait()
+        """Wait for the tensors."""
+        while self._pending is None:
+            self._queue.post_next()
+        return self._pending.wait()
 
 
 class RecvQueue:
@@ -64,21 +64,21 @@ class RecvQueue:
         self.transport = transport
         self.peer = peer
         self._device = device
-        self._waiting: deque[DeferredReceive] = deque()
+        self._deferred: deque[DeferredReceive] = deque()
 
     def expect(self, expect: Expect, state: MicrobatchState) -> PendingReceive:
-        """Announce the next message: its receive is posted now if that is possible."""
-        metas = None if self._waiting else expect(state, None)
+        """Post the receive of the next message, or defer it until its metadata is known."""
+        metas = None if self._deferred else expect(state, None)
         if metas is not None:
             return self.receive(metas)
-        arrival = DeferredReceive(self, expect, state)
-        self._waiting.append(arrival)
-        return arrival
+        receive = DeferredReceive(self, expect, state)
+        self._deferred.append(receive)
+        return receive
 
     def receive(self, metas: Sequence[TensorMeta]) -> PendingReceive:
         """Post one receive."""
         return self.transport.receive(self.peer, metas, self._device)
 
     def post_next(self) -> None:
-        """Post the oldest receive that is still waiting for its description."""
-        self._waiting.popleft().post()
+        """Post the oldest deferred receive."""
+        self._deferred.popleft().post()

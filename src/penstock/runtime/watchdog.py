@@ -1,0 +1,227 @@
+"""A thread that watches the error store while the main thread waits, and aborts waits in vain.
+
+    main thread   ── compute ──┤ waits for rank 2 ···························├─ raises
+    watchdog           read        read       read: a cause!  aborts ────────┘
+    rank 2        ── raises, writes the cause ──────┘
+
+Transports hand in how to abort a wait; this module knows no process groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from penstock.runtime.failure import ErrorStore
+
+__all__ = ["Peers", "StoreQuery", "Wait", "Watchdog", "Whom", "poll"]
+
+T = TypeVar("T")
+
+# The least interval between two reads; very many ranks share one store and read less often.
+READ_INTERVAL_S = 0.2
+# The interval while nothing is waited for.
+IDLE_INTERVAL_S = 0.8
+# Limit on a read that is under way at exit. Python ends threads by force, which aborts the process
+# if one is in torch's code; a lost store may take minutes to answer.
+MAX_LAST_READ_S = 10.0
+# The same when a watchdog is stopped.
+MAX_READ_S = 1.0
+
+
+class Peers(Enum):
+    """Several ranks that are waited for at once."""
+
+    ALL_RANKS = "the other ranks"
+    REPLICAS = "the replicas of its stages"
+
+
+Whom: TypeAlias = int | Peers
+"""A rank of the pipeline, or several."""
+
+Wait: TypeAlias = tuple[Sequence[Any], Whom]
+"""Works, and the ranks that they depend on."""
+
+
+class StoreQuery(Generic[T]):
+    """A request that may never be answered, run in a thread of its own.
+
+    Torch sets no limit on requests to the store of a process that is stopped or unreachable.
+
+    Args:
+        request: the request; raises nothing.
+
+    Attributes:
+        value: the answer, once it is there.
+
+    Example:
+        >>> query = StoreQuery(lambda: 1 + 1)
+        >>> query.is_done(within_s=10.0), query.value
+        (True, 2)
+    """
+
+    value: T
+
+    def __init__(self, request: Callable[[], T]) -> None:
+        self._thread = threading.Thread(
+            target=self._run, args=(request,), name="penstock-query", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, request: Callable[[], T]) -> None:
+        self.value = request()
+
+    def is_done(self, *, within_s: float) -> bool:
+        """Whether the answer is there; waits for it at most so long."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+
+def poll(read: Callable[[], T | None], *, for_s: float, every_s: float = 0.05) -> T | None:
+    """The first value that ``read`` returns within ``for_s`` seconds, or None."""
+    end = time.monotonic() + for_s
+    while time.monotonic() < end:
+        found = read()
+        if found is not None:
+            return found
+        time.sleep(every_s)
+    return None
+
+
+class Watchdog:
+    """Aborts waits in vain: another rank has failed, or the wait takes too long.
+
+    Args:
+        timeout_s: how long a wait may take.
+        abort: ends the main thread's wait for some ranks; called in the watchdog's thread.
+
+    Attributes:
+        waiting_for: the main thread's wait, or None. Each wait is a tuple of its own, so that two
+            reads tell one long wait from two short ones without a clock in the main thread.
+        has_aborted: whether it has aborted a wait.
+        timed_out: whether a wait took longer than it may.
+        store_is_lost: whether the store is gone, or kept silent until the wait's deadline.
+    """
+
+    def __init__(self, timeout_s: float, abort: Callable[[Whom], None]) -> None:
+        self.waiting_for: Wait | None = None
+        self.has_aborted = False
+        self.timed_out = False
+        self.store_is_lost = False
+        self.timeout_s = timeout_s
+        self._abort = abort
+        self._thread: threading.Thread | None = None
+        self._active = threading.Event()
+        self._stopped = threading.Event()
+        self._errors: ErrorStore | None = None
+        self._watches_always = False
+        self._query: StoreQuery[bool] | None = None
+
+    def watch(self, errors: ErrorStore, *, always: bool) -> None:
+        """Set the error store to read.
+
+        Args:
+            errors: a store for this thread alone, connected by the caller: to connect to a dead
+                process takes minutes.
+            always: whether to read even while nothing is waited for, since torch may wait within
+                any action: for replicas, or for the device.
+        """
+        self._errors = errors
+        self._watches_always = always
+
+    def start(self) -> None:
+        """Begin to watch a call."""
+        if self._thread is None and not self._stopped.is_set():
+            self._thread = threading.Thread(
+                target=self._watch, name="penstock-watchdog", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self._end)
+        self._active.set()
+
+    def rest(self) -> None:
+        """End to watch a call; the thread sleeps until the next one."""
+        self._active.clear()
+
+    def note_broken(self, whom: Whom) -> None:
+        """Record a message that could not even be posted as a wait in vain."""
+        self.waiting_for = ((), whom)
+
+    def stop(self) -> Wait | None:
+        """End the thread; returns the main thread's wait, if it was waiting."""
+        self._end(None)
+        atexit.unregister(self._end)
+        waiting, self.waiting_for = self.waiting_for, None
+        self._abort = _abort_nothing  # releases the transport
+        return waiting
+
+    def _end(self, for_s: float | None = MAX_LAST_READ_S) -> None:
+        self._stopped.set()
+        self._active.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(for_s)
+            if self._query is not None and not self.store_is_lost:
+                self._query.is_done(within_s=for_s or MAX_READ_S)
+
+    def _watch(self) -> None:
+        seen: Wait | None = None
+        since = read_at = pace_s = 0.0
+        has_failed = False
+        while not self._stopped.wait(max(READ_INTERVAL_S, pace_s)):
+            self._active.wait()
+            if self._stopped.is_set():
+                return
+            errors, waiting = self._errors, self.waiting_for
+            assert errors is not None
+            pace_s = errors.pace_s
+            if waiting is not seen:
+                seen, since = waiting, time.monotonic()
+            elif waiting is not None:
+                self._check_wait(waiting, time.monotonic() - since, errors)
+            elif self._watches_always and time.monotonic() - read_at > IDLE_INTERVAL_S:
+                if not self._finds_failure(errors, 0.0):
+                    read_at = time.monotonic()
+                elif has_failed:
+                    self.store_is_lost = errors.is_lost
+                    self._abort_wait(Peers.REPLICAS)
+                else:
+                    # At the second read only: ranks that all make the same mistake raise by
+                    # themselves, and the groups of replicas stay whole.
+                    has_failed = True
+
+    def _check_wait(self, waiting: Wait, waited_s: float, errors: ErrorStore) -> None:
+        if waited_s > self.timeout_s:
+            self.timed_out = True
+        elif not self._finds_failure(errors, waited_s):
+            return
+        self.store_is_lost = errors.is_lost or self._query is not None
+        if self.waiting_for is waiting:
+            self._abort_wait(waiting[1])
+
+    def _finds_failure(self, errors: ErrorStore, waited_s: float) -> bool:
+        """Whether the store has a failure or is gone; False while it does not answer."""
+        if self._query is None:
+            self._query = StoreQuery(lambda: _has_failure(errors, waited_s))
+        if not self._query.is_done(within_s=READ_INTERVAL_S):
+            return False
+        found, self._query = self._query.value, None
+        return found
+
+    def _abort_wait(self, whom: Whom) -> None:
+        self.has_aborted = True
+        self._abort(whom)
+
+
+def _has_failure(errors: ErrorStore, waited_s: float) -> bool:
+    found = errors.read(patient=True) or errors.read_elsewhere(waited_s)
+    return found is not None or errors.is_lost
+
+
+def _abort_nothing(_: Whom) -> None:
+    """The abort of a watchdog that was stopped."""
