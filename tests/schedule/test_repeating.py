@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.check import check
 from penstock.schedule.families.repeating import PassBlock, place_block, repeat
-from penstock.schedule.families.squeezing import squeeze
+from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
@@ -70,7 +70,7 @@ def test_every_pass_of_a_block_starts_when_what_it_needs_is_done(
 
 def program_of(placement: Placement, microbatches: int, ranks: object) -> Program:
     return Program(
-        name="squeezed",
+        name="scheduled",
         placement=placement,
         num_microbatches=microbatches,
         ranks=ranks,  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ COST = st.sampled_from([0.5, 1.0, 2.0, 3.0])
     spare=st.sampled_from([None, 0, 1, 2]),
     costs=st.tuples(COST, COST, COST),
 )
-def test_squeezed_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_said(
+def test_scheduled_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_said(
     made: tuple[Placement, PassBlock, Op],
     microbatches: int,
     more: int,
@@ -107,18 +107,18 @@ def test_squeezed_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_s
     orders = repeat(block, microbatches=microbatches)
     limit = max(map(own_peak, orders)) + more
     forward, input_grad, weight_grad = ((cost,) * placement.num_stages for cost in costs)
-    squeezed = squeeze(
+    scheduled = list_schedule(
         placement, orders, limit=limit, spare=spare, costs=(forward, input_grad, weight_grad)
     )
-    program = program_of(placement, microbatches, squeezed.ranks)
+    program = program_of(placement, microbatches, scheduled.ranks)
     check(program)
     assert max(peak_in_flight(program)) <= limit
     result = simulate(
         program, Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
     )
-    # Played again, no step can come later than it was squeezed to.
-    assert result.makespan <= squeezed.makespan
-    assert result.span <= squeezed.span or result.makespan < squeezed.makespan
+    # Played again, no step can come later than it was scheduled to.
+    assert result.makespan <= scheduled.makespan
+    assert result.span <= scheduled.span or result.makespan < scheduled.makespan
 
 
 def test_idle_time_is_filled_by_forwards_of_later_then_by_weight_gradients() -> None:
@@ -126,13 +126,13 @@ def test_idle_time_is_filled_by_forwards_of_later_then_by_weight_gradients() -> 
         [action(0, op, mb) for mb in range(3) for op in (Op.FORWARD, Op.INPUT_GRAD)],
         [action(1, op, mb) for mb in range(3) for op in (Op.FORWARD, Op.INPUT_GRAD)],
     ]
-    strict = squeeze(linear(2), orders, limit=3)
+    strict = list_schedule(linear(2), orders, limit=3)
     assert " ".join(map(str, strict.ranks[0])) == "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0I2 0W2"
-    filled = squeeze(linear(2), orders, limit=3, spare=0)
+    filled = list_schedule(linear(2), orders, limit=3, spare=0)
     assert " ".join(map(str, filled.ranks[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
     assert filled.makespan < strict.makespan
     # With room for two alone, the third forward comes when a weight gradient has made some.
-    tight = squeeze(linear(2), orders, limit=2, spare=0)
+    tight = list_schedule(linear(2), orders, limit=2, spare=0)
     assert " ".join(map(str, tight.ranks[0])).startswith("0F0 0F1 0I0 0W0")
     assert peak_in_flight(program_of(linear(2), 3, tight.ranks)) == (2, 2)
 
@@ -142,21 +142,14 @@ def test_what_is_only_just_about_to_come_is_waited_for() -> None:
     orders = [[action(0, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)]]
     orders.append([action(1, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)])
     costs = ((1.0, 1.0), (1.0, 1.0), (9.0, 1.0))
-    squeezed = squeeze(linear(2), orders, limit=2, spare=0, costs=costs)
-    assert " ".join(map(str, squeezed.ranks[0])) == "0F0 0F1 0I0 0I1 0W0 0W1"
-
-
-def test_orders_with_weight_gradients_are_timed_as_they_are() -> None:
-    order = [action(0, op, 0) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)]
-    squeezed = squeeze(linear(1), [order], limit=1)
-    assert squeezed.ranks == (tuple(order),)
-    assert squeezed.makespan == squeezed.span == 3
+    scheduled = list_schedule(linear(2), orders, limit=2, spare=0, costs=costs)
+    assert " ".join(map(str, scheduled.ranks[0])) == "0F0 0F1 0I0 0I1 0W0 0W1"
 
 
 def test_a_limit_that_can_not_be_kept_is_refused() -> None:
     order = [action(0, Op.FORWARD, 0), action(0, Op.FORWARD, 1)]
     with pytest.raises(ScheduleError, match=r"rank 0 can't go on to 0F1 within 1 activations"):
-        squeeze(linear(1), [order], limit=1)
+        list_schedule(linear(1), [order], limit=1)
 
 
 def test_an_interval_that_is_too_short_is_refused() -> None:

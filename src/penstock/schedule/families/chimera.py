@@ -25,7 +25,10 @@ Source: arXiv:2107.06925, sec. 3.1 and 3.3 (direct concatenation).
 
 from __future__ import annotations
 
+from math import inf
+
 from penstock.schedule.action import Action, Op, action
+from penstock.schedule.list_schedule import ListScheduler, kind_needs
 from penstock.schedule.placement import Placement, bidirectional
 from penstock.schedule.program import Program
 
@@ -43,7 +46,7 @@ def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
 
 
 def chimera(*, ranks: int, microbatches: int) -> Program:
-    """Both directions, played slot by slot.
+    """Both directions, scheduled slot by slot.
 
     Args:
         ranks: number of ranks, even.
@@ -54,54 +57,57 @@ def chimera(*, ranks: int, microbatches: int) -> Program:
         '0F0 3F1 3B1 0B0 0F2 3F3 3B3 0B2'
     """
     placement = bidirectional(ranks)
-    play = _Play(placement, microbatches)
-    programs: list[list[Action]] = [[] for _ in range(ranks)]
-    while any(len(steps) < 2 * microbatches for steps in programs):
-        slot = [play.next_step(rank) for rank in range(ranks)]
-        for steps, act in zip(programs, slot, strict=True):
-            if act is not None:
-                steps.append(act)
-                play.done[act.op][act.stage] += 1
+    stages, copies = placement.num_stages, placement.copies
+    totals = [-(-(microbatches - placement.copy_of(s)) // copies) for s in range(stages)]
+    scheduler = ListScheduler(
+        ranks=placement.stage_ranks * 3,
+        needs=kind_needs(placement),
+        durations=[1.0] * (3 * stages),
+        # Backwards are full: they count as input gradients, and no weight gradient is run.
+        totals=[*totals, *totals, *[0] * stages],
+    )
+    policy = _Slots(scheduler, placement)
+    scheduler.run(policy)
     return Program(
         name="chimera",
         placement=placement,
         num_microbatches=microbatches,
-        ranks=tuple(map(tuple, programs)),
+        ranks=tuple(map(tuple, policy.steps)),
     )
 
 
-class _Play:
-    """Which steps are ready, from how many forwards and backwards each stage has done."""
+class _Slots:
+    """The policy: of what is ready on a rank, the oldest microbatch's, backwards first."""
 
-    def __init__(self, placement: Placement, microbatches: int) -> None:
-        self._placement = placement
-        self._microbatches = microbatches
-        self.done = {op: [0] * placement.num_stages for op in (Op.FORWARD, Op.FULL_BACKWARD)}
+    def __init__(self, scheduler: ListScheduler, placement: Placement) -> None:
+        self._scheduler, self._placement = scheduler, placement
+        self.steps: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
 
-    def next_step(self, rank: int) -> Action | None:
-        """Of what is ready on a rank, the oldest microbatch's; a backward before a forward."""
+    def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
+        """The kind for this slot of a rank; None leaves it empty."""
+        stages = self._placement.num_stages
+        ends, ready = self._scheduler.ends, self._scheduler.ready
+        own = self._placement.stages_of(rank)
+        kinds = [kind for stage in own for kind in (stage, stage + stages)]
         found = [
-            (number, op is Op.FORWARD, stage)
-            for stage in self._placement.stages_of(rank)
-            for op in self.done
-            if self._is_ready(stage, op, number := self.done[op][stage])
+            (len(ends[kind]), kind < stages, kind)
+            for kind in kinds
+            if ready[kind] <= now and (kind >= stages or self._has_room(kind))
         ]
-        if not found:
-            return None
-        number, is_forward, stage = min(found)
-        copies, copy = self._placement.copies, self._placement.copy_of(stage)
-        op = Op.FORWARD if is_forward else Op.FULL_BACKWARD
-        return action(stage, op, copies * number + copy)
+        if found:
+            return min(found)[-1], inf
+        return None, min((ready[kind] for kind in kinds if ready[kind] > now), default=inf)
 
-    def _is_ready(self, stage: int, op: Op, number: int) -> bool:
-        placement, (forwards, backwards) = self._placement, self.done.values()
-        if placement.copies * number + placement.copy_of(stage) >= self._microbatches:
-            return False
-        offset = -1 if op is Op.FORWARD else +1
-        other = placement.neighbour(stage, offset)
-        if other is not None and self.done[op][other] <= number:
-            return False
-        if op is Op.FULL_BACKWARD:
-            return forwards[stage] > number
+    def _has_room(self, stage: int) -> bool:
+        placement, ends = self._placement, self._scheduler.ends
         half, place = placement.num_ranks // 2, placement.model_stage(stage)
-        return number - backwards[stage] < min(half, placement.num_ranks - place)
+        held = len(ends[stage]) - len(ends[stage + placement.num_stages])
+        return held < min(half, placement.num_ranks - place)
+
+    def started(self, kind: int, rank: int, now: float, end: float) -> None:
+        """Write the action down."""
+        number, stage = divmod(kind, self._placement.num_stages)
+        op = Op.FULL_BACKWARD if number else Op.FORWARD
+        copies, copy = self._placement.copies, self._placement.copy_of(stage)
+        count = len(self._scheduler.ends[kind]) - 1
+        self.steps[rank].append(action(stage, op, copies * count + copy))

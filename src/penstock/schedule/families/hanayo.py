@@ -22,8 +22,8 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.families.repeating import place_block, repeat
-from penstock.schedule.families.squeezing import squeeze
 from penstock.schedule.family import refuse_sizes
+from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import Placement, wave
 from penstock.schedule.program import Program
 
@@ -63,12 +63,12 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
         ]
         for order in pattern
     ]
-    squeezed = squeeze(placement, orders, limit=limit, spare=0)
+    scheduled = list_schedule(placement, orders, limit=limit, spare=0)
     return Program(
         name="hanayo",
         placement=placement,
         num_microbatches=microbatches,
-        ranks=squeezed.ranks,
+        ranks=scheduled.ranks,
     )
 
 
@@ -82,7 +82,7 @@ def _pattern(placement: Placement, group: int, limit: int) -> tuple[tuple[Action
         backward=Op.FULL_BACKWARD,
     )
     orders = repeat(block, microbatches=group)
-    return squeeze(placement, orders, limit=limit, spare=0, overtake=True).ranks
+    return list_schedule(placement, orders, limit=limit, spare=0, overtake=True).ranks
 
 
 def _waves(virtual: int, waves: int | None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.schedule.action import Op
 from penstock.schedule.families.repeating import place_block, repeat
-from penstock.schedule.families.squeezing import squeeze
+from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import v_shape
 from penstock.schedule.program import Program
 
@@ -51,7 +51,7 @@ def repeated_v(
     backward: Op = Op.INPUT_GRAD,
     overtake: bool = False,
 ) -> Program:
-    """A block over a V, started over every six units (two forwards and backwards), and squeezed.
+    """A block over a V, started over every six units (two forwards and backwards), and scheduled.
 
     Args:
         name: the family's.
@@ -72,7 +72,7 @@ def repeated_v(
     """
     placement = v_shape(ranks)
     block = place_block(placement, gaps=hops.gaps(ranks), interval=6, backward=backward)
-    squeezed = squeeze(
+    scheduled = list_schedule(
         placement,
         repeat(block, microbatches=microbatches),
         limit=limit,
@@ -80,5 +80,5 @@ def repeated_v(
         overtake=overtake,
     )
     return Program(
-        name=name, placement=placement, num_microbatches=microbatches, ranks=squeezed.ranks
+        name=name, placement=placement, num_microbatches=microbatches, ranks=scheduled.ranks
     )

@@ -14,7 +14,7 @@ ZB-2p, P = 3, M = 6:
 
 No closed form is best for all costs. So several are tried, with more and more forwards before the
 first input gradient, from 1F1B's warm-up to the longest that the memory allows; weight gradients
-fill what is idle (``penstock.schedule.families.squeezing``). The best of them and of ZB-H1 and
+fill what is idle (``penstock.schedule.list_schedule``). The best of them and of ZB-H1 and
 ZB-H2, where those fit, is taken: by its makespan, then by its span, under the costs that were
 given. What is built depends on the costs alone and is the same on every machine;
 ``penstock.search`` takes more time, and finds more. Any P ≥ 1, M ≥ 1.
@@ -33,11 +33,13 @@ from math import inf
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.families.common import alternate, chunks
-from penstock.schedule.families.squeezing import PerStage, Squeezed, squeeze
 from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
+from penstock.schedule.index import index_program
+from penstock.schedule.list_schedule import KIND_OPS, PerStage, Scheduled, list_schedule
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
+from penstock.schedule.replay import replay_of
 
 __all__ = ["zb_1p", "zb_2p", "zb_capped"]
 
@@ -106,12 +108,12 @@ def zb_capped(
         True
     """
     costs = _costs(name, ranks, forward, input_grad, weight_grad)
-    tries: list[Callable[..., Squeezed]] = [
+    tries: list[Callable[..., Scheduled]] = [
         partial(_with_warmup, ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
         for ahead, fill in _WARMUPS
     ]
     by_hand = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
-    tries += [partial(_as_built, builder, ranks, microbatches, limit, costs) for builder in by_hand]
+    tries += [partial(_as_built, builder, ranks, microbatches, costs) for builder in by_hand]
     least = _least(microbatches, costs)
     best = tries[0]()
     for attempt in tries[1:]:
@@ -127,7 +129,7 @@ def zb_capped(
     )
 
 
-def _merit(found: Squeezed) -> tuple[float, float]:
+def _merit(found: Scheduled) -> tuple[float, float]:
     """The lower, the better."""
     return found.makespan, found.span
 
@@ -147,14 +149,27 @@ def _as_built(
     builder: Callable[..., Program],
     ranks: int,
     microbatches: int,
-    limit: int,
     costs: tuple[PerStage, PerStage, PerStage],
     *,
     within: float,
-) -> Squeezed:
+) -> Scheduled:
+    """A program of another family, with its times."""
     program = builder(ranks=ranks, microbatches=microbatches)
-    orders = [[part for step in steps for part in step.parts] for steps in program.ranks]
-    return squeeze(linear(ranks), orders, limit=limit, costs=costs, within=within)
+    indexed = index_program(program)
+    durations = [0.0] * sum(1 for _ in indexed.index.rows())
+    for op, per_stage in zip(KIND_OPS, costs, strict=True):
+        for stage, cost in enumerate(per_stage):
+            durations[indexed.index.row(op, stage)] = cost
+    replay = replay_of(indexed, indexed.index.required(), durations=durations)
+    replay.play()
+    spans = (ends[-1] - starts[0] for starts, ends in zip(replay.starts, replay.ends, strict=True))
+    return Scheduled(
+        ranks=tuple(
+            tuple(part for step in steps for part in step.parts) for steps in program.ranks
+        ),
+        makespan=max(ends[-1] for ends in replay.ends),
+        span=max(spans),
+    )
 
 
 def _with_warmup(
@@ -166,7 +181,7 @@ def _with_warmup(
     ahead: float,
     fill: bool,
     within: float = inf,
-) -> Squeezed:
+) -> Scheduled:
     chunk = [(0, microbatch) for microbatch in range(microbatches)]
     orders = [
         alternate(
@@ -177,7 +192,9 @@ def _with_warmup(
         for rank in range(ranks)
     ]
     spare = 0 if fill else None
-    return squeeze(linear(ranks), orders, limit=limit, spare=spare, costs=costs, within=within)
+    return list_schedule(
+        linear(ranks), orders, limit=limit, spare=spare, costs=costs, within=within
+    )
 
 
 def _costs(
