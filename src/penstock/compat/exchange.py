@@ -1,14 +1,14 @@
-"""What a stage driven by hand exchanges with its neighbours, in messages or on the same rank.
+"""The messages of a stage driven by hand, with another rank or on the same one.
 
     stage 0                               stage 1, on another rank
     get_fwd_send_ops(mb)   ──────────►    get_fwd_recv_ops(mb)
     get_bwd_recv_ops(mb)   ◄──────────    get_bwd_send_ops(mb)
 
     stage 0                               stage 1, on the same rank
-    what its forward returned  ──────►    set_local_fwd_input(outputs, mb)
+    the output of its forward  ──────►    set_local_fwd_input(outputs, mb)
     set_local_bwd_input(grads, mb)  ◄─    get_local_bwd_output(mb)
 
-It hands out operations, and posts none; it knows nothing of forward and backward.
+It makes operations, and posts none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec, describe
@@ -30,14 +30,23 @@ __all__ = ["ExchangingStage"]
 
 
 class ExchangingStage(Stage):
-    """This half of ``PipelineStage``, whose constructor sets what it needs."""
+    """The part of ``PipelineStage`` that exchanges tensors with its neighbours.
+
+    Attributes:
+        has_backward: whether gradients are exchanged.
+        chunks: the number of microbatches, if it is known.
+    """
 
     group: dist.ProcessGroup | None
-    group_size: int
     stage_index_to_group_rank: dict[int, int]
-    has_backward: bool
-    chunks: int | None
-    _states: dict[int, MicrobatchState]
+
+    def __init__(
+        self, submod: nn.Module, stage_index: int, num_stages: int, device: torch.device, **kw: Any
+    ) -> None:
+        super().__init__(submod, stage_index, num_stages, device, **kw)
+        self.has_backward = True
+        self.chunks: int | None = None
+        self._states: dict[int, MicrobatchState] = {}
 
     def _state(self, chunk_id: int) -> MicrobatchState:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
@@ -57,7 +66,7 @@ class ExchangingStage(Stage):
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
     def _buffers(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
-        # Contiguous, whatever lies behind ``meta.order``: the peer may know shapes alone.
+        # Contiguous, whatever ``meta.order`` says: the peer may know shapes alone.
         return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -128,7 +137,7 @@ class ExchangingStage(Stage):
         state.received = [t.detach() for t in spec.tensors(prev_stage_outputs)]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
-        """The gradients of a microbatch's inputs, for the previous stage; given out once."""
+        """The gradients of a microbatch's inputs, for the previous stage; returned once."""
         state = self._state(mb_index)
         grads, spec = state.grads_to_send, state.in_spec
         if grads is None or spec is None:

@@ -1,8 +1,7 @@
 """PipelineStage: a stage that the user cut by hand, with the API of torch's class of that name.
 
-A schedule drives a stage through ``Stage``'s methods. Those here are for people who drive one by
-hand, microbatch by microbatch; what it exchanges with its neighbours stands in ``exchange.py``,
-and what runs without microbatches in ``graph_driven.py``.
+A schedule drives a stage through the methods of ``Stage``. The methods here drive one by hand,
+microbatch by microbatch; ``exchange.py`` has those for messages.
 
     for op in stage.get_fwd_recv_ops(mb): ...          # post, wait
     out = stage.forward_one_chunk(mb, args)
@@ -10,11 +9,18 @@ and what runs without microbatches in ``graph_driven.py``.
     for op in stage.get_bwd_recv_ops(mb): ...
     stage.backward_one_chunk(mb, loss=loss)            # loss on the last stage
     for op in stage.get_bwd_send_ops(mb): ...
+
+or without microbatches, while the caller keeps the graph:
+
+    out = stage.forward_maybe_with_nosync(x)
+    stage.backward_maybe_with_nosync("full", {"stage_output": out, "output_grads": grads,
+                                              "input_values": [x]})
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.compat.announcing import announced, own_group
-from penstock.compat.graph_driven import GraphDrivenStage
+from penstock.compat.exchange import ExchangingStage
 from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
 from penstock.parallel.replica_step import ReplicaStep
+from penstock.stage.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.stage.boundary import describe, static_spec
 from penstock.stage.microbatch_state import MicrobatchState, Phase
 from penstock.stage.pytree import map_tensors
@@ -37,37 +44,38 @@ __all__ = ["PipelineStage"]
 GetMesh = Callable[..., Any]
 
 
-class PipelineStage(GraphDrivenStage):
+class PipelineStage(ExchangingStage):
     """A stage of a model that was cut by hand.
 
     Args:
-        submodule: this stage's module. It is called with what the stage before returned (the
-            items of a tuple or list as positional arguments), plus the step's keyword arguments.
-        stage_index: its place, from 0.
-        num_stages: number of stages in all.
-        device: where the module lives.
+        submodule: this stage's module. It is called with the output of the previous stage (the
+            items of a tuple or list as positional arguments) and the step's keyword arguments.
+        stage_index: its index in the model, from 0.
+        num_stages: the number of stages of the model.
+        device: the device of the module.
         input_args: example inputs of one microbatch (shapes and dtypes count, values do not).
-            Optional: shapes are learned from the first microbatch; if given, they are held to.
+            Optional: shapes are learned from the first microbatch; if given, they are checked.
         output_args: example outputs, likewise.
         output_grads: example gradients of the outputs; None where an output takes none.
         input_grads: example gradients of the inputs; None where an input takes none.
         group: the pipeline's process group; the default group if None.
         dw_builder: makes, after each backward, a callable that computes the weight gradients,
             for modules that split their backward by themselves.
-        get_mesh: called with the names of a mesh's dimensions, and None, where a DTensor comes
-            from the stage before; returns this rank's mesh of these names. If None, it is the
-            mesh with such dimensions over which a parameter of the module is spread.
-        defers_weights: whether the input gradient I leaves weight gradients to W, in schedules
+        get_mesh: called with the names of a mesh's dimensions, and None, when a DTensor is
+            received; returns this rank's mesh of these names. If None, it is the mesh with such
+            dimensions of a parameter of the module.
+        defers_weights: whether the input gradient I defers weight gradients to W, in schedules
             that split the backward. False, for a module that differentiates with respect to its
             parameters in its own forward: I computes all. It may be set on the stage, too.
 
     Attributes:
-        stage_index_to_group_rank: which rank of the group holds which stage, for messages by
-            hand. Ranks hold stages in turn unless a schedule, or you, says otherwise.
+        stage_index_to_group_rank: the rank of each stage in the group, for messages by hand:
+            stages in turn, unless a schedule, or you, says otherwise.
+        has_backward: whether stages driven by hand compute gradients.
 
     Raises:
-        StageError: the index is out of range, the module is none, or this process is not in the
-            group.
+        StageError: the index is out of range, ``submodule`` is no module, or this process is not
+            in the group.
         BoundaryError: static gradients do not match static values.
 
     Example:
@@ -105,19 +113,15 @@ class PipelineStage(GraphDrivenStage):
             self.static_inputs = static_spec(input_args, input_grads, "input", stage_index)
             self.static_outputs = static_spec(output_args, output_grads, "output", stage_index)
         self.get_mesh = get_mesh
-        # The parameters that several stages share, by stage and name, where that is known: whoever
-        # has cut a model tells the modules that it has made.
+        # Parameters that several stages share, by stage and name, told by the cut of the model.
         self.ties: Sequence[Mapping[int, str]] = getattr(unwrapped(submodule), "ties_of_stages", ())
         self.group = group
         self.group_rank: int = group.rank() if group is not None else 0
         self.group_size: int = group.size() if group is not None else 1
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
-        self.has_backward = True
-        self.chunks: int | None = None
-        self._states: dict[int, MicrobatchState] = {}
         self._replica_step = ReplicaStep()
 
-    # --- driven by hand ----------------------------------------------------------------------
+    # --- by microbatch -----------------------------------------------------------------------
 
     def forward_one_chunk(
         self,
@@ -131,20 +135,18 @@ class PipelineStage(GraphDrivenStage):
         Args:
             fwd_chunk_id: the microbatch.
             args: positional arguments of the first stage; ignored on later ones, which take
-                what was received (``get_fwd_recv_ops``) or set (``set_local_fwd_input``).
+                received inputs (``get_fwd_recv_ops``) or set ones (``set_local_fwd_input``).
             kwargs: keyword arguments.
-            save_forward_output: whether ``output_chunks`` keeps the last stage's output. What is
-                sent on is never kept.
+            save_forward_output: whether ``output_chunks`` keeps the last stage's output. Outputs
+                that are sent are never kept.
 
         Returns:
-            What the module returned.
+            The module's output.
         """
         state = self._state(fwd_chunk_id)
         if not self.is_first:
             args = self._received_args(state)
-        defer = self.has_backward and torch.is_grad_enabled()
-        if defer:
-            self._replica_step.begin(self.submod)
+        defer = self._begin()
         output = self.forward(state, args, kwargs or {}, defer=defer)
         state.phase = Phase.FORWARD
         if self.is_last:
@@ -161,19 +163,15 @@ class PipelineStage(GraphDrivenStage):
 
     @property
     def log_prefix(self) -> str:
-        """How torch names a stage in its log."""
+        """The stage's name in torch's log."""
         return f"[Stage {self.stage_index}]"
 
     def _received_args(self, state: MicrobatchState) -> tuple[Any, ...]:
         if state.received is None:
-            raise StageError(
-                f"stage {self.stage_index}, microbatch {state.microbatch}: no input has come; run "
-                "get_fwd_recv_ops() or set_local_fwd_input() first"
-            )
+            raise self._missing(state, "input", "get_fwd_recv_ops() or set_local_fwd_input()")
         tensors, state.received = state.received, None
-        spec = state.in_spec
-        assert spec is not None
-        return self.enter(state, tensors, spec)
+        assert state.in_spec is not None
+        return self.enter(state, tensors, state.in_spec)
 
     def backward_one_chunk(
         self,
@@ -189,8 +187,8 @@ class PipelineStage(GraphDrivenStage):
             loss: its loss, on the last stage.
             full_backward: False leaves the weight gradients to ``backward_weight_one_chunk``.
             last_backward: whether the step's gradients are complete when all microbatches that
-                went forward have been backward: then replicas (DDP, FSDP2) are reduced, by the
-                backward that completes them. ``perform_reduce_grad`` does it otherwise.
+                went forward have been backward: then the backward that completes them reduces
+                the gradients of replicas (DDP, FSDP2). Otherwise ``perform_reduce_grad`` does.
 
         Raises:
             StageError: the forward has not run, or the backward has run already.
@@ -210,35 +208,33 @@ class PipelineStage(GraphDrivenStage):
             state.phase = Phase.INPUT_GRAD
             self._replica_step.due |= last_backward
             return
-        if deferred:  # nothing is lost: W follows at once
+        if deferred:
             self.weight_grad(state)
         self._finish(state, last_backward)
 
     def _output_grads(self, state: MicrobatchState, loss: Tensor | None) -> Sequence[Tensor | None]:
-        if not self.is_last:
-            if state.received_grads is None:
-                raise StageError(
-                    f"stage {self.stage_index}, microbatch {state.microbatch}: no gradient has "
-                    "come; run get_bwd_recv_ops() or set_local_bwd_input() first"
-                )
-            grads: Sequence[Tensor | None] = state.received_grads
-            state.received_grads = None
-            if len(grads) != len(state.roots):
-                raise StageError(
-                    f"stage {self.stage_index}, microbatch {state.microbatch}: {len(grads)} "
-                    f"gradients have come, expected {len(state.roots)}: one, or None, for each of "
-                    "the outputs that take a gradient"
-                )
-            return grads
-        if loss is None:
-            raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
-        state.roots = (get_gradient_edge(loss),)
-        state.output = map_tensors(Tensor.detach, state.output)
-        return (torch.ones_like(loss),)
+        if self.is_last:
+            if loss is None:
+                raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
+            state.roots = (get_gradient_edge(loss),)
+            state.output = map_tensors(Tensor.detach, state.output)
+            return (torch.ones_like(loss),)
+        if state.received_grads is None:
+            raise self._missing(state, "gradient", "get_bwd_recv_ops() or set_local_bwd_input()")
+        grads: Sequence[Tensor | None] = state.received_grads
+        state.received_grads = None
+        if len(grads) != len(state.roots):
+            raise StageError(
+                f"stage {self.stage_index}, microbatch {state.microbatch}: {len(grads)} "
+                f"gradients have come, expected {len(state.roots)}: one, or None, for each of "
+                "the outputs that take a gradient"
+            )
+        return grads
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute the weight gradients that ``backward_one_chunk(full_backward=False)`` left;
-        without ``has_backward`` nothing is done.
+        """Compute the weight gradients that ``backward_one_chunk(full_backward=False)`` left.
+
+        Without ``has_backward`` nothing is done.
 
         Args:
             bwd_chunk_id: the microbatch.
@@ -255,11 +251,11 @@ class PipelineStage(GraphDrivenStage):
         self._finish(state, last_backward)
 
     def _finish(self, state: MicrobatchState, last_backward: bool) -> None:
-        """Note that a microbatch is through; the last one may have to reduce replicas."""
+        """Mark a microbatch as done; after the step's last one, reduce replicas if due."""
         state.phase = Phase.DONE
         self._replica_step.due |= last_backward
-        under_way = (Phase.FORWARD, Phase.INPUT_GRAD)
-        if self._replica_step.due and not any(s.phase in under_way for s in self._states.values()):
+        in_flight = (Phase.FORWARD, Phase.INPUT_GRAD)
+        if self._replica_step.due and not any(s.phase in in_flight for s in self._states.values()):
             self._replica_step.end(reduce=True)
 
     def _expect_phase(self, state: MicrobatchState, expected: Phase, asked: str) -> None:
@@ -269,6 +265,111 @@ class PipelineStage(GraphDrivenStage):
                 f"which comes after '{expected.value}', but this microbatch is at "
                 f"'{state.phase.value}'"
             )
+
+    def _missing(self, state: MicrobatchState, what: str, methods: str) -> StageError:
+        return StageError(
+            f"stage {self.stage_index}, microbatch {state.microbatch}: no {what} has come; run "
+            f"{methods} first"
+        )
+
+    # --- through a graph ---------------------------------------------------------------------
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, without a reduction of gradients by a data-parallel wrapper.
+
+        Its weight gradients are not deferred. ``backward_maybe_with_nosync`` goes with it.
+        """
+        self._begin()
+        with self._no_sync():
+            return self.submod(*args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Sequence[Tensor | None], list[dict[str, Any]] | None]:
+        """Run a backward through a graph, such as ``forward_maybe_with_nosync`` leaves.
+
+        A data-parallel wrapper reduces no gradients in it.
+
+        Args:
+            backward_type: ``"full"``, ``"input"`` or ``"weight"``. With sharded parameters,
+                ``"input"`` computes all gradients and leaves nothing to ``"weight"``. Without,
+                both together cost half a backward more than ``"full"``.
+            bwd_kwargs: ``stage_output`` (the outputs, or the loss), ``output_grads`` and
+                ``input_values``; for ``"weight"`` the ``param_groups`` that ``"input"`` returned.
+            last_backward: whether the step's gradients are complete with this backward, or with
+                the weight gradients that it leaves: then replicas are reduced.
+
+        Returns:
+            The gradients of the inputs (for ``"weight"``, of the weights); and for ``"input"``
+            the groups for ``"weight"``.
+
+        Raises:
+            StageError: there is no such backward, or one of its arguments is missing; or an
+                input gradient is asked for where ``forward_one_chunk`` has deferred weight
+                gradients.
+        """
+        self._replica_step.begin(self.submod)
+        groups: list[dict[str, Any]] | None = None
+        with self._no_sync():
+            if backward_type == "weight":
+                (param_groups,) = _taken(backward_type, bwd_kwargs, "param_groups")
+                grads = stage_backward_weight(self.submod.parameters(), param_groups)
+            elif backward_type in ("full", "input"):
+                graph = _taken(
+                    backward_type, bwd_kwargs, "stage_output", "output_grads", "input_values"
+                )
+                if backward_type == "input":
+                    self._refuse_deferred()
+                if backward_type == "full" or self._replica_step.is_sharded:
+                    # The graph of sharded parameters does not lead to the module's own.
+                    grads, groups = stage_backward(*graph), [] if backward_type == "input" else None
+                else:
+                    output, output_grads, values = graph
+                    outputs = (output,) if isinstance(output, Tensor) else output
+                    weights = self.submod.parameters()
+                    grads, groups = stage_backward_input(outputs, output_grads, values, weights)
+            else:
+                raise StageError(
+                    f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'"
+                )
+        self._replica_step.due |= last_backward
+        if backward_type != "input":
+            self._run_reached()
+            if self._replica_step.due:
+                self._replica_step.end(reduce=True)
+        return grads, groups
+
+    def _refuse_deferred(self) -> None:
+        """Refuse to split a backward along the graph whose forward has deferred by operation."""
+        for state in self._states.values():
+            if state.phase is Phase.FORWARD and state.work is not None:
+                raise StageError(
+                    f"stage {self.stage_index}, microbatch {state.microbatch}: forward_one_chunk() "
+                    "has put its weight gradients off, so that the graph does not lead to them; "
+                    "run backward_one_chunk(full_backward=False), or pass defers_weights=False to "
+                    "PipelineStage"
+                )
+
+    def _run_reached(self) -> None:
+        """Run the deferred weight gradients that a backward through the graph has reached."""
+        for state in self._states.values():
+            work = state.work if state.phase is Phase.FORWARD else None
+            if work is not None and work.is_reached:
+                self.weight_grad(state)
+                state.phase = Phase.DONE
+
+    # --- replicas ----------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """Begin a step driven by hand, if there is none; whether it computes gradients."""
+        trains = self.has_backward and torch.is_grad_enabled()
+        if trains:
+            self._replica_step.begin(self.submod)
+        return trains
+
+    def _no_sync(self) -> Any:
+        no_sync = getattr(self.submod, "no_sync", None)
+        return no_sync() if no_sync is not None else nullcontext()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide every gradient of the module by ``grad_scale_factor``."""
@@ -280,10 +381,10 @@ class PipelineStage(GraphDrivenStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Average the gradients over the module's replicas, once after a step's last backward.
 
-        Where a backward with ``last_backward=True`` has done so already, they are left alone.
+        Nothing is averaged where a backward with ``last_backward=True`` has done so already.
 
         Args:
-            grad_scale_factor: what to divide the gradients by, too (see ``scale_grads``).
+            grad_scale_factor: the number to divide the gradients by (see ``scale_grads``).
         """
         self._replica_step.end(reduce=True)
         self.scale_grads(grad_scale_factor)
@@ -297,3 +398,13 @@ class PipelineStage(GraphDrivenStage):
 
         def __getattr__(self, name: str) -> None:
             raise no_attribute(self, name, OF_STAGE)
+
+
+def _taken(backward_type: str, bwd_kwargs: dict[str, Any], *names: str) -> tuple[Any, ...]:
+    for name in names:
+        if name not in bwd_kwargs:
+            raise StageError(
+                f"a backward of type {backward_type!r} takes {name!r}, but was given "
+                f"{sorted(bwd_kwargs)}"
+            )
+    return tuple(bwd_kwargs[name] for name in names)

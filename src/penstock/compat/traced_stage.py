@@ -1,7 +1,7 @@
-"""The stage of a captured model, with the API of torch's: ``Pipe.build_stage`` makes it.
+"""The stage of a captured model, with torch's API; made by ``Pipe.build_stage``.
 
-It is a ``PipelineStage`` that knows the graph of all stages, and that may be given the model's
-own keyword arguments on any rank: they are the first stage's, from which they come.
+It is a ``PipelineStage`` that knows the graph of all stages. Any rank may pass the model's own
+keyword arguments: they are the first stage's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["GraphInfo", "TracedStage", "build_stage"]
 
 
 class GraphInfo(Protocol):
-    """What a stage needs to know of its pipe; see ``penstock.PipeInfo``."""
+    """A stage's view of its pipe; see ``penstock.PipeInfo``."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -30,7 +30,7 @@ class GraphInfo(Protocol):
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         ...
 
     @property
@@ -44,9 +44,9 @@ class TracedStage(PipelineStage):
 
     Args:
         stage_module: its module, from ``Pipe.get_stage_module``.
-        stage_index: its place, from 0.
+        stage_index: its index, from 0.
         pipe_info: ``Pipe.info()``.
-        device: where the module lives.
+        device: the device of the module.
         group: the pipeline's process group; the default group if None.
     """
 
@@ -117,9 +117,9 @@ def build_stage(
 
     Args:
         stage_module: from ``Pipe.get_stage_module``, wrapped or not.
-        stage_index: its place, from 0.
+        stage_index: its index, from 0.
         pipe_info: ``Pipe.info()``.
-        device: where the module is to live; it is moved there.
+        device: the device that the module is moved to.
         group: the pipeline's process group; the default group if None.
 
     Returns:
