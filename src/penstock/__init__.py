@@ -1,7 +1,6 @@
 """Pipeline-parallel training on PyTorch, with the gradients of one device.
 
-The public names, each imported when it is first asked for: planning a schedule needs no torch and
-loads none. This module knows where names live, and nothing else.
+The public names, each imported on first use: planning a schedule neither needs nor imports torch.
 """
 
 from __future__ import annotations
@@ -66,135 +65,65 @@ if TYPE_CHECKING:
     from penstock.stage.rng import draw_step_seed, microbatch_rng
     from penstock.trace import Span, Trace
 
-__all__ = [
-    # training
-    "Pipeline",
-    "PipelineStage",
-    "PipelineSchedule",
-    "PipelineScheduleSingle",
-    "PipelineScheduleMulti",
-    "ScheduleForwardOnly",
-    "ScheduleGPipe",
-    "Schedule1F1B",
-    "ScheduleInterleaved1F1B",
-    "ScheduleLoopedBFS",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
-    "ScheduleDualPipe",
-    "ScheduleChimera",
-    "ScheduleProgram",
-    "get_schedule_class",
-    "TensorChunkSpec",
-    "split_args_kwargs_into_chunks",
-    "merge_chunks",
-    "sum_reducer",
-    "draw_step_seed",
-    "microbatch_rng",
-    # cutting by capture
-    "pipeline",
-    "Pipe",
-    "PipeInfo",
-    "SplitPoint",
-    "annotate_split_points",
-    "pipe_split",
-    "build_stage",
-    "TracedStage",
-    # cutting
-    "split_by_module",
-    "profile",
-    "balance",
-    "Plan",
-    # planning
-    "build",
-    "schedule",
-    "schedules",
-    "simulate",
-    "search",
-    "check",
-    "load_csv",
-    "save_csv",
-    "Costs",
-    "Simulation",
-    "SearchResult",
-    "Progress",
-    "Point",
-    "Program",
-    "CheckedProgram",
-    "Action",
-    "Op",
-    "Trace",
-    "Span",
-    # errors
-    "PenstockError",
-    "ScheduleError",
-    "PartitionError",
-    "StageError",
-    "BoundaryError",
-    "PeerError",
-    "InternalError",
-]
+# Training.
+__all__ = ["Pipeline", "PipelineStage", "TensorChunkSpec", "draw_step_seed", "microbatch_rng"]
+__all__ += ["merge_chunks", "split_args_kwargs_into_chunks", "sum_reducer"]
+__all__ += ["PipelineSchedule", "PipelineScheduleMulti", "PipelineScheduleSingle"]
+__all__ += ["Schedule1F1B", "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV"]
+__all__ += ["ScheduleForwardOnly", "ScheduleGPipe", "ScheduleInterleaved1F1B"]
+__all__ += ["ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleProgram"]
+__all__ += ["ScheduleZBVZeroBubble", "get_schedule_class"]
+# Cutting.
+__all__ += ["Plan", "balance", "profile", "split_by_module"]
+__all__ += ["Pipe", "PipeInfo", "SplitPoint", "TracedStage", "annotate_split_points"]
+__all__ += ["build_stage", "pipe_split", "pipeline"]
+# Planning.
+__all__ += ["Action", "CheckedProgram", "Costs", "Op", "Point", "Program", "Progress"]
+__all__ += ["SearchResult", "Simulation", "Span", "Trace", "build", "check", "load_csv"]
+__all__ += ["save_csv", "schedule", "schedules", "search", "simulate"]
+# Errors.
+__all__ += ["BoundaryError", "InternalError", "PartitionError", "PeerError", "PenstockError"]
+__all__ += ["ScheduleError", "StageError"]
 
-# module → the public names that it holds; the imports above say the same to type checkers.
-_HOLDS = {
+# module → the public names in it; the imports above say the same to type checkers.
+_NAMES = {
+    "penstock.compat.stage": "PipelineStage",
+    "penstock.compat.traced_stage": "TracedStage build_stage",
     "penstock.errors": (
-        "PenstockError",
-        "ScheduleError",
-        "PartitionError",
-        "StageError",
-        "BoundaryError",
-        "PeerError",
-        "InternalError",
+        "PenstockError ScheduleError PartitionError StageError BoundaryError PeerError "
+        "InternalError"
     ),
-    "penstock.partition.balance.balance": ("balance",),
-    "penstock.partition.forward.by_module": ("split_by_module",),
-    "penstock.partition.export.markers": ("SplitPoint", "annotate_split_points", "pipe_split"),
-    "penstock.partition.export.pipe": ("Pipe", "PipeInfo"),
-    "penstock.partition.plan": ("Plan",),
-    "penstock.partition.balance.profile": ("profile",),
-    "penstock.pipeline": ("Pipeline",),
+    "penstock.partition.balance.balance": "balance",
+    "penstock.partition.balance.profile": "profile",
+    "penstock.partition.export.markers": "SplitPoint annotate_split_points pipe_split",
+    "penstock.partition.export.pipe": "Pipe PipeInfo",
+    "penstock.partition.forward.by_module": "split_by_module",
+    "penstock.partition.plan": "Plan",
+    "penstock.pipeline": "Pipeline",
     "penstock.runtime.microbatch": (
-        "Reducer",
-        "Replicate",
-        "TensorChunkSpec",
-        "merge_chunks",
-        "split_args_kwargs_into_chunks",
-        "sum_reducer",
+        "Reducer Replicate TensorChunkSpec merge_chunks split_args_kwargs_into_chunks sum_reducer"
     ),
-    "penstock.runtime.pipeline_schedule": ("PipelineSchedule",),
+    "penstock.runtime.pipeline_schedule": "PipelineSchedule",
     "penstock.runtime.schedules": (
-        "PipelineScheduleMulti",
-        "PipelineScheduleRuntime",
-        "PipelineScheduleSingle",
-        "Schedule1F1B",
-        "ScheduleChimera",
-        "ScheduleDualPipe",
-        "ScheduleDualPipeV",
-        "ScheduleForwardOnly",
-        "ScheduleGPipe",
-        "ScheduleInterleaved1F1B",
-        "ScheduleInterleavedZeroBubble",
-        "ScheduleLoopedBFS",
-        "ScheduleProgram",
-        "ScheduleZBVZeroBubble",
-        "get_schedule_class",
+        "PipelineScheduleMulti PipelineScheduleRuntime PipelineScheduleSingle Schedule1F1B "
+        "ScheduleChimera ScheduleDualPipe ScheduleDualPipeV ScheduleForwardOnly ScheduleGPipe "
+        "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleProgram "
+        "ScheduleZBVZeroBubble get_schedule_class"
     ),
-    "penstock.schedule.action": ("Action", "Op", "Overlap"),
-    "penstock.schedule.registry": ("build", "schedules"),
-    "penstock.schedule.check": ("check",),
-    "penstock.schedule.program": ("CheckedProgram", "Program"),
-    "penstock.schedule.text": ("load_csv", "save_csv"),
-    "penstock.search.result": ("Point", "Progress", "SearchResult"),
-    "penstock.simulate.costs": ("Costs",),
-    "penstock.simulate.simulation": ("Simulation",),
-    "penstock.compat.stage": ("PipelineStage",),
-    "penstock.stage.rng": ("draw_step_seed", "microbatch_rng"),
-    "penstock.compat.traced_stage": ("TracedStage", "build_stage"),
-    "penstock.trace": ("Trace", "Span"),
+    "penstock.schedule.action": "Action Op Overlap",
+    "penstock.schedule.check": "check",
+    "penstock.schedule.program": "CheckedProgram Program",
+    "penstock.schedule.registry": "build schedules",
+    "penstock.schedule.text": "load_csv save_csv",
+    "penstock.search.result": "Point Progress SearchResult",
+    "penstock.simulate.costs": "Costs",
+    "penstock.simulate.simulation": "Simulation",
+    "penstock.stage.rng": "draw_step_seed microbatch_rng",
+    "penstock.trace": "Trace Span",
 }
-_HOME = {name: module for module, names in _HOLDS.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-# Names that torch writes as its own and users import all the same → what they are here.
+# Names that torch writes with an underscore and that users import all the same.
 _OF_TORCH = {
     "OVERLAP_F_B": "Overlap",
     "_CustomReducer": "Reducer",
@@ -208,7 +137,7 @@ _OF_TORCH = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module, and keep it."""
+    """Import a public name from its module, and cache it."""
     called = _OF_TORCH.get(name, name)
     module = _HOME.get(called)
     if module is None:
@@ -222,10 +151,10 @@ def __getattr__(name: str) -> object:
 
 
 class _Function:
-    """A function of this package that a module in it shares its name with.
+    """A function of this package that has the name of a subpackage.
 
-    Importing the module binds it here by that name; the function stays, and has the module's own
-    modules as attributes: ``import penstock.schedule.check as check`` looks for them there.
+    Importing the subpackage would replace the function; it stays, with the subpackage's modules as
+    attributes, where ``import penstock.schedule.check as check`` looks for them.
     """
 
     def __init__(self, home: str) -> None:
@@ -259,5 +188,5 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    """What is here, whether imported yet or not."""
+    """All names, imported yet or not."""
     return sorted({*globals(), *__all__})

@@ -1,15 +1,15 @@
 """Pipeline: the one-object front door, built from the parts below.
 
-The same script runs both ways: ``python train.py`` plays all ranks in this process, and
+The same script runs both ways: ``python train.py`` runs all ranks in this process, and
 ``torchrun --nproc-per-node N train.py`` one rank in each.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from penstock.compat.announcing import announced
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError
-from penstock.partition.ties import Tie
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import chosen_device, process_group
-from penstock.runtime.config import DEFAULT_TIMEOUT_S
+from penstock.runtime.config import PipelineSpec, RunOptions
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
 from penstock.schedule.program import Program
@@ -42,17 +41,15 @@ class Pipeline:
         model: any module, cut by ``split``; a list of layers, likewise; a list of modules without
             a split, each of which is a stage; or a list of ``PipelineStage``: those of all ranks,
             of which each process keeps its own, or its own alone.
-        loss_fn: ``loss_fn(output, target)`` gives the mean loss of a microbatch: a scalar
-            tensor, or ``(scalar, metrics)``; ``loss_fn(output)``, of one argument, needs no
-            target. If None, the model's own, where the output for
-            ``example`` has a ``loss``.
-        schedule: a schedule's name (see ``penstock.schedules()``); a ``Program``, or the path of
-            one in a CSV file; or ``"auto"``, the best that ``penstock.search`` finds for the
-            stages as measured with ``example``. What it predicts is logged beside what the first
-            steps take.
+        loss_fn: ``loss_fn(output, target)`` returns the mean loss of a microbatch: a scalar
+            tensor, or ``(scalar, metrics)``; a function of one argument needs no target. If None,
+            the model's own, where its output for ``example`` has a ``loss``.
+        schedule: the name of a schedule (see ``penstock.schedules()``); a ``Program``, or the path
+            of one in a CSV file; or ``"auto"``, the best that ``penstock.search`` finds for the
+            stages as measured with ``example``.
         memory_limit: for ``"auto"``, the most bytes of activations that a rank may hold.
         n_microbatches: microbatches per step.
-        ranks: how many ranks to play in this process; under torchrun, its world size.
+        ranks: the number of ranks in this process; under torchrun, its world size.
         virtual: stages per rank; the schedule's own default if None.
         split: per stage the number of its layers, or their names; for a model that is no
             ``nn.Sequential`` also the names of the modules with which stages after the first
@@ -61,26 +58,21 @@ class Pipeline:
         method: ``"module"`` cuts by module, ``"export"`` by torch.export; None tries by module
             first, and warns where it has to export.
         example: one microbatch, a tuple of positional or a dict of keyword arguments. With it,
-            what can't be cut is found at once; ``"auto"`` and capture need it.
-        init_fn: what initializes a module, for a model on the meta device, of which each rank
+            a model that can't be cut is refused at once; ``"auto"`` and export need it.
+        init_fn: initializes a module, for a model on the meta device, of which each rank
             materializes its own stages; its own ``_init_weights`` or, module by module,
             ``reset_parameters`` if None.
         device: where stages live; the CPU, or under torchrun with GPUs this process's GPU.
         group: the process group; the default group if None.
         args_chunk_spec: per positional argument how it is split into microbatches: a
-            ``TensorChunkSpec`` of its dimension, or None where every microbatch gets the whole (a
-            mask, a table for all). Along dimension 0 if there is no spec.
+            ``TensorChunkSpec`` of its dimension, or None to pass it whole to every microbatch (a
+            mask, a table). Along dimension 0 if there is no spec.
         kwargs_chunk_spec: likewise by name, for as many keyword arguments as need it.
         output_merge_spec: likewise how the outputs that ``eval`` returns are merged.
-        scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
-        dynamic_shapes: whether shapes may change between the microbatches of a step.
-        microbatch_rng: whether dropout draws the plain loop's masks (see ``PipelineSchedule``).
-        overlap: whether a block's forward and backward run side by side where the device has
-            streams (see ``PipelineSchedule``).
-        sequence_dim: along which dimension sequences run, where the schedule splits them.
-        shared: the parameters that several stages have in common, where ``model`` is a list of
-            ``PipelineStage`` (see ``PipelineSchedule``); in other models they are found.
-        timeout_s: how long a rank waits for another before it gives up.
+        scale_grads: divide each microbatch's loss by ``n_microbatches``.
+        options: ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
+            ``timeout_s`` and ``shared`` (see ``penstock.runtime.config.RunConfig``). Shared
+            parameters are found by themselves unless ``model`` is a list of ``PipelineStage``.
 
     Raises:
         PartitionError: the model can't be cut so.
@@ -114,39 +106,36 @@ class Pipeline:
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        dynamic_shapes: bool = False,
-        microbatch_rng: bool = False,
-        overlap: bool = False,
-        sequence_dim: int = 1,
-        shared: Sequence[Tie] = (),
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Unpack[RunOptions],
     ) -> None:
-        from penstock.assembly import assemble  # with all that cuts models
+        from penstock.assembly import assemble  # imports all of partition
 
         self.device = chosen_device(device)
         self._group = process_group(group, self.device, ranks)
         # The other ranks may be waiting for this one in their first step.
         with announced(self._group):
             made = assemble(
-                model,
-                loss_fn=loss_fn,
-                schedule=schedule,
-                memory_limit=memory_limit,
-                n_microbatches=n_microbatches,
-                ranks=ranks,
-                virtual=virtual,
-                split=split,
-                method=method,
-                example=example,
-                init_fn=init_fn,
-                device=self.device,
-                group=self._group,
-                shared=shared,
+                PipelineSpec(
+                    model=model,
+                    loss_fn=loss_fn,
+                    schedule=schedule,
+                    memory_limit=memory_limit,
+                    n_microbatches=n_microbatches,
+                    ranks=ranks,
+                    virtual=virtual,
+                    split=split,
+                    method=method,
+                    example=example,
+                    init_fn=init_fn,
+                    device=self.device,
+                    group=self._group,
+                    shared=options.pop("shared", ()),
+                )
             )
         self.num_ranks = made.program.num_ranks
         self.rank = self._group.rank() if self._group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
-        self._whole_call = made.whole_call
+        self._takes_model_call = made.takes_model_call
         self._forecast, self._num_steps = made.forecast, 0
         self._state = ModelState(
             self.stages, made.program.placement, made.ties, self._group, made.state_names
@@ -160,12 +149,8 @@ class Pipeline:
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
-            dynamic_shapes=dynamic_shapes,
-            microbatch_rng=microbatch_rng,
-            overlap=overlap,
-            sequence_dim=sequence_dim,
             shared=made.ties,
-            timeout_s=timeout_s,
+            **options,
         )
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers
@@ -180,9 +165,9 @@ class Pipeline:
 
         Args:
             args: the model's inputs; ranks that do not hold the first stage may pass none. A
-                batch that lies on the CPU as a whole is moved to the stages' device.
-            target: what the loss is computed against; likewise for the last stage. A model that
-                computes its own loss needs none.
+                batch on the CPU is moved to the stages' device, unless part of it is on another.
+            target: the target of the loss; likewise for the last stage. A model that computes its
+                own loss needs none.
             kwargs: the model's keyword arguments, and those of ``PipelineSchedule.step``.
 
         Returns:
@@ -193,9 +178,9 @@ class Pipeline:
             StageError: there is no loss to train on.
             PenstockError: this rank failed, or another one did; see its type.
         """
-        self._refuse_to_train_in_vain()
+        self._check_trains()
         kwargs.setdefault("return_outputs", False)
-        if target is None and self._whole_call:
+        if target is None and self._takes_model_call:
             # The model may compute its loss itself, from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         watch = self._forecast.watch if self._forecast is not None else _nothing
@@ -207,7 +192,7 @@ class Pipeline:
         assert losses is not None, "a program with a backward has losses"
         return losses.mean()
 
-    def _refuse_to_train_in_vain(self) -> None:
+    def _check_trains(self) -> None:
         if not self._schedule.engine.has_backward:
             raise ScheduleError(
                 f"step() trains, but {self.program.name} has no backward; call eval(), which "
@@ -215,7 +200,7 @@ class Pipeline:
             )
         if not self._schedule.has_loss:
             raise StageError(
-                "step() trains, but nothing says on what: pass loss_fn= to Pipeline; a model that "
+                "step() trains, but there is no loss: pass loss_fn= to Pipeline; a model that "
                 "computes its loss itself returns it as `loss` for the example= (with labels in "
                 "it, if it needs them); for outputs alone, call eval()"
             )
@@ -268,11 +253,11 @@ class Pipeline:
 
     @property
     def metrics(self) -> list[Any]:
-        """Per microbatch, what the loss function returned beside the loss, where it ran."""
+        """Per microbatch, the metrics of the loss function, on the rank where it ran."""
         return self._schedule.metrics
 
     def trace(self) -> Trace:
-        """What ran when in the last step, on all ranks. Every rank calls it."""
+        """The trace of the last step, on all ranks. Every rank calls it."""
         return self._schedule.trace()
 
     # --- the model's state -------------------------------------------------------------------
@@ -309,8 +294,8 @@ class Pipeline:
         """This process's parameters and buffers, under the plain model's names.
 
         Args:
-            full: whether to gather those of all ranks, on the CPU; every rank calls it then.
-            keep: by a name, whether it is wanted: of a model with adapters these alone, say.
+            full: gather those of all ranks, on the CPU; every rank calls it then.
+            keep: selects names, such as those of adapters alone.
 
         Raises:
             PartitionError: stages cut by hand have a name in common.
@@ -318,7 +303,7 @@ class Pipeline:
         return self._state.state_dict(full=full, keep=keep)
 
     def parameter_stages(self) -> dict[str, int]:
-        """By the name of each of this process's parameters, which stage of the model holds it."""
+        """The stage of the model that holds each of this process's parameters, by name."""
         return self._state.parameter_stages()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -334,7 +319,7 @@ class Pipeline:
         self._state.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or set them to zero, as an ``nn.Module`` would."""
+        """Drop all gradients, or set them to zero, as ``nn.Module.zero_grad`` does."""
         for param in self.parameters():
             if set_to_none or param.grad is None:
                 param.grad = None
@@ -344,7 +329,7 @@ class Pipeline:
     if not TYPE_CHECKING:  # to which every attribute would be there
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say where to find what an ``nn.Module`` has."""
+            """Point to the modules for an attribute of ``nn.Module``."""
             told = f"{type(self).__name__!r} object has no attribute {name!r}"
             if hasattr(nn.Module, name):
                 told += "; this process's modules, which have it, are pipe.stages[i].submod"

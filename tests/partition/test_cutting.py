@@ -265,7 +265,7 @@ def test_a_captured_model_trains_on_its_own_loss() -> None:
 def test_a_step_without_any_loss_is_refused(model_type: type[NetBase]) -> None:
     """It would train nothing, and nobody would notice."""
     pipe = Pipeline(model_type(), ranks=2, example=(X[:3],), n_microbatches=2)
-    with pytest.raises(StageError, match=r"nothing says on what: pass loss_fn= to Pipeline; .*"):
+    with pytest.raises(StageError, match=r"there is no loss: pass loss_fn= to Pipeline; .*"):
         pipe.step(X)
     assert pipe.eval(X).shape == (len(X), DIM)
 

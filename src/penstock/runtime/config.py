@@ -1,15 +1,25 @@
-"""The options of a schedule, made once and passed whole."""
+"""The options of a schedule and of ``Pipeline``, each made once and passed whole."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from penstock.errors import ScheduleError
 from penstock.partition.ties import Tie
 
-__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "RunConfig", "RunOptions"]
+if TYPE_CHECKING:
+    from penstock.partition.cutting import CutMethod
+    from penstock.partition.spec import Example, Split
+    from penstock.schedule.program import Program
+
+__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSpec", "RunConfig", "RunOptions"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -95,3 +105,23 @@ class RunConfig:
     def averages_losses(self) -> bool:
         """Whether the loss of a step is the mean over its microbatches."""
         return self.loss_fn is not None and self.scale_grads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """The arguments of ``Pipeline`` that choose the program and cut the model, as given there."""
+
+    model: Any
+    loss_fn: Callable[..., Any] | None
+    schedule: str | Program | os.PathLike[str]
+    memory_limit: float | None
+    n_microbatches: int | None
+    ranks: int | None
+    virtual: int | None
+    split: Split | os.PathLike[str] | None
+    method: CutMethod | None
+    example: Example | None
+    init_fn: Callable[[nn.Module], Any] | None
+    device: torch.device
+    group: dist.ProcessGroup | None
+    shared: Sequence[Tie]
