@@ -916,6 +916,7 @@ _OURS = str(Path(__file__).parent.parent)
 # Of torch's own code, what looks at the graph in a user's stead.
 _GRAPH = str(Path(torch.__file__).parent / "autograd" / "graph.py")
 _GRAD_FN: Any = torch._C.TensorBase.grad_fn
+_GETTER = type(_GRAD_FN.__get__)
 
 
 class HookWatch(TorchFunctionMode):
@@ -941,7 +942,7 @@ class HookWatch(TorchFunctionMode):
         """Run a function of torch."""
         if func is Tensor.register_hook:
             self._tell("registers a hook on a tensor")
-        elif getattr(func, "__self__", None) is _GRAD_FN:
+        elif type(func) is _GETTER and func.__self__ is _GRAD_FN:
             frame: Any = sys._getframe(1)
             while frame.f_code.co_name == "__torch_function__":  # of other modes
                 frame = frame.f_back

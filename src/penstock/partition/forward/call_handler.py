@@ -13,7 +13,6 @@ It holds no modules and sends nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 
 from penstock._torch_compat import HookWatch, in_function_forward
 from penstock.errors import PartitionError
-from penstock.partition.forward.forward_plan import ForwardPlan, PlannedCall
+from penstock.partition.forward.forward_plan import ForwardPlan
+from penstock.partition.forward.forward_trace import LeafCall
 from penstock.partition.forward.module_state import ModuleSnapshot, TensorVersions
 from penstock.partition.forward.placeholder import (
     ValueKind,
@@ -112,7 +112,6 @@ class StageCallHandler:
         self._plans: dict[int, StagePlan] = {}
         self._snapshots: dict[str, tuple[nn.Module, ModuleSnapshot]] = {}
         self._plan: StagePlan | None = None
-        self._hooks: HookWatch | None = None
 
     def begin(self, plan: ForwardPlan, values: dict[ValueRef, Tensor], hooks: HookWatch) -> None:
         """Begin a microbatch.
@@ -136,7 +135,7 @@ class StageCallHandler:
 
     def end(self) -> None:
         """Let go of the microbatch, which is through or has failed."""
-        self._plan = self._hooks = None
+        self._plan = None
         self._values, self._versions = {}, []
 
     def check_done(self) -> None:
@@ -184,21 +183,22 @@ class StageCallHandler:
                     "each module by itself, or cut where a checkpoint begins"
                 )
             return run(*args, **kwargs)
-        index = self._next
-        call = self._expected(plan, leaf)
-        self._next = index + 1
-        if call.stage != self.index:
-            result = self._substitute(plan, index, call)
-        else:
-            result = self._run(plan, index, call, run, args, kwargs)
-        if self._random is not None:
-            if self._next == plan.rerun_until:  # from here on, this code runs for the first time
-                set_random_state(self.device, self._random)
-            if self._next == plan.end:  # from here on, it runs again on the next stage
-                self._random = random_state(self.device)
+        with self._hooks.paused():  # the forward alone is watched
+            index = self._next
+            call = self._expected(plan, leaf)
+            self._next = index + 1
+            if plan.plan.stages[index] != self.index:
+                result = self._substitute(plan, index, call)
+            else:
+                result = self._run(plan, index, call, run, args, kwargs)
+            if self._random is not None:
+                if self._next == plan.rerun_until:  # from here on, this code runs first here
+                    set_random_state(self.device, self._random)
+                if self._next == plan.end:  # from here on, it runs again on the next stage
+                    self._random = random_state(self.device)
         return result
 
-    def _expected(self, plan: StagePlan, leaf: str) -> PlannedCall:
+    def _expected(self, plan: StagePlan, leaf: str) -> LeafCall:
         """The call that the trace had here.
 
         Raises:
@@ -219,7 +219,7 @@ class StageCallHandler:
             )
         return call
 
-    def _substitute(self, plan: StagePlan, index: int, call: PlannedCall) -> Any:
+    def _substitute(self, plan: StagePlan, index: int, call: LeafCall) -> Any:
         """The result of another stage's leaf module: values that crossed, and placeholders."""
         leaves, refs = plan.placeholders(index)
         for i, ref in refs:
@@ -235,7 +235,7 @@ class StageCallHandler:
         self,
         plan: StagePlan,
         index: int,
-        call: PlannedCall,
+        call: LeafCall,
         run: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -248,15 +248,15 @@ class StageCallHandler:
                 "its trace did not show and which is not here; do its inputs depend on values?"
             )
         marked, snapshot, versions = mark(), self._snapshot(call.leaf, run), TensorVersions(given)
-        with self._hooks.paused() if self._hooks is not None else nullcontext():
-            result = run(*args, **kwargs)
+        before = snapshot.values()
+        result = run(*args, **kwargs)
         for i in versions.written():
             if i not in call.writes:
                 raise PartitionError(
                     f"stage {self.index}: {call.leaf} writes into argument {i}, which it did not "
                     "in its trace; have it return a new tensor instead"
                 )
-        unseen = [name for name in snapshot.fresh_tensors() if name not in call.changes]
+        unseen = [name for name in snapshot.fresh_tensors(before) if name not in call.changes]
         if unseen:
             raise PartitionError(
                 f"stage {self.index}: {call.leaf} keeps tensors in its attribute {unseen[0]}, "
@@ -269,14 +269,10 @@ class StageCallHandler:
         return self._keep(plan, index, call, result, marked)
 
     def _snapshot(self, leaf: str, run: nn.Module) -> ModuleSnapshot:
-        """A snapshot of a leaf module, every time: what it sets now may depend on values."""
-        known, snapshot = self._snapshots.get(leaf, (None, None))
-        if known is not run or snapshot is None:
-            snapshot = ModuleSnapshot(run)
-            self._snapshots[leaf] = run, snapshot
-        else:
-            snapshot.take()
-        return snapshot
+        """Looks at a leaf module's attributes in every call: what it sets may depend on values."""
+        if self._snapshots.get(leaf, (None,))[0] is not run:
+            self._snapshots[leaf] = run, ModuleSnapshot(run)
+        return self._snapshots[leaf][1]
 
     def _refuse_detached(self, takes_grad: bool, leaf: str) -> None:
         """Refuse a crossing value whose gradient is lost; none is where the model says no_grad."""
@@ -291,7 +287,7 @@ class StageCallHandler:
         self,
         plan: StagePlan,
         index: int,
-        call: PlannedCall,
+        call: LeafCall,
         result: Any,
         marked: Mapping[str, int] | None,
     ) -> Any:

@@ -6,46 +6,23 @@
     crosses               ids, labels, output 0 of h.0             the boundary between 0 and 1
 
 A value crosses hop by hop from the stage that has it to the last one that needs it. The first rank
-makes the plan for inputs of one shape, and sends it to the others. This module runs no model;
-``refusals`` says what a cut does not allow.
+makes the plan for inputs of one shape, and sends it to the others. State, random numbers and
+gradients that stages would get wrong are refused here. This module runs no model.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.errors import PartitionError
-from penstock.partition.forward.forward_trace import ForwardTrace
+from penstock.partition.forward.forward_trace import ForwardTrace, LeafCall, replaced_message
 from penstock.partition.forward.leaf_modules import SharedNames, StageAssignment, stage_of
 from penstock.partition.forward.placeholder import ValueKind, ValueRef
-from penstock.partition.forward.refusals import PlacedTrace, refuse
 from penstock.stage.boundary import BoundarySpec
 
-__all__ = ["ForwardPlan", "PlannedCall", "first_uses", "plan_forward"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCall:
-    """One call of a leaf module, in the order in which they run.
-
-    Args:
-        leaf: its name.
-        stage: the stage that runs it.
-        output: its result, and what hooks collected from within it.
-        written: the leaves of the output that later code writes into.
-        writes: the leaves of its arguments that it writes into.
-        changes: the buffers and attributes of its own that it writes or sets.
-    """
-
-    leaf: str
-    stage: int
-    output: BoundarySpec
-    written: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    changes: tuple[str, ...] = ()
+__all__ = ["ForwardPlan", "first_uses", "plan_forward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,51 +31,53 @@ class ForwardPlan:
 
     Args:
         inputs: the model's arguments, ``((args, kwargs),)``.
-        calls: the calls in order.
+        calls: the calls of leaf modules in order.
+        stages: the stage that runs each call.
         boundary_values: for each boundary the values that cross it, in order.
         written: the leaves of the inputs that the model writes into.
         draws: True if the top-level forward draws random numbers.
     """
 
     inputs: BoundarySpec
-    calls: tuple[PlannedCall, ...]
+    calls: tuple[LeafCall, ...]
+    stages: tuple[int, ...]
     boundary_values: tuple[tuple[ValueRef, ...], ...]
     written: tuple[int, ...] = ()
     draws: bool = False
 
     def last_call(self, stage: int) -> int:
         """The last call that ``stage`` runs; -1 for none."""
-        return max((i for i, call in enumerate(self.calls) if call.stage == stage), default=-1)
+        return max((i for i, at in enumerate(self.stages) if at == stage), default=-1)
 
     def encode(self) -> bytes:
-        """The plan as JSON, for ``decode`` on another rank."""
+        """The plan as JSON, for ``decode`` on another rank; without the needs of its calls."""
         calls = [
-            [c.leaf, c.stage, c.output.encode().decode(), c.written, c.writes, c.changes]
-            for c in self.calls
+            [c.leaf, c.output.encode().decode(), c.written, c.writes, c.changes] for c in self.calls
         ]
         crossing = [
             [[r.kind.value, r.call, r.leaf, r.name] for r in refs] for refs in self.boundary_values
         ]
         inputs = self.inputs.encode().decode()
-        return json.dumps([inputs, calls, crossing, self.written, self.draws]).encode()
+        return json.dumps([inputs, calls, self.stages, crossing, self.written, self.draws]).encode()
 
     @staticmethod
     def decode(data: bytes) -> ForwardPlan:
         """The plan that ``encode`` wrote."""
-        inputs, calls, crossing, written, draws = json.loads(data)
+        inputs, calls, stages, crossing, written, draws = json.loads(data)
         return ForwardPlan(
             inputs=BoundarySpec.decode(inputs.encode()),
             calls=tuple(
-                PlannedCall(
+                LeafCall(
                     leaf=leaf,
-                    stage=stage,
+                    needs=frozenset(),
                     output=BoundarySpec.decode(output.encode()),
                     written=tuple(leaves),
                     writes=tuple(writes),
                     changes=tuple(changes),
                 )
-                for leaf, stage, output, leaves, writes, changes in calls
+                for leaf, output, leaves, writes, changes in calls
             ),
+            stages=tuple(stages),
             boundary_values=tuple(
                 tuple(ValueRef(ValueKind(kind), *rest) for kind, *rest in refs) for refs in crossing
             ),
@@ -123,49 +102,28 @@ def plan_forward(
 
     Raises:
         PartitionError: a leaf module would run before its inputs are there, or stages would miss
-            what others write.
+            what others write, draw other numbers, or lose gradients.
     """
-    stages = _stages_of_calls(trace, assignment)
-    needed = _needed_at(trace, stages, num_stages)
-    for ref, at in needed.items():
+    placed = _Placement(trace, assignment, num_stages)
+    for ref, at in placed.needed.items():
         if ref.kind is ValueKind.PARAMETER:  # a stage may hold it under another name
             first = stage_of(ref.name, assignment)
             at -= shared.stages_with(ref.name, assignment) - {first}
             at |= set() if at else {first or 0}
-    origins = {ref: _origin(ref, stages, assignment) for ref in needed}
-    refuse(
-        PlacedTrace(
-            trace=trace,
-            assignment=assignment,
-            num_stages=num_stages,
-            shared=shared,
-            stages=tuple(stages),
-            needed=needed,
-            origins=origins,
-        )
-    )
+    _refuse_shared_state(placed, shared)
+    for ref, at in placed.needed.items():
+        _refuse_value(placed, ref, at)
+    _refuse_changes(placed)
+
+    def crossing(boundary: int) -> tuple[ValueRef, ...]:
+        found = (r for r, at in placed.needed.items() if placed.origin(r) <= boundary < max(at))
+        return tuple(sorted(found, key=lambda r: (r.kind.value, r.call, r.leaf, r.name)))
+
     return ForwardPlan(
         inputs=trace.inputs,
-        calls=tuple(
-            PlannedCall(
-                leaf=call.leaf,
-                stage=stage,
-                output=call.output,
-                written=call.written,
-                writes=call.writes,
-                changes=call.changes,
-            )
-            for call, stage in zip(trace.calls, stages, strict=True)
-        ),
-        boundary_values=tuple(
-            tuple(
-                sorted(
-                    (ref for ref, at in needed.items() if origins[ref] <= boundary < max(at)),
-                    key=lambda ref: (ref.kind.value, ref.call, ref.leaf, ref.name),
-                )
-            )
-            for boundary in range(num_stages - 1)
-        ),
+        calls=trace.calls,
+        stages=tuple(placed.stages),
+        boundary_values=tuple(map(crossing, range(num_stages - 1))),
         written=trace.written,
         draws=trace.draws,
     )
@@ -173,22 +131,61 @@ def plan_forward(
 
 def first_uses(trace: ForwardTrace, assignment: StageAssignment, num_stages: int) -> dict[str, int]:
     """The first stage whose top-level forward computes with each parameter that any does."""
-    needed = _needed_at(trace, _stages_of_calls(trace, assignment), num_stages)
+    needed = _Placement(trace, assignment, num_stages).needed
     return {r.name: min(at) for r, at in needed.items() if r.kind is ValueKind.PARAMETER}
 
 
-def _stages_of_calls(trace: ForwardTrace, assignment: StageAssignment) -> list[int]:
-    stages: list[int] = []
-    for call in trace.calls:
-        made = [r for r in call.needs if r.kind in (ValueKind.OUTPUT, ValueKind.WRITE)]
-        latest = max(made, key=lambda ref: (stages[ref.call], ref.call), default=None)
-        ready = 0 if latest is None else stages[latest.call]
-        stage = assignment[call.leaf]
-        if stage is not None and ready > stage:
-            again = call.leaf in {before.leaf for before in trace.calls[: len(stages)]}
-            raise _too_early(call.leaf, stage, latest, ready, again)
-        stages.append(ready if stage is None else stage)
-    return stages
+@dataclass(slots=True)
+class _Placement:
+    """A trace whose calls have their stages.
+
+    Args:
+        trace: the trace.
+        assignment: the stage of each leaf module.
+        num_stages: the number of stages.
+
+    Attributes:
+        stages: the stage of each call.
+        needed: the stages that need each value.
+    """
+
+    trace: ForwardTrace
+    assignment: StageAssignment
+    num_stages: int
+    stages: list[int] = field(default_factory=list)
+    needed: dict[ValueRef, set[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for call in self.trace.calls:
+            made = [r for r in call.needs if r.kind in (ValueKind.OUTPUT, ValueKind.WRITE)]
+            latest = max(made, key=lambda ref: (self.origin(ref), ref.call), default=None)
+            ready = 0 if latest is None else self.origin(latest)
+            stage = self.assignment[call.leaf]
+            if stage is not None and ready > stage:
+                before = self.trace.calls[: len(self.stages)]
+                again = any(call.leaf == each.leaf for each in before)
+                raise _too_early(call.leaf, stage, latest, ready, again)
+            self.stages.append(ready if stage is None else stage)
+            for ref in call.needs:
+                self.needed.setdefault(ref, set()).add(self.stages[-1])
+        for ref in (*self.trace.needs, *self.trace.everywhere):
+            self.needed.setdefault(ref, set()).add(self.num_stages - 1)
+
+    def origin(self, ref: ValueRef) -> int:
+        """The stage that has a value first."""
+        match ref.kind:
+            case ValueKind.INPUT:
+                return 0
+            case ValueKind.OUTPUT | ValueKind.WRITE:
+                return self.stages[ref.call]
+            case ValueKind.PARAMETER:
+                return stage_of(ref.name, self.assignment) or 0
+            case ValueKind.DRAW | ValueKind.STATE:  # never crosses
+                return sys.maxsize
+
+    def first_to_run(self, calls: int) -> int:
+        """The first stage to run the top-level forward behind so many calls."""
+        return min({*self.stages[calls:], self.num_stages - 1})
 
 
 def _too_early(
@@ -205,27 +202,102 @@ def _too_early(
     )
 
 
-def _needed_at(
-    trace: ForwardTrace, stages: Sequence[int], num_stages: int
-) -> dict[ValueRef, set[int]]:
-    """The stages that need each value."""
-    needed: dict[ValueRef, set[int]] = {}
-    for call, stage in zip(trace.calls, stages, strict=True):
-        for ref in call.needs:
-            needed.setdefault(ref, set()).add(stage)
-    for ref in (*trace.needs, *trace.everywhere):
-        needed.setdefault(ref, set()).add(num_stages - 1)
-    return needed
+# --- refusals ----------------------------------------------------------------------------------
 
 
-def _origin(ref: ValueRef, stages: Sequence[int], assignment: Mapping[str, int | None]) -> int:
-    """The stage that has a value first."""
+def _refuse_value(placed: _Placement, ref: ValueRef, at: set[int]) -> None:
+    """Refuse a value that stages would get wrong, given the stages that need it."""
     match ref.kind:
-        case ValueKind.INPUT:
-            return 0
-        case ValueKind.OUTPUT | ValueKind.WRITE:
-            return stages[ref.call]
+        case ValueKind.STATE:
+            raise PartitionError(replaced_message(ref.name))
+        case ValueKind.DRAW:
+            _refuse_draw(placed, ref, at)
+        case ValueKind.WRITE:
+            _refuse_write(placed.origin(ref), ref, at)
+        case ValueKind.OUTPUT:
+            _refuse_detached(placed, ref, at)
         case ValueKind.PARAMETER:
-            return stage_of(ref.name, assignment) or 0
-        case ValueKind.DRAW | ValueKind.STATE:  # never crosses
-            return sys.maxsize
+            _refuse_early_parameter(placed.origin(ref), ref, at)
+        case ValueKind.INPUT:
+            pass
+
+
+def _refuse_shared_state(placed: _Placement, shared: SharedNames) -> None:
+    changed_at: dict[str, set[int]] = {}
+    for call, stage in zip(placed.trace.calls, placed.stages, strict=True):
+        for name in call.changes:
+            known = shared.shared_name(f"{call.leaf}.{name}")
+            if known is not None:
+                changed_at.setdefault(known, set()).add(stage)
+    for name, at in changed_at.items():
+        owner, _, last = name.rpartition(".")
+        users = at | _stages_that_call(placed, shared, owner, name)
+        if len(users) > 1:
+            raise PartitionError(
+                f"{owner} is one module within several, in the stages {sorted(users)}, and changes "
+                f"its {last} ({name}) in each call: it would not be in the order of one process; "
+                "give each its own, freeze it (eval()), or cut so that all its calls lie in one "
+                "stage"
+            )
+
+
+def _stages_that_call(placed: _Placement, shared: SharedNames, owner: str, name: str) -> set[int]:
+    """The stages that call a leaf module with this inner module or buffer."""
+    names = [each for each, known in shared.inner.items() if known in (owner, name)]
+    leaves = {leaf for leaf in placed.assignment for each in names if each.startswith(f"{leaf}.")}
+    calls = zip(placed.trace.calls, placed.stages, strict=True)
+    return {stage for call, stage in calls if call.leaf in leaves}
+
+
+def _refuse_draw(placed: _Placement, ref: ValueRef, at: set[int]) -> None:
+    if len(at) > 1:
+        raise PartitionError(
+            f"the top-level forward draws random numbers ({ref.name}) for values that the stages "
+            f"{sorted(at)} need, and each would draw its own; use an nn.Dropout module there, "
+            "which runs once"
+        )
+    first, (used,) = placed.first_to_run(ref.call), at
+    if used != first:
+        raise PartitionError(
+            f"the top-level forward draws random numbers ({ref.name}) in stage {first}, for values "
+            f"that stage {used} alone needs and would draw anew, others than the plain model's; "
+            "use an nn.Dropout module there, whose result crosses"
+        )
+
+
+def _refuse_write(origin: int, ref: ValueRef, at: set[int]) -> None:
+    if at != {origin}:
+        raise PartitionError(
+            f"{ref.name}, in stage {origin}, writes into the tensor that it is called with "
+            f"(argument {ref.leaf}), which stage {max(at)} computes with and would not see "
+            "written; have it return a new tensor, or cut so that all its users are in one stage"
+        )
+
+
+def _refuse_detached(placed: _Placement, ref: ValueRef, at: set[int]) -> None:
+    if max(at) != placed.origin(ref) and placed.trace.calls[ref.call].detached:
+        raise PartitionError(
+            f"{ref.name} is called within an autograd function, as by a checkpoint with "
+            f"use_reentrant=True, but its result crosses to stage {max(at)}: its gradient would be "
+            "lost; use use_reentrant=False"
+        )
+
+
+def _refuse_early_parameter(origin: int, ref: ValueRef, at: set[int]) -> None:
+    if min(at) < origin:
+        raise PartitionError(
+            f"{ref} lies in stage {origin}, but stage {min(at)} computes with it outside of its "
+            f"module; put the module into stage {min(at)}"
+        )
+
+
+def _refuse_changes(placed: _Placement) -> None:
+    for name in sorted(placed.trace.changes):
+        at = placed.needed.get(ValueRef(ValueKind.PARAMETER, 0, 0, name), set())
+        stage = stage_of(name, placed.assignment) or 0
+        if at != {stage}:
+            where = f"stages {sorted(at)} compute" if at else "nothing that is returned computes"
+            raise PartitionError(
+                f"the top-level forward writes into {name}, which lies in stage {stage}, but "
+                f"{where} with it; move that into a module"
+            )

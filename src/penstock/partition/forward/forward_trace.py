@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,17 +23,14 @@ from torch import Tensor, nn
 
 from penstock._torch_compat import (
     HookWatch,
-    TorchDispatchMode,
     in_function_forward,
-    is_data_dependent,
-    is_random,
-    mutated_arguments,
     registries,
 )
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.leaf_modules import LeafModules
 from penstock.partition.forward.leaf_runner import LeafRunner, RunOnValues, with_values
 from penstock.partition.forward.module_state import (
+    ContainerTensors,
     ModuleSnapshot,
     TensorVersions,
     are_same,
@@ -46,9 +43,9 @@ from penstock.partition.forward.placeholder import (
     NeedsValue,
     PlaceholderTensor,
     Provenance,
+    TopLevelOps,
     ValueKind,
     ValueRef,
-    leaves_of,
     on_meta,
     refs_of,
     turn_into_placeholder,
@@ -284,17 +281,36 @@ class ForwardTracer:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # stages will warn themselves
-            tensors, snapshot = _ContainerTensors(self._containers), ModuleSnapshot(self._root)
-            self._ops = _TopLevelOps(self._calls)
+            tensors, snapshot = ContainerTensors(self._containers), ModuleSnapshot(self._root)
+            snapshot.hold()
+            self._ops = TopLevelOps(self._calls)
             self._host = _host_states()
             try:
                 with self._ops:
                     output = self._root(*args, **kwargs)
                 self._refuse_host_draws()
-                self._replaced.update(tensors.replaced())
-                return output, tensors.written()
+                return output, self._state_changes(tensors)
             finally:
                 snapshot.restore()
+
+    def _state_changes(self, tensors: ContainerTensors) -> frozenset[str]:
+        """The parameters and buffers that the top-level forward writes into.
+
+        Raises:
+            PartitionError: it replaces one, or writes into a tensor that is neither.
+        """
+        replaced, written = tensors.replaced(), tensors.written()
+        for name, is_registered in replaced.items():
+            if is_registered:
+                raise PartitionError(replaced_message(name))
+            self._replaced.add(name)
+        for name, is_registered in written.items():
+            if not is_registered and name not in replaced:
+                raise PartitionError(
+                    f"the top-level forward writes into {name}, a tensor that is neither parameter "
+                    "nor buffer; register it as a buffer of a module that runs whole"
+                )
+        return frozenset(name for name, is_registered in written.items() if is_registered)
 
     def _refuse_hook(self, what: str) -> None:
         raise PartitionError(
@@ -323,7 +339,7 @@ class ForwardTracer:
         given = unflatten(tree, lowered)
         marked = mark()
         self.captures |= bool(marked)
-        result, changes, attributes = self._run_leaf(leaf, given)
+        result, attributes, buffers = self._run_leaf(leaf, given)
         _refuse_filled(leaf, opaque, given, lowered, tree)
         output: Any = ((result, capture_since(marked)),)
         if self._runner.casts:  # return what all others do
@@ -334,7 +350,7 @@ class ForwardTracer:
                 needs=frozenset(refs_of(leaves)),
                 output=_describe_output(leaf, output),
                 writes=versions.written(),
-                changes=changes,
+                changes=(*buffers, *attributes),
                 detached=self._runner.trains(leaf) and in_function_forward(),
             )
         )
@@ -353,30 +369,28 @@ class ForwardTracer:
         replay(captured, marked)
         return result
 
-    def _run_leaf(self, leaf: str, given: Any) -> tuple[Any, tuple[str, ...], list[str]]:
-        """A leaf module's result, all of its state that it changes, and attributes among that."""
+    def _run_leaf(self, leaf: str, given: Any) -> tuple[Any, list[str], list[str]]:
+        """A leaf module's result, and the attributes and buffers of its own that it changes."""
         args, kwargs = given
         with self._runner.module_of(leaf) as module:
             snapshot = ModuleSnapshot(module)
-            snapshot.take_buffers()
+            snapshot.hold()
             self._refuse_host_draws()
             self._ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             try:
                 with self._hooks.paused():
                     result = self._runner.run(leaf, module, args, kwargs)
-                changes, buffers = snapshot.changes(), snapshot.changed_buffers()
+                attributes, filled, buffers = snapshot.changes()
             finally:
                 self._ops.__enter__()  # type: ignore[no-untyped-call]
                 snapshot.restore()
                 self._host = _host_states()
-        for name, value, inside in changes:
-            if inside and tensors_in(value):
-                raise PartitionError(
-                    f"{leaf} puts tensors into its attribute {name}, a container that modules on "
-                    "other stages may hold too, where they would not see it; have it return them"
-                )
-        attributes = list(dict.fromkeys(name for name, _, _ in changes))
-        return result, (*buffers, *attributes), attributes
+        if filled:
+            raise PartitionError(
+                f"{leaf} puts tensors into its attribute {filled[0]}, a container that modules on "
+                "other stages may hold too, where they would not see it; have it return them"
+            )
+        return result, attributes, buffers
 
     def _note_write(self, ref: ValueRef, tensor: Tensor) -> None:
         """Record that a leaf module wrote into an argument: its value comes from there too."""
@@ -389,101 +403,6 @@ class ForwardTracer:
                 "which shares its memory with others, of whom some may be on other stages; have "
                 "it return a new tensor instead"
             )
-
-
-class _TopLevelOps(TorchDispatchMode):
-    """Operations of the top-level forward: random draws become placeholders, looks are noted.
-
-    Attributes:
-        num_draws: the number of random draws.
-        looks: the values that the forward looked at, each with the number of calls before it.
-    """
-
-    def __init__(self, calls: Sequence[LeafCall]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = calls
-        self.num_draws = 0
-        self.looks: list[tuple[int, set[ValueRef]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation."""
-        kwargs = kwargs or {}
-        given = [x for x in leaves_of(args, kwargs)[0] if type(x) is PlaceholderTensor]
-        if given and is_data_dependent(func, args) and not any(x.body.is_meta for x in given):
-            self.looks.append((len(self._calls), refs_of(given)))
-        result = func(*args, **kwargs)
-        if not is_random(func, args, kwargs):
-            return result
-        if any(type(x) is not PlaceholderTensor for x in mutated_arguments(func, args, kwargs)):
-            raise PartitionError(
-                f"the top-level forward draws random numbers into a tensor ({func}), and each "
-                "stage would draw its own; use an nn.Dropout module there, or draw within a module"
-            )
-        ref = ValueRef(ValueKind.DRAW, len(self._calls), self.num_draws, str(func))
-        self.num_draws += 1
-
-        def drawn(leaf: Any) -> Any:
-            if type(leaf) is PlaceholderTensor:
-                leaf.provenance.refs.add(ref)
-            elif isinstance(leaf, Tensor):
-                return PlaceholderTensor(leaf, leaf.device, Provenance({ref}))
-            return leaf
-
-        return optree.tree_map(drawn, result, none_is_leaf=True)
-
-
-class _ContainerTensors:
-    """Parameters, buffers and other tensors that containers hold, as they are now.
-
-    Args:
-        containers: the containers, by name.
-    """
-
-    def __init__(self, containers: Mapping[str, nn.Module]) -> None:
-        self._containers = containers
-        self._held = dict(self._tensors())
-        self._versions = TensorVersions(tensor for tensor, _ in self._held.values())
-
-    def replaced(self) -> list[str]:
-        """The attributes, buffers aside, that held a tensor and now hold something else."""
-        now = dict(self._tensors())
-        return [
-            name
-            for name, (tensor, is_registered) in self._held.items()
-            if not is_registered and now.get(name, (None,))[0] is not tensor
-        ]
-
-    def written(self) -> frozenset[str]:
-        """The parameters and buffers that have been written into.
-
-        Raises:
-            PartitionError: one was replaced, or a tensor that is neither was written into.
-        """
-        now, held = dict(self._tensors()), list(self._held.items())
-        for name, (tensor, is_registered) in held:
-            if is_registered and now.get(name, (None,))[0] is not tensor:
-                raise PartitionError(replaced_message(name))
-        found = set()
-        for name, (tensor, is_registered) in (held[i] for i in self._versions.written()):
-            if is_registered:
-                found.add(name)
-            elif now.get(name, (None,))[0] is tensor:
-                raise PartitionError(
-                    f"the top-level forward writes into {name}, a tensor that is neither parameter "
-                    "nor buffer; register it as a buffer of a module that runs whole"
-                )
-        return frozenset(found)
-
-    def _tensors(self) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-        """Each with its name, and True for parameters and buffers."""
-        for path, module in self._containers.items():
-            dot = f"{path}." if path else ""
-            for each in (vars(module), *registries(module)):
-                for name, value in each.items():
-                    if isinstance(value, Tensor):
-                        yield f"{dot}{name}", (value, each is not vars(module))
 
 
 def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

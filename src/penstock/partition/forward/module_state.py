@@ -10,18 +10,19 @@ This module knows no stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock._torch_compat import HOOKS, WRAPPERS_STATE, version_of
+from penstock._torch_compat import HOOKS, WRAPPERS_STATE, registries, version_of
 from penstock.partition.forward.placeholder import PlaceholderTensor
 
 __all__ = [
     "NO_STATE",
     "PLAIN",
+    "ContainerTensors",
     "ModuleSnapshot",
     "TensorVersions",
     "are_same",
@@ -56,7 +57,7 @@ def _version(tensor: Tensor) -> int:
 
 
 class ModuleSnapshot:
-    """Attributes, buffers and hooks of a module and all within it, as they were when taken.
+    """Attributes, buffers and hooks of a module and all within it.
 
     Args:
         module: the module.
@@ -65,63 +66,70 @@ class ModuleSnapshot:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._find_containers()
-        self.take()
 
-    def take(self) -> None:
-        """Take the snapshot anew."""
-        self._taken = [(label, each, _copied(each)) for label, each in self._containers]
-
-    def take_buffers(self) -> None:
-        """Note the buffers too, for ``changed_buffers``."""
-        self._buffers = dict(self._module.named_buffers())
-        self._versions = TensorVersions(self._buffers.values())
-
-    def changed_buffers(self) -> tuple[str, ...]:
-        """The buffers that were written into or replaced."""
-        names, now = list(self._buffers), dict(self._module.named_buffers())
-        written = {names[i] for i in self._versions.written()}
-        written |= {name for name in names if now.get(name) is not self._buffers[name]}
-        return (*written, *(name for name in now if name not in self._buffers))
-
-    def changes(self) -> list[tuple[str, Any, bool]]:
-        """Attributes with new values; equal plain values count as unchanged.
-
-        Returns:
-            The attribute's name with its path, the new value, and True if that was put into a
-            container which the attribute held before.
-        """
-        found: list[tuple[str, Any, bool]] = []
-        for label, container, held in self._taken:
-            if label is None or _is_same(container, held):
-                continue
-            if not label.endswith("."):
-                known = set(map(id, held.values() if isinstance(held, dict) else held))
-                values = container.values() if isinstance(container, dict) else container
-                found += [(label, value, True) for value in values if id(value) not in known]
-                continue
-            for key, value in container.items():
-                if _is_tracked(key) and not _is_equal(value, held.get(key, _MISSING)):
-                    found.append((f"{label}{key}".removeprefix("."), value, False))
-        if found:
-            self._find_containers()
+    def values(self) -> list[Any]:
+        """All that attributes, and the containers in them, hold now: for ``fresh_tensors``."""
+        found: list[Any] = []
+        for label, container in self._containers:
+            if label is not None:
+                found += container.values() if isinstance(container, dict) else container
         return found
 
-    def fresh_tensors(self) -> list[str]:
-        """Attributes that have come to hold other tensors, the module's own state aside.
+    def fresh_tensors(self, before: list[Any]) -> list[str]:
+        """The attributes that hold other tensors than ``before``, the module's own state aside.
 
         ``nn.RNN`` keeps a list of its parameters, which is made anew where FSDP replaces them.
         """
-        changes = self.changes()
-        if not changes:
+        if are_same(self.values(), before):
             return []
-        own = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
-        return sorted(
-            {n for n, value, _ in changes if any(id(t) not in own for t in tensors_in(value))}
-        )
+        known = set(map(id, (*before, *self._module.parameters(), *self._module.buffers())))
+        found = {
+            name
+            for name, value in self._attributes()
+            if id(value) not in known and any(id(t) not in known for t in tensors_in(value))
+        }
+        self._find_containers()
+        return sorted(found)
+
+    def hold(self) -> None:
+        """Hold all that is there, for ``changes`` and ``restore``."""
+        self._held: list[tuple[str | None, Any, Any]] = [
+            (label, each, dict(each) if isinstance(each, dict) else list(each))
+            for label, each in self._containers
+        ]
+        self._buffers = dict(self._module.named_buffers())
+        self._versions = TensorVersions(self._buffers.values())
+
+    def changes(self) -> tuple[list[str], list[str], list[str]]:
+        """State that has changed since ``hold``; equal plain values count as unchanged.
+
+        Returns:
+            The attributes, those among them whose containers hold new tensors, and the buffers.
+        """
+        attributes: dict[str, None] = {}
+        filled: list[str] = []
+        for label, container, held in self._held:
+            if label is None or _is_same(container, held):
+                continue
+            if label.endswith("."):
+                for key, value in container.items():
+                    if _is_tracked(key) and not _is_equal(value, held.get(key, _MISSING)):
+                        attributes[f"{label}{key}".removeprefix(".")] = None
+                continue
+            attributes[label] = None
+            known = set(map(id, held.values() if isinstance(held, dict) else held))
+            values = container.values() if isinstance(container, dict) else container
+            if any(id(value) not in known and tensors_in(value) for value in values):
+                filled.append(label)
+        names, now = list(self._buffers), dict(self._module.named_buffers())
+        written = {names[i] for i in self._versions.written()}
+        written |= {name for name in now if now[name] is not self._buffers.get(name)}
+        written |= {name for name in names if name not in now}
+        return list(attributes), filled, sorted(written)
 
     def restore(self) -> None:
         """Make attributes, the contents of their containers, and hooks what they were."""
-        for _, container, held in self._taken:
+        for _, container, held in self._held:
             if _is_same(container, held):
                 continue
             if isinstance(container, list):
@@ -129,6 +137,15 @@ class ModuleSnapshot:
             else:
                 container.clear()
                 container.update(held)
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for label, container in self._containers:
+            if label is None or not label.endswith("."):
+                values = container.values() if isinstance(container, dict) else container
+                yield from () if label is None else ((label, value) for value in values)
+            else:
+                items = (item for item in container.items() if _is_tracked(item[0]))
+                yield from ((f"{label}{key}".removeprefix("."), value) for key, value in items)
 
     def _find_containers(self) -> None:
         """Find where values may appear: attributes, and the lists, dicts and objects in them.
@@ -150,12 +167,43 @@ class ModuleSnapshot:
                     self._containers += [(label, each) for each in _containers_in(value)]
 
 
+class ContainerTensors:
+    """Parameters, buffers and other tensors that containers hold, as they are now.
+
+    Args:
+        containers: the container modules, by name.
+    """
+
+    def __init__(self, containers: Mapping[str, nn.Module]) -> None:
+        self._containers = containers
+        self._held = dict(self._tensors())
+        self._versions = TensorVersions(tensor for tensor, _ in self._held.values())
+
+    def replaced(self) -> dict[str, bool]:
+        """The names that held a tensor and now hold something else; True for registered ones."""
+        now = dict(self._tensors())
+        return {
+            name: is_registered
+            for name, (tensor, is_registered) in self._held.items()
+            if now.get(name, (None,))[0] is not tensor
+        }
+
+    def written(self) -> dict[str, bool]:
+        """The tensors that were written into; True for parameters and buffers."""
+        held = list(self._held.items())
+        return {held[i][0]: held[i][1][1] for i in self._versions.written()}
+
+    def _tensors(self) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
+        for path, module in self._containers.items():
+            dot = f"{path}." if path else ""
+            for each in (vars(module), *registries(module)):
+                for name, value in each.items():
+                    if isinstance(value, Tensor):
+                        yield f"{dot}{name}", (value, each is not vars(module))
+
+
 def _is_tracked(name: Any) -> bool:
     return name not in NO_STATE and not str(name).startswith(WRAPPERS_STATE)
-
-
-def _copied(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _is_same(container: Any, held: Any) -> bool:

@@ -12,7 +12,7 @@ provenance: references to the values that it would have been computed from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from penstock._torch_compat import (
+    TorchDispatchMode,
     by_positions,
     is_data_dependent,
+    is_random,
     is_shared,
     is_view,
     mutated_arguments,
@@ -40,6 +42,7 @@ __all__ = [
     "NeedsValue",
     "PlaceholderTensor",
     "Provenance",
+    "TopLevelOps",
     "ValueKind",
     "ValueRef",
     "describe_refs",
@@ -247,6 +250,52 @@ class _Guarded(torch.autograd.Function):
             "function in the top-level forward takes it without using its value; move that into "
             "a module"
         )
+
+
+class TopLevelOps(TorchDispatchMode):
+    """Within it, random draws become placeholders, and looks at values are noted.
+
+    Args:
+        calls: the calls of leaf modules so far.
+
+    Attributes:
+        num_draws: the number of random draws.
+        looks: the values that the forward looked at, each with the number of calls before it.
+    """
+
+    def __init__(self, calls: Sized) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+        self.num_draws = 0
+        self.looks: list[tuple[int, set[ValueRef]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        kwargs = kwargs or {}
+        given = [x for x in leaves_of(args, kwargs)[0] if type(x) is PlaceholderTensor]
+        if given and is_data_dependent(func, args) and not any(x.body.is_meta for x in given):
+            self.looks.append((len(self._calls), refs_of(given)))
+        result = func(*args, **kwargs)
+        if not is_random(func, args, kwargs):
+            return result
+        if any(type(x) is not PlaceholderTensor for x in mutated_arguments(func, args, kwargs)):
+            raise PartitionError(
+                f"the top-level forward draws random numbers into a tensor ({func}), and each "
+                "stage would draw its own; use an nn.Dropout module there, or draw within a module"
+            )
+        ref = ValueRef(ValueKind.DRAW, len(self._calls), self.num_draws, str(func))
+        self.num_draws += 1
+
+        def drawn(leaf: Any) -> Any:
+            if type(leaf) is PlaceholderTensor:
+                leaf.provenance.refs.add(ref)
+            elif isinstance(leaf, Tensor):
+                return PlaceholderTensor(leaf, leaf.device, Provenance({ref}))
+            return leaf
+
+        return optree.tree_map(drawn, result, none_is_leaf=True)
 
 
 def on_meta(tensor: Tensor) -> Tensor:
