@@ -43,7 +43,7 @@ def timelines() -> None:
 
 
 def blocks() -> None:
-    """What runs as one block, and what is copied to the host and back."""
+    """Overlapped pairs, and offloads beside the computations."""
     one = simulate(build("dualpipev", ranks=4, microbatches=8))
     draw(one.trace, HERE / "blocks.png", width=12)
     two = simulate(build("po-f", ranks=4, microbatches=4), Costs(offload=0.8, reload=0.8))
@@ -51,7 +51,7 @@ def blocks() -> None:
 
 
 def terminal(browser: Browser) -> None:
-    """What ``penstock simulate`` prints, in colour."""
+    """The output of ``penstock simulate``, in colour."""
     console = Console(
         file=io.StringIO(), record=True, width=96, force_terminal=True, color_system="truecolor"
     )

@@ -50,7 +50,7 @@ class Tab:
         return self.page
 
     def finish(self) -> None:
-        """What must hold of every page."""
+        """Check that the page raised no error and asked no other site."""
         assert self.errors == []
         assert self.strangers == []
 

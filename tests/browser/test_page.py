@@ -15,7 +15,7 @@ from penstock.view.page import save_page
 
 from .conftest import Tab
 
-# Where on the screen a point of the plot is.
+# The position on the screen of a point of the plot.
 PLACE = """([x, y]) => {
   const view = Bokeh.index.find_one(Bokeh.documents[0].get_model_by_name("timeline"))
   const at = view.canvas_view.el.getBoundingClientRect()
@@ -34,7 +34,7 @@ def hover(tab: Tab, x: float, y: float, *told: str) -> None:
     tab.page.mouse.move(left - 3, top)
     tab.page.mouse.move(left, top)
     for text in told:
-        tab.page.locator(".told", has_text=text).wait_for(timeout=5000)
+        tab.page.locator(".tooltip", has_text=text).wait_for(timeout=5000)
 
 
 def test_hovering_tells_what_an_action_is_and_what_it_waited_for(tab: Tab, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from penstock.cli.app import main
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a command wrote, and its exit code."""
+    """The output and the exit code of a command."""
 
     out: str
     err: str

@@ -61,7 +61,7 @@ def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Pat
     path.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     assert penstock("check", str(path)).code == 0
     assert penstock("check", str(path), "--per-pair").code == 1
-    # Where there are no transfers yet, they are placed for the channels that are asked for.
+    # Missing transfers are inserted for the given channels.
     path.write_text("0F0,0B0\n1F0,1B0\n")
     assert penstock("check", str(path), "--per-pair").code == 0
     # The runtime needs a program that ends without room for messages; nothing less is proven.

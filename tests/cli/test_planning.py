@@ -79,7 +79,7 @@ def test_simulate_writes_in_colour_to_a_terminal(terminal: str, code: str, colou
 
 
 def _read(terminal: int) -> bytes:
-    """What comes from a terminal; nothing once its other end is closed."""
+    """Read from a terminal; nothing once its other end is closed."""
     try:
         return os.read(terminal, 65536)
     except OSError:  # so Linux says that

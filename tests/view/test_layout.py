@@ -1,4 +1,4 @@
-"""What pages draw: where boxes lie, what they waited for, what is held."""
+"""The layout: positions of boxes, causes of their starts, memory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def trace_of(name: str, *, ranks: int = 2, microbatches: int = 2) -> Trace:
 
 
 def coloured(text: Text, colour: str) -> str:
-    """What stands on this background, joined."""
+    """All text on this background, joined."""
     found = []
     for span in text.spans:
         back = getattr(span.style, "bgcolor", None)

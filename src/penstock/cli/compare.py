@@ -10,24 +10,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli import settings as given
 from penstock.cli.output import over_limit, per_rank, plain, print_table, stdout, table, warn
-from penstock.cli.settings import (
-    Forward,
-    InputGrad,
-    Jitter,
-    JitterSeed,
-    Latency,
-    Memory,
-    Microbatches,
-    Option,
-    OtherCosts,
-    OverlapTime,
-    Ranks,
-    Settings,
-    Virtual,
-    WeightGrad,
-    message_of,
-)  # fmt: skip
+from penstock.cli.settings import Settings, message_of
 from penstock.cli.sources import complete, is_file, load_program, takes_virtual
 from penstock.cli.values import number, percent
 from penstock.errors import ScheduleError
@@ -101,19 +86,19 @@ def compare(
         ),
     ],
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    virtual: Virtual = None,
-    option: Option = None,
-    memory: Memory = None,
-    forward: Forward = "1",
-    input_grad: InputGrad = "1",
-    weight_grad: WeightGrad = "1",
-    latency: Latency = "0",
-    overlap: OverlapTime = None,
-    cost: OtherCosts = None,
-    jitter: Jitter = 0.0,
-    jitter_seed: JitterSeed = 0,
+    ranks: given.Ranks = None,
+    microbatches: given.Microbatches = None,
+    virtual: given.Virtual = None,
+    option: given.Option = None,
+    memory: given.Memory = None,
+    forward: given.Forward = "1",
+    input_grad: given.InputGrad = "1",
+    weight_grad: given.WeightGrad = "1",
+    latency: given.Latency = "0",
+    overlap: given.OverlapTime = None,
+    cost: given.OtherCosts = None,
+    jitter: given.Jitter = 0.0,
+    jitter_seed: given.JitterSeed = 0,
     per: Annotated[
         Per,
         typer.Option(
@@ -155,11 +140,11 @@ def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | _Fai
     return _Row(label=source if ":" in source else program.name, share=share, result=result)
 
 
-def _refuse_unused(given: list[str], settings: Settings) -> None:
+def _refuse_unused(sources: list[str], settings: Settings) -> None:
     """Refuse options that none of the schedules takes."""
-    chosen = [family(each.partition(":")[0]) for each in given if not is_file(each)]
+    chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
     if not chosen:
-        settings.refuse_for_program(" ".join(given))
+        settings.refuse_for_program(" ".join(sources))
     names = ", ".join(each.name for each in chosen)
     if chosen and not any(takes_virtual(each, settings.virtual) for each in chosen):
         raise ScheduleError(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli import settings as given
 from penstock.cli.output import (
     figures_json,
     figures_text,
@@ -16,22 +17,7 @@ from penstock.cli.output import (
     table,
     warn,
 )
-from penstock.cli.settings import (
-    Forward,
-    InputGrad,
-    Jitter,
-    JitterSeed,
-    Latency,
-    Memory,
-    Microbatches,
-    Option,
-    OtherCosts,
-    OverlapTime,
-    Ranks,
-    Settings,
-    Virtual,
-    WeightGrad,
-)  # fmt: skip
+from penstock.cli.settings import Settings
 from penstock.cli.sources import complete, is_file, load, load_program
 from penstock.errors import ScheduleError
 from penstock.schedule.check import Channels
@@ -94,19 +80,19 @@ def simulate(
         ),
     ],
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    virtual: Virtual = None,
-    option: Option = None,
-    memory: Memory = None,
-    forward: Forward = "1",
-    input_grad: InputGrad = "1",
-    weight_grad: WeightGrad = "1",
-    latency: Latency = "0",
-    overlap: OverlapTime = None,
-    cost: OtherCosts = None,
-    jitter: Jitter = 0.0,
-    jitter_seed: JitterSeed = 0,
+    ranks: given.Ranks = None,
+    microbatches: given.Microbatches = None,
+    virtual: given.Virtual = None,
+    option: given.Option = None,
+    memory: given.Memory = None,
+    forward: given.Forward = "1",
+    input_grad: given.InputGrad = "1",
+    weight_grad: given.WeightGrad = "1",
+    latency: given.Latency = "0",
+    overlap: given.OverlapTime = None,
+    cost: given.OtherCosts = None,
+    jitter: given.Jitter = 0.0,
+    jitter_seed: given.JitterSeed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures alone, as JSON.")] = False,
 ) -> None:
     """Simulate a step: its timeline in colour, its bubble, its peak memory."""

@@ -7,23 +7,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli import settings as given
 from penstock.cli.output import over_limit, stdout, warn
-from penstock.cli.settings import (
-    Forward,
-    InputGrad,
-    Jitter,
-    JitterSeed,
-    Latency,
-    Memory,
-    Microbatches,
-    Option,
-    OtherCosts,
-    OverlapTime,
-    Ranks,
-    Settings,
-    Virtual,
-    WeightGrad,
-)  # fmt: skip
+from penstock.cli.settings import Settings
 from penstock.cli.sources import complete, load
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
@@ -46,19 +32,19 @@ def render(
         ),
     ],
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    virtual: Virtual = None,
-    option: Option = None,
-    memory: Memory = None,
-    forward: Forward = "1",
-    input_grad: InputGrad = "1",
-    weight_grad: WeightGrad = "1",
-    latency: Latency = "0",
-    overlap: OverlapTime = None,
-    cost: OtherCosts = None,
-    jitter: Jitter = 0.0,
-    jitter_seed: JitterSeed = 0,
+    ranks: given.Ranks = None,
+    microbatches: given.Microbatches = None,
+    virtual: given.Virtual = None,
+    option: given.Option = None,
+    memory: given.Memory = None,
+    forward: given.Forward = "1",
+    input_grad: given.InputGrad = "1",
+    weight_grad: given.WeightGrad = "1",
+    latency: given.Latency = "0",
+    overlap: given.OverlapTime = None,
+    cost: given.OtherCosts = None,
+    jitter: given.Jitter = 0.0,
+    jitter_seed: given.JitterSeed = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help=f"The file: {_KINDS}.")],
     alone: Annotated[
         bool, typer.Option("--alone", help="Draw a measured step without the simulated one.")

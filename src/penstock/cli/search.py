@@ -8,21 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli import settings as given
 from penstock.cli.output import figures_text, peaks_text, print_table, progress_bar, stdout, table
 from penstock.cli.render import write_drawing
-from penstock.cli.settings import (
-    Forward,
-    InputGrad,
-    Latency,
-    Memory,
-    Microbatches,
-    OtherCosts,
-    OverlapTime,
-    Ranks,
-    Settings,
-    Virtual,
-    WeightGrad,
-)  # fmt: skip
+from penstock.cli.settings import Settings
 from penstock.cli.values import number, percent
 from penstock.errors import PenstockError
 from penstock.schedule.text import save_csv, to_json
@@ -46,16 +35,16 @@ class SearchObjective(Enum):
 
 def search(
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    virtual: Virtual = None,
-    memory: Memory = None,
-    forward: Forward = "1",
-    input_grad: InputGrad = "1",
-    weight_grad: WeightGrad = "1",
-    latency: Latency = "0",
-    overlap: OverlapTime = None,
-    cost: OtherCosts = None,
+    ranks: given.Ranks = None,
+    microbatches: given.Microbatches = None,
+    virtual: given.Virtual = None,
+    memory: given.Memory = None,
+    forward: given.Forward = "1",
+    input_grad: given.InputGrad = "1",
+    weight_grad: given.WeightGrad = "1",
+    latency: given.Latency = "0",
+    overlap: given.OverlapTime = None,
+    cost: given.OtherCosts = None,
     objective: Annotated[
         SearchObjective,
         typer.Option(help="The time to minimize: span if no barrier precedes the optimizer."),

@@ -26,22 +26,9 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import Simulation, simulate
 
 __all__ = [
-    "OtherCosts",
-    "Forward",
-    "InputGrad",
-    "Jitter",
-    "JitterSeed",
-    "Latency",
-    "Memory",
-    "Microbatches",
-    "Option",
-    "OverlapTime",
-    "Ranks",
-    "Settings",
-    "Virtual",
-    "WeightGrad",
-    "message_of",
-]
+    "Forward", "InputGrad", "Jitter", "JitterSeed", "Latency", "Memory", "Microbatches", "Option",
+    "OtherCosts", "OverlapTime", "Ranks", "Settings", "Virtual", "WeightGrad", "message_of",
+]  # fmt: skip
 
 _RANKS, _MICROBATCHES = 4, 8
 _PANEL = "Costs"
@@ -134,22 +121,7 @@ JitterSeed = Annotated[int, typer.Option(help="Seed of the jitter.", rich_help_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The shared options of one command line, each as it was given.
-
-    Args:
-        ranks: number of ranks; None for the default.
-        microbatches: microbatches per step; None for the default.
-        virtual: stages per rank; None for the schedule's usual number.
-        option: options of the schedule, each as ``name=value``.
-        memory: memory limit of a rank; None for none.
-        forward: cost of F.
-        input_grad: cost of I.
-        weight_grad: cost of W.
-        latency: time of a message between ranks.
-        overlap: time of an overlapped pair; None for the sum of its parts.
-        cost: other costs, each as ``name=value``.
-        jitter: largest random share that a computation takes longer.
-        jitter_seed: seed of the jitter.
+    """The shared options of one command line, as they were given; None stands for a default.
 
     Raises:
         ScheduleError: a memory limit that is negative or NaN.

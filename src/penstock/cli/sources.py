@@ -50,7 +50,7 @@ def complete(incomplete: str) -> Iterator[tuple[str, str]]:
 
 
 def is_file(source: str) -> bool:
-    """Whether ``source`` names a file, existing or not.
+    """True if ``source`` names a file, existing or not.
 
     A schedule's name goes first: a file called ``1f1b`` is given as ``./1f1b``.
 
@@ -138,7 +138,7 @@ def _build(source: str, settings: Settings, lenient: bool) -> Program:
 
 
 def takes_virtual(chosen: Family, virtual: int | None) -> bool:
-    """Whether a family works with ``virtual`` stages per rank; None stands for its default."""
+    """True if a family works with ``virtual`` stages per rank; None stands for its default."""
     if virtual is None:
         return True
     return virtual >= 1 if chosen.virtuals is None else virtual in chosen.virtuals

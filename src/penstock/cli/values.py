@@ -78,7 +78,7 @@ def read_options(texts: Sequence[str], *, sizes: Sequence[str] = ()) -> dict[str
 
     Args:
         texts: each as ``name=value``.
-        sizes: which of ranks, microbatches and virtual are allowed, too.
+        sizes: those of ranks, microbatches and virtual that are allowed, too.
 
     Raises:
         ScheduleError: a missing or repeated name, or a size that has an option of its own.

@@ -154,7 +154,7 @@ def _chip(name: str, look: str, letter: str = "") -> str:
 
 
 def _has_several_stages(trace: Trace) -> bool:
-    """Whether a rank holds several stages."""
+    """True if a rank holds several stages."""
     held = {(span.rank, span.action.stage) for span in trace.spans}
     return len(held) > len({rank for rank, _ in held})
 

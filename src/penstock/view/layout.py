@@ -1,4 +1,4 @@
-"""The layout of a timeline: what is drawn, and where, as columns of numbers and texts.
+"""The layout of a timeline: its boxes, lines and labels, as columns of numbers and texts.
 
     one lane, with memory               without
     0.03 ▀▀▀▀▀   ▀▀▀▀▀                  ▀▀▀▀▀   ▀▀▀▀▀     strips: offloads above reloads, only

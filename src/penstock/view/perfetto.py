@@ -144,22 +144,22 @@ def _lane(span: Span) -> int:
 
 
 def _lane_names(trace: Trace) -> list[dict[str, Any]]:
+    """Metadata events that name and order processes and threads."""
     used = {(span.rank, _lane(span)) for span in trace.spans}
-    events = []
+    events: list[dict[str, Any]] = []
+
+    def name(kind: str, rank: int, lane: int, text: str, order: int) -> None:
+        for event, args in (("name", {"name": text}), ("sort_index", {"sort_index": order})):
+            events.append(
+                {"ph": "M", "name": f"{kind}_{event}", "pid": rank, "tid": lane, "args": args}
+            )
+
     for rank in range(trace.num_ranks):
-        events.append(_metadata("process_name", rank, name=f"rank {rank}"))
-        events.append(_metadata("process_sort_index", rank, sort_index=rank))
-        for lane, name in ((_COMPUTE_LANE, "compute"), (_OTHER_LANE, "messages")):
+        name("process", rank, 0, f"rank {rank}", rank)
+        for lane, text in ((_COMPUTE_LANE, "compute"), (_OTHER_LANE, "messages")):
             if lane == _COMPUTE_LANE or (rank, lane) in used:
-                events.append({**_metadata("thread_name", rank, name=name), "tid": lane})
-                events.append(
-                    {**_metadata("thread_sort_index", rank, sort_index=lane), "tid": lane}
-                )
+                name("thread", rank, lane, text, lane)
     return events
-
-
-def _metadata(kind: str, rank: int, **args: object) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": 0, "args": args}
 
 
 def _complete_event(span: Span, scale: float, block: Overlap | None) -> dict[str, Any]:

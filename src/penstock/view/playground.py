@@ -259,7 +259,7 @@ def _simulated(
         virtual: stages per rank; None for the schedule's default.
         options: options of the schedule.
         costs: the costs.
-        per_rank: whether costs are those of a rank's whole part of the model, not of a stage.
+        per_rank: costs are those of a rank's whole part of the model, not of a stage.
     """
     wanted = tuple(wanted_costs(costs, name).items())
     program = _built(name, ranks, microbatches, virtual, (*wanted, *options))
@@ -307,7 +307,7 @@ def serve(
 
     Args:
         port: port to listen on; 0 for any free one.
-        browser: whether to open it in the user's browser.
+        browser: open it in the user's browser.
         ready: called with the address once it is served.
 
     Raises:

@@ -21,8 +21,8 @@ def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = Tr
     Args:
         trace: measured or simulated.
         width: longest line allowed, at least 20.
-        colour: whether the terminal has colours; without, the text is that of ``to_text``.
-        shaded: whether the terminal has more than 16 colours, for a shade per stage of a rank.
+        colour: the terminal has colours; without, the text is that of ``to_text``.
+        shaded: the terminal has more than 16 colours, for a shade per stage of a rank.
     """
     if not colour:
         return Text(to_text(trace, width=width), end="", no_wrap=True)

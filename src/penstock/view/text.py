@@ -75,8 +75,8 @@ class Cell:
 
     Args:
         span: the action that runs; None where the lane is idle.
-        begins: whether the span begins here.
-        joins: whether the span begins here and forms a pair with the span left of it.
+        begins: the span begins here.
+        joins: the span begins here and forms a pair with the span left of it.
         text: the label, of the same length in all cells of a grid.
     """
 
@@ -93,7 +93,7 @@ class Grid:
     Args:
         heads: name of each lane, of equal length.
         rows: the cells of each lane; a rank's copies follow the rank.
-        labelled: whether there was room for labels.
+        labelled: there was room for labels.
     """
 
     heads: tuple[str, ...]

@@ -40,7 +40,7 @@ _BUTTON_CSS = """
 """
 
 _TOOLTIP = """
-<div class="told" style="font:12px system-ui,sans-serif;color:#1c2733;max-width:340px">
+<div class="tooltip" style="font:12px system-ui,sans-serif;color:#1c2733;max-width:340px">
   <div style="margin-bottom:3px"><b style="font-size:13px">@action</b>
     <span style="color:#66727f">@kind</span></div>
   <div>rank <b>@rank</b> &middot; stage <b>@stage</b> &middot; microbatch <b>@microbatch</b></div>
