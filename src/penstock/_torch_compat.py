@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.distributed import distributed_c10d
-from torch.export import _trace as export_trace
-from torch.fx.experimental import symbolic_shapes
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -96,7 +94,6 @@ __all__ = [
     "saved_tensor_hooks_active",
     "saved_through",
     "shape_check",
-    "shape_text",
     "switch_ddp_sink",
     "takes_cpu_tensors",
     "version_of",
@@ -987,59 +984,47 @@ def same_storage(left: Tensor, right: Tensor) -> bool:
 
 
 # -------------------- torch.export --------------------
-# Of torch's own modules, those with autograd functions that a graph of operations would lose.
+# torch.export is public; what follows is for its gaps. Seen on torch 2.6 to 2.10.
+# Modules of torch with autograd functions of their own that a graph of operations would lose.
 LOST = ("torch.utils.checkpoint", "torch.nn.modules._functions")
-
-
 HOOK_KINDS = {
-    "registers a hook on a tensor": "Tensor.register_hook(), a hook that would be lost",
+    "registers a hook on a tensor": "Tensor.register_hook()",
     "reads a tensor's grad_fn": "Tensor.grad_fn, a node that a captured stage does not have",
 }
 
 
 def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
-    """For each argument of an operation: its name, whether a result may share its memory, and
-    whether it is written into. None for what has no schema."""
+    """For each argument of an operation its name, whether a result may share its memory, and
+    whether it is written; None for a function without a schema.
+
+    ``_schema``: no public way tells aliases and writes of an ``OpOverload``. The results' own
+    alias marks are not read: those of lists, as of ``split``, are missing.
+    """
     schema = getattr(target, "_schema", None)
     if schema is None:
         return None
-    # An argument with a mark is written into, or is what a result is a view of. (The results
-    # themselves are not asked: where they are a list, as of split, they carry no mark.)
-    return [
-        (
-            arg.name,
-            arg.alias_info is not None,
-            arg.alias_info is not None and bool(arg.alias_info.is_write),
-        )
-        for arg in schema.arguments
-    ]
+    marks = [(arg.name, arg.alias_info) for arg in schema.arguments]
+    return [(name, mark is not None, bool(mark and mark.is_write)) for name, mark in marks]
 
 
 @contextmanager
-def refusing(refuse: Callable[[str, bool], None]) -> Iterator[None]:
-    """Call ``refuse`` where code run in this does what tracing operations would lose in silence.
+def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
+    """Call ``refuse`` when code in this block does what torch.export would lose in silence.
 
     That is: a user's ``autograd.Function`` (its own backward), hooks on tensors, and gradients
-    taken inside a forward.
-
-    Args:
-        refuse: called with what is done, and whether a model cut by module could do it, too: the
-            code between its modules can't take gradients either.
+    taken inside a forward. None of them is an operation, and torch.export has no callback for
+    them, so that these functions are replaced within the block.
     """
     function: Any = torch.autograd.Function
     apply = function.__dict__["apply"]
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ in LOST or not cls.__module__.startswith("torch."):
-            what = f"the autograd function {cls.__qualname__}, whose own backward would be lost"
-            refuse(what, True)
+            refuse(f"the autograd function {cls.__qualname__} with its own backward")
         return apply.__get__(None, cls)(*args, **kwargs)
 
     def refused(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            refuse(f"{name}, which takes gradients", False)
-
-        return call
+        return lambda *args, **kwargs: refuse(f"{name}, which takes gradients")
 
     replaced: list[tuple[Any, str, Any]] = [
         (function, "apply", classmethod(checked)),
@@ -1050,7 +1035,7 @@ def refusing(refuse: Callable[[str, bool], None]) -> Iterator[None]:
     try:
         for owner, name, value in replaced:
             setattr(owner, name, value)
-        with HookWatch(lambda what: refuse(HOOK_KINDS[what], True)):
+        with HookWatch(lambda what: refuse(HOOK_KINDS[what])):
             yield
     finally:
         for owner, name, value in before:
@@ -1059,51 +1044,59 @@ def refusing(refuse: Callable[[str, bool], None]) -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep torch.export from writing whole graphs to stderr where it fails: the error says it.
+    """Keep torch.export from printing whole graphs to stderr when it fails; its error is enough.
 
-    What the model's own code writes there is let through.
+    It prints by ``print`` in ``torch.export._trace`` and by the loggers below. The output
+    of the model's own code passes.
     """
-    chatty = [logging.getLogger(m.__name__) for m in (export_trace, symbolic_shapes)]
-    levels = [logger.level for logger in chatty]
-    shadow: Any = export_trace
-    shadow.print = lambda *args, **kwargs: None  # in the place of the builtin, there alone
+    from torch.export import _trace
+    from torch.fx.experimental import symbolic_shapes
+
+    loggers = [logging.getLogger(module.__name__) for module in (_trace, symbolic_shapes)]
+    levels = [logger.level for logger in loggers]
+    shadow: Any = _trace
+    shadow.print = lambda *args, **kwargs: None  # in place of the builtin, in that module alone
     try:
-        for logger in chatty:
+        for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         yield
     finally:
         del shadow.print
-        for logger, level in zip(chatty, levels, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
 def shape_check(
     program: torch.export.ExportedProgram, argument: str, names: Sequence[str]
 ) -> Callable[[Sequence[Tensor]], str | None]:
-    """What an exported program takes for granted about the shapes of its inputs.
+    """The function that checks the shapes of tensors against an exported program.
+
+    ``program.module()`` would check them too, but with the whole program; stages are parts of it.
+    ``_guards_code`` holds relations between sizes, as Python over ``SYMPY_INTERP``.
 
     Args:
         program: the program; its one argument is a list of tensors.
         argument: the name of that argument.
-        names: what the tensors in the list are called.
+        names: the names of the tensors in the list.
 
     Returns:
-        A function that says what is wrong with the shapes of such tensors, or None.
+        A function from such tensors to an error message, or None.
     """
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     inputs = [nodes[name] for name in program.graph_signature.user_inputs if name in nodes]
     shapes = [tuple(node.meta["val"].shape) for node in inputs]
-    fixed: list[tuple[int, int, int]] = []
-    ranges: list[tuple[int, int, float, float]] = []
+    sizes: list[tuple[int, int, float, float]] = []
     for i, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
             if isinstance(size, int):
-                fixed.append((i, dim, size))
+                sizes.append((i, dim, size, size))
             elif (known := program.range_constraints.get(size.node.expr)) is not None:
-                ranges.append((i, dim, _bound(known.lower, 0), _bound(known.upper, float("inf"))))
+                sizes.append((i, dim, _bound(known.lower, 0), _bound(known.upper, float("inf"))))
     guards = []
     for code in program._guards_code:
-        if "._base." in code:  # of the batch that the example was a view of: no input's shape
+        if "._base." in code:  # of the tensor of which the example was a view: no input's shape
             continue
         text = code
         for i, name in enumerate(names):
@@ -1111,40 +1104,33 @@ def shape_check(
         guards.append((compile(code, "<guard>", "eval"), text))
 
     def check(tensors: Sequence[Tensor]) -> str | None:
+        again = "; capture it with an example of these shapes"
         for name, tensor, shape in zip(names, tensors, shapes, strict=True):
             if tensor.dim() != len(shape):
-                return _wrong(name, tensor, f"{len(shape)} dimensions")
-        for i, dim, size in fixed:
-            if tensors[i].shape[dim] != size:
-                return _wrong(names[i], tensors[i], f"size {size} in dimension {dim}")
-        for i, dim, low, high in ranges:
-            if not low <= tensors[i].shape[dim] <= high:
-                wanted = (
-                    f"a size of at least {low:g}"
-                    if high == float("inf")
-                    else (f"a size from {low:g} to {high:g}")
+                return (
+                    f"input {name} has shape {tuple(tensor.shape)}, but the model was captured for "
+                    f"{len(shape)} dimensions{again}"
                 )
-                return _wrong(names[i], tensors[i], f"{wanted} in dimension {dim}")
-        scope = {**symbolic_shapes.SYMPY_INTERP, "L": {argument: tensors}}
+        for i, dim, low, high in sizes:
+            if not low <= tensors[i].shape[dim] <= high:
+                wanted = f"a size from {low:g} to {high:g}"
+                if low == high:
+                    wanted = f"size {low:g}"
+                elif high == float("inf"):
+                    wanted = f"a size of at least {low:g}"
+                return (
+                    f"input {names[i]} has shape {tuple(tensors[i].shape)}, but the model was "
+                    f"captured for {wanted} in dimension {dim}{again}"
+                )
+        scope = {**SYMPY_INTERP, "L": {argument: tensors}}
         for compiled, text in guards:
             if not eval(compiled, scope):
-                shown = ", ".join(
-                    f"{n}: {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True)
-                )
-                return f"the inputs are {shown}, but the model was captured for {text}{_RECAPTURE}"
+                pairs = zip(names, tensors, strict=True)
+                found = ", ".join(f"{name}: {tuple(tensor.shape)}" for name, tensor in pairs)
+                return f"the inputs are {found}, but the model was captured for {text}{again}"
         return None
 
     return check
-
-
-_RECAPTURE = "; capture it with an example of these shapes"
-
-
-def _wrong(name: str, tensor: Tensor, wanted: str) -> str:
-    return (
-        f"input {name} has shape {tuple(tensor.shape)}, but the model was captured for {wanted}"
-        f"{_RECAPTURE}"
-    )
 
 
 def _bound(value: Any, otherwise: float) -> float:
@@ -1152,11 +1138,3 @@ def _bound(value: Any, otherwise: float) -> float:
         return int(value)
     except (TypeError, ValueError, OverflowError, AttributeError):
         return otherwise
-
-
-def shape_text(value: Any) -> str:
-    """A captured value for messages: ``float32[*, 8]``, open sizes as stars, or its type."""
-    if isinstance(value, Tensor):
-        sizes = ", ".join(str(size) if isinstance(size, int) else "*" for size in value.shape)
-        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
-    return type(value).__name__

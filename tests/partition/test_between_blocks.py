@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import profile, split_by_module
-from penstock.partition.balance.profile import described
+from penstock.partition.spec import describe
 from tests.real_models import REAL_MODELS
 
 FAMILIES = ("gpt2", "llama", "t5", "bert", "mixtral", "unet")
@@ -38,7 +38,7 @@ def test_a_plan_tells_what_its_stages_send(name: str) -> None:
         assert split.plan is not None
         assert [len(each) for each in sent] == [len(each) for each in split.plan.boundary_values]
         assert [list(costs.sends) for costs in plan.costs[:-1]] == [
-            [described(tensor) for tensor in tensors] for tensors in sent
+            [describe(tensor) for tensor in tensors] for tensors in sent
         ]
         assert [costs.sent_bytes for costs in plan.costs[:-1]] == [
             sum(tensor.nbytes for tensor in tensors) for tensors in sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -43,7 +44,7 @@ class Of(nn.Module):
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ({"layer.1": SplitPoint.END}, r"'layer.1' is no module of the Of \(near it: layers.1"),
+        ({"layer.1": SplitPoint.END}, r"'layer.1' is no module of the Of, did you mean layers.1"),
         ({"": SplitPoint.END}, "'' is no module"),
         ({"layers.1": "end"}, r"split point of 'layers.1' is 'end', expected SplitPoint"),
         ({"spare": SplitPoint.END}, "no place 'after spare'.* does not call module spare"),
@@ -63,7 +64,9 @@ def test_wrong_split_points(spec: Any, told: str) -> None:
 
 def test_a_stage_that_would_only_reshape() -> None:
     model = Of(lambda m, x: m.layers[1](m.layers[0](x)).view(-1, 2, 2).transpose(1, 2))
-    with pytest.raises(PartitionError, match=r"stage 1 of 2 is empty.*works is 'before layers.1'"):
+    with pytest.raises(
+        PartitionError, match=r"stage 1 of 2 is empty.*'after layers.1' and its end"
+    ):
         pipeline(model, (X,), split_spec={"layers.1": SplitPoint.END})
 
 
@@ -132,24 +135,21 @@ def differentiates(model: Of, x: Tensor) -> Tensor:
     ("compute", "told"),
     [
         (depends, r"control flow depends on the values .*test_capture_mistakes.py:\d+, in depends"),
-        (lambda m, x: Straight.apply(x), "Straight, whose own backward would be lost"),
-        (hooked, r"in hooked.*register_hook\(\), a hook that would be lost"),
+        (
+            lambda m, x: Straight.apply(x),
+            "the autograd function Straight with its own backward; .* or cut by module",
+        ),
+        (hooked, r"in hooked.*register_hook\(\); .* or cut by module"),
     ],
 )
 def test_what_a_graph_would_lose_is_refused(compute: Any, told: str) -> None:
-    with pytest.raises(PartitionError, match=told) as raised:
+    with pytest.raises(PartitionError, match=told):
         pipeline(Of(compute), (X,))
-    assert "split_by_module" in str(raised.value)
 
 
 def test_gradients_taken_in_the_forward_are_refused() -> None:
-    """By module they can't be taken between modules either: that is no advice."""
-    with pytest.raises(
-        PartitionError,
-        match=r"in differentiates.*autograd.grad\(\), .*; do it inside of one ",
-    ) as raised:
+    with pytest.raises(PartitionError, match=r"in differentiates.*autograd.grad\(\), which takes"):
         pipeline(Of(differentiates), (X,))
-    assert "split_by_module" not in str(raised.value)
 
 
 def test_a_failed_capture_writes_no_graph_to_stderr(
@@ -243,16 +243,23 @@ def goes_past(model: Keeps, x: Tensor) -> Tensor:
     return x * model.calls
 
 
+def keeps_for_this_call(model: Keeps, x: Tensor) -> Tensor:
+    model.last = x.square().mean(0)
+    model.calls = 0  # as it is
+    return x + model.last
+
+
 @pytest.mark.parametrize("where", ["", "block."])
 @pytest.mark.parametrize(
     ("keep", "told"),
     [
-        (keeps_the_last, r"in keeps_the_last.* changes attribute {}last, which it reads and then"),
-        (counts_calls, r"in counts_calls.* changes attribute {}calls, which it reads and then wri"),
-        (replaces_a_buffer, r"in replaces_a_buffer.* changes buffer {}average, in whose place"),
-        (appends, "the forward changes attribute {}seen, a list that it changes"),
-        (fills_a_dict, "the forward changes attribute {}tables, a dict that it changes"),
-        (goes_past, "changes attribute {}calls, which it sets past __setattr__"),
+        (keeps_the_last, "the forward changes {}last, which a graph would not"),
+        (counts_calls, "the forward changes {}calls, which a graph would not"),
+        (replaces_a_buffer, "the forward changes {}average, .*buffer that is written in place"),
+        (appends, "the forward changes {}seen, "),
+        (fills_a_dict, "the forward changes {}tables, "),
+        (goes_past, "the forward changes {}calls, "),
+        (keeps_for_this_call, "the forward changes {}last, "),
     ],
 )
 def test_what_is_kept_for_the_next_call_is_refused(keep: Any, told: str, where: str) -> None:
@@ -263,108 +270,17 @@ def test_what_is_kept_for_the_next_call_is_refused(keep: Any, told: str, where: 
     if where:
         model = InBlock(keep)  # type: ignore[assignment]
         inner, spec = model.block, {"block.layers.1": SplitPoint.BEGINNING}  # type: ignore
-    with pytest.raises(PartitionError, match=told.format(where)) as raised:
+    with pytest.raises(PartitionError, match=told.format(where)):
         pipeline(model, (X,), split_spec=spec)
-    assert "split_by_module" in str(raised.value)
     assert (inner.last, inner.calls, inner.seen, inner.tables) == (None, 0, [], {})
     assert torch.equal(inner.average, torch.ones(4))  # type: ignore[arg-type]
-    for name in ("__getattribute__", "__setattr__"):
-        owner = next(cls for cls in nn.Module.__mro__ if name in vars(cls))
-        assert owner is (object if name == "__getattribute__" else nn.Module)
 
 
-def test_blocks_that_keep_something_are_right_where_they_stay_whole() -> None:
-    """torch.fx captures them as modules, which run as they are."""
-    model = nn.ModuleDict({"a": Keeps(replaces_a_buffer), "b": Keeps(counts_calls)})
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts["b"](self.parts["a"](x))  # type: ignore[no-any-return]
-
-    pair = Pair(Both(), (X,), spec=cuts_before("parts.b"))
-    pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
-
-
-class KeepsItsOutput(nn.Module):
-    """Export can't capture it, and torch.fx sees the tensor of a call before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.layer(x)
-        return Straight.apply(self.kept)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_a_tensor_kept_from_an_earlier_call_is_no_constant() -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(KeepsItsOutput() for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.parts[1](self.parts[0](x))
-            return y + self.parts[0].kept
-
-    model = Reads()
-    model(X)
-    told = r"autograd function Straight.*torch\.fx.* fails too: tracing by torch\.fx meets a tensor"
-    with pytest.raises(PartitionError, match=told):
-        pipeline(model, (X,), split_spec=cuts_before("parts.1"))
-
-
-class Counted(nn.Module):
-    """What export can't see into, with a number that others read."""
-
-    def __init__(self, grows: bool) -> None:
-        super().__init__()
-        self.layer, self.grows = nn.Linear(4, 4), grows
-        if not grows:
-            self.rows = 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.grows:
-            self.rows = float(len(x))
-        y: Tensor = self.layer(Straight.apply(x))  # type: ignore[no-untyped-call]
-        return y
-
-
-@pytest.mark.parametrize("grows", [False, True])
-def test_a_number_of_a_whole_module_is_held_to(grows: bool) -> None:
-    """It is built into the graph; where the module sets it, that is noticed."""
-
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(Counted(grows) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.parts[1](self.parts[0](x))
-            return y * getattr(self.parts[0], "rows", 1.0)
-
-    pair = Pair(Reads(), (X,), spec=cuts_before("parts.1"))
-    if grows:
-        with pytest.raises(StageError, match=r"outside of parts\.0 read its attribute rows .* mis"):
-            pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
-    else:
-        pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
-
-
-def keeps_for_this_call(model: Keeps, x: Tensor) -> Tensor:
-    model.last = x.square().mean(0)
-    model.calls = 0  # as it is
-    return x + model.last
-
-
-def test_what_is_written_before_it_is_read_is_captured(caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(Keeps(keeps_for_this_call), (X,), spec=cuts_before("layers.1"))
-    assert any(line.startswith("Keeps sets last in its forward") for line in caplog.messages)
-    pair.train(nn.functional.mse_loss, torch.randn(8, 4), target=torch.ones(8, 4))
+def test_numbers_drawn_on_the_host_are_refused() -> None:
+    """They would be constants of the graph."""
+    model = Of(lambda m, x: m.layers[1](m.layers[0](x)) * random.random())
+    with pytest.raises(PartitionError, match=r"draws numbers from random or numpy\.random"):
+        pipeline(model, (X,), split_spec=cuts_before("layers.1"))
 
 
 # --- what can't cross ------------------------------------------------------------------------
@@ -384,7 +300,7 @@ def test_memory_shared_across_a_cut_and_written_after_it() -> None:
     with pytest.raises(
         PartitionError,
         match=r"cut 'pipe_split\(\)': .*share memory, and mul_\w* writes into it after the cut.*"
-        r"nearest place that works is 'before layers.2'",
+        r"it can be cut 'after layers.0', 'before layers.2'",
     ):
         pipeline(Of(written_views), (X,))
 
@@ -399,7 +315,7 @@ def written_parts(model: Of, x: Tensor) -> Tensor:
 
 def test_parts_of_one_tensor_of_which_one_is_written() -> None:
     """They may overlap for all that is known, so they may not be sent apart."""
-    with pytest.raises(PartitionError, match="share memory, and mul_"):
+    with pytest.raises(PartitionError, match="modified inplace"):
         pipeline(Of(written_parts), (X,))
 
 
@@ -449,8 +365,8 @@ def averages_late(model: Of, x: Tensor) -> Tensor:
     return model.layers[2](y) + model.count
 
 
-def test_the_nearest_cut_that_keeps_such_a_buffer_together() -> None:
-    with pytest.raises(PartitionError, match=r"would cross.*place that works is 'after layers.1'"):
+def test_the_cuts_that_keep_such_a_buffer_together_are_listed() -> None:
+    with pytest.raises(PartitionError, match=r"would cross.*can be cut .*'after layers.1'"):
         pipeline(Of(averages_late), (X,))
 
 
@@ -475,10 +391,8 @@ def sparse(model: Of, x: Tensor) -> Tensor:
 
 
 def test_a_sparse_value_is_refused_where_it_would_cross() -> None:
-    """Export can't capture it, torch.fx can; then the boundary itself refuses it."""
-    pair = Pair(Of(sparse), (X,))
-    with pytest.raises(BoundaryError, match=r"stage 0.*layout torch.sparse_coo.*can't cross"):
-        pair.train(nn.functional.mse_loss, torch.ones(8, 4), target=torch.ones(8, 4))
+    with pytest.raises(PartitionError, match=r"Of can't be captured .*in sparse"):
+        pipeline(Of(sparse), (X,))
 
 
 def test_a_value_that_can_not_cross_is_named() -> None:
@@ -493,8 +407,8 @@ def test_a_value_that_can_not_cross_is_named() -> None:
     table.meta["val"] = X.to_sparse()
     with pytest.raises(
         PartitionError,
-        match=r"cut 'here': neg \(float32\[2, 4\]\) of b.pack would cross, and a sparse_coo "
-        r"tensor can't; the nearest place that works is '(before b|before b.pack|after b)'",
+        match=r"cut 'here': neg \(float32\[2,4\]\) of b.pack would cross, and a sparse_coo "
+        r"tensor can't; it can be cut 'before b', 'after b'",
     ):
         assign(graph, [Cut(label="here", position=2)])
 

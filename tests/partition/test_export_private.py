@@ -9,8 +9,8 @@ from torch import nn
 from penstock._torch_compat import (
     argument_effects,
     shape_check,
-    shape_text,
 )
+from penstock.partition.spec import describe
 
 aten = torch.ops.aten
 
@@ -59,5 +59,5 @@ def test_what_a_program_takes_for_granted_is_checked() -> None:
 
 
 def test_open_sizes_are_stars() -> None:
-    assert shape_text(torch.ones(2, 3)) == "float32[2, 3]"
-    assert shape_text(3) == "int"
+    assert describe(torch.ones(2, 3)) == "float32[2,3]"
+    assert describe(3) == "int"

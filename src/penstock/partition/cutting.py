@@ -105,8 +105,7 @@ def cut_model(
         try:
             found = _export(model, split, num_stages, example, why=str(error))
         except PartitionError as other:
-            message = getattr(other, "without_by_module", str(other))
-            raise PartitionError(f"{error}; nor by torch.export: {message}") from error
+            raise PartitionError(f"{error}; nor by torch.export: {other}") from error
         logger.warning(
             "%s: cut by torch.export, since it can't be cut by module: %s. The stages run a fixed "
             "graph: other inputs than tensors keep the example's values, and hooks and attributes "
@@ -162,10 +161,10 @@ def _export(
     model: nn.Module, split: SplitSpec | None, num_stages: int, example: Example, why: str = ""
 ) -> ModelCut:
     """Cut by torch.export as ``split`` says, or at the marks in the model's forward."""
-    from penstock.partition.export.by_names import pipeline_of
+    from penstock.partition.export.split_model import pipeline_of
 
     args, kwargs = as_call(example)
-    pipe = pipeline_of(model, args, kwargs, SplitSpec() if split is None else split)
+    pipe = pipeline_of(model, args, kwargs, split)
     name = type(model).__name__
     if pipe.num_stages == 1:
         raise PartitionError(

@@ -25,7 +25,7 @@ from penstock.partition.blocks import find_blocks
 from penstock.partition.plan import Plan, abbreviate, rules_refused
 from penstock.stage.pytree import as_args
 
-__all__ = ["Example", "Split", "SplitSpec", "as_call", "own_loss"]
+__all__ = ["Example", "Split", "SplitSpec", "as_call", "describe", "own_loss"]
 
 Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | str
 """The forms in which users say where to cut."""
@@ -189,3 +189,20 @@ def own_loss(output: Any, target: object = None) -> Any:
         2.0
     """
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def describe(value: Any) -> str:
+    """Tensors by dtype and shape, an open size as a star; other values by their class.
+
+    Example:
+        >>> describe({"x": torch.ones(2, 3), "scale": 1.0})
+        'x: float32[2,3], scale: float'
+    """
+    if isinstance(value, Tensor):
+        sizes = ",".join(str(size) if isinstance(size, int) else "*" for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {describe(each)}" for name, each in value.items())
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(describe, value))
+    return type(value).__name__

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
 from penstock.partition.forward.by_module import tensors_between
 from penstock.partition.huggingface import HFPipelinePlan
 from penstock.partition.sequential import is_sequence
-from penstock.partition.spec import Example
+from penstock.partition.spec import Example, describe
 from penstock.stage.rng import undrawn
 from penstock.stage.tensor_meta import TensorMeta
 
@@ -95,7 +95,7 @@ def profile(
         blocks=tuple(costs if is_sequence(model_or_stages) else as_sent_by_module(costs, subject)),
         model=name,
         machine=machine_of(subject.device),
-        example=described(example),
+        example=describe(example),
     )
 
 
@@ -169,7 +169,7 @@ def costs_of(
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(p.numel() * p.element_size() for p in params),
         sent_bytes=sum(tensor.numel() * tensor.element_size() for tensor in sends),
-        sends=tuple(described(tensor) for tensor in sends),
+        sends=tuple(describe(tensor) for tensor in sends),
     )
 
 
@@ -194,7 +194,7 @@ def bytes_of(metas: Sequence[TensorMeta]) -> int:
 
 def told(metas: Sequence[TensorMeta]) -> tuple[str, ...]:
     """Tensors as ``described`` says them."""
-    return tuple(described(torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in metas)
+    return tuple(describe(torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in metas)
 
 
 def median_of(runs: Sequence[Times]) -> Times:
@@ -206,18 +206,6 @@ def loose_parameters(model: nn.Module, units: Sequence[LeafModule]) -> list[str]
     """The parameters that no unit holds, but a module above them."""
     held = {id(param) for unit in units for param in unit.module.parameters()}
     return [name for name, param in model.named_parameters() if id(param) not in held]
-
-
-def described(value: Any) -> str:
-    """Tensors by dtype and shape, other values by their class, for people to read."""
-    if isinstance(value, Tensor):
-        sizes = ",".join(map(str, value.shape))
-        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {described(each)}" for name, each in value.items())
-    if isinstance(value, (tuple, list)):
-        return ", ".join(described(each) for each in value)
-    return type(value).__name__
 
 
 def machine_of(device: torch.device) -> str:

@@ -1,11 +1,11 @@
-"""How a model is called: which arguments are tensors, which are fixed, and what shapes they had.
+"""The form of a captured call: which arguments are tensors, which are fixed, and the output's tree.
 
     forward(ids, *, mask=None, scale=1.0)      called as (ids, mask=m, scale=2.0)
     leaves      ids: (4, 8) int64              found again in any call that means the same:
                 mask: (4, 8) int64             (ids=ids, mask=m, scale=2.0)
-    fixed       scale = 2.0                    held to; a graph has it built in
+    fixed       scale = 2.0                    built into the graph; other values are refused
 
-It knows neither graphs nor stages.
+This module knows neither graphs nor stages.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.module_state import hidden_tensors_message, hides_tensors
+from penstock.partition.spec import own_loss
 from penstock.stage.pytree import flatten, unflatten
+from penstock.stage.tensor_meta import plain_tag
 
-__all__ = ["CallForm", "ShapeCheck"]
+__all__ = ["CallForm", "OutputForm", "ShapeCheck"]
 
-# Given the leaves' tensors, what is wrong with their shapes, or None.
+# Given the leaves' tensors, returns the error message for their shapes, or None.
 ShapeCheck = Callable[[Sequence[Tensor]], str | None]
 
 
@@ -38,9 +41,10 @@ class CallForm:
     Attributes:
         names: the names of the tensors among the arguments, such as ``"batch.mask"``.
         examples: these tensors.
+        output: the form of the output in the last capture.
 
     Raises:
-        PartitionError: the model can't be called so.
+        PartitionError: the arguments do not fit the model's forward.
     """
 
     def __init__(
@@ -55,22 +59,22 @@ class CallForm:
                 f"the example does not fit {type(model).__name__}.forward{self._signature}: {error}"
             ) from error
         leaves, self._tree = flatten(canonical)
-        paths = [".".join(str(part) for part in path) for path in self._tree.paths()]
-        self._paths = paths
+        self._paths = [".".join(map(str, path)) for path in self._tree.paths()]
         self._tensor_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         for i, leaf in self._fixed.items():
             if hides_tensors(leaf):
-                raise PartitionError(hidden_tensors_message(paths[i], leaf))
-        self.names = tuple(paths[i] for i in self._tensor_slots)
+                raise PartitionError(hidden_tensors_message(self._paths[i], leaf))
+        self.names = tuple(self._paths[i] for i in self._tensor_slots)
         self.examples: tuple[Tensor, ...] = _distinct([leaves[i] for i in self._tensor_slots])
         self._dtypes = tuple(t.dtype for t in self.examples)
         self._place_in_example = self._places()
+        self.output: OutputForm | None = None
         self._checks: list[ShapeCheck] = []
-        self._known_good: set[tuple[Any, ...]] = set()
+        self._checked_shapes: set[tuple[Any, ...]] = set()
 
     def _canonical(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name, whichever way they were passed; defaults left out."""
+        """Arguments by name, however they were passed; without defaults."""
         bound = self._signature.bind(*args, **kwargs)
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():
@@ -83,7 +87,7 @@ class CallForm:
 
     def _places(self) -> list[int]:
         """For each tensor, its place among the leaves of the example as it was passed."""
-        # One tensor may be passed twice (as ids and as labels, say): places stand in for tensors.
+        # One tensor may be passed twice (as ids and as labels): numbered objects stand in.
         leaves, tree = flatten((self._args, self._kwargs))
         places = [_Place(i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
         args, kwargs = unflatten(tree, places)
@@ -99,7 +103,7 @@ class CallForm:
         return args, kwargs
 
     def argument_names(self) -> tuple[list[str], list[str]]:
-        """Names for the arguments that the example passes by position, and by keyword."""
+        """Names for the example's positional arguments, and for its keyword arguments."""
         parameters = self._signature.parameters.values()
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         positional = [p.name for p in parameters if p.kind in by_position]
@@ -107,21 +111,21 @@ class CallForm:
         return [*positional, *extra][: len(self._args)], list(self._kwargs)
 
     def forget_example(self) -> None:
-        """Let go of the example's tensors, once the model is captured."""
+        """Release the example's tensors, once the model is captured."""
         self.examples = ()
         self._args, self._kwargs = (), {}
 
     def add_check(self, check: ShapeCheck) -> None:
-        """Hold the tensors of every call to ``check`` too."""
+        """Apply ``check`` to the tensors of every call."""
         self._checks.append(check)
-        self._known_good.clear()
+        self._checked_shapes.clear()
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of ``names``.
 
         Raises:
-            BoundaryError: the call differs from the example in more than its tensors' values, or
-                in shapes that were not left open.
+            BoundaryError: the call differs from the example in more than the values of tensors
+                and open sizes.
         """
         try:
             canonical = self._canonical(args, kwargs)
@@ -143,28 +147,68 @@ class CallForm:
                     f"{expected!r}, which is built into its graph; pass a tensor, or capture again"
                 )
         tensors = [leaves[i] for i in self._tensor_slots]
-        self._check_tensors(tensors)
-        return tensors
-
-    def _check_tensors(self, tensors: Sequence[Any]) -> None:
         for name, tensor, dtype in zip(self.names, tensors, self._dtypes, strict=True):
             if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
                 shown = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
                 raise BoundaryError(
                     f"input {name} is {shown}, but the model was captured with a tensor of {dtype}"
                 )
-        key = tuple(t.shape for t in tensors)
-        if key in self._known_good:
-            return
-        for check in self._checks:
-            told = check(tensors)
-            if told is not None:
-                raise BoundaryError(told)
-        self._known_good.add(key)
+        shapes = tuple(t.shape for t in tensors)
+        if shapes not in self._checked_shapes:
+            message = next(filter(None, (check(tensors) for check in self._checks)), None)
+            if message is not None:
+                raise BoundaryError(message)
+            self._checked_shapes.add(shapes)
+        return tensors
+
+
+class OutputForm:
+    """The tree that a model returns, around the values that its graph computes.
+
+    Args:
+        output: what the model returned while it was captured.
+
+    Attributes:
+        dropped: the types of leaves that no stage can send (such as caches); None replaces them.
+        has_loss: whether the model computes its loss itself: a scalar, called ``loss``.
+    """
+
+    def __init__(self, output: Any) -> None:
+        leaves, self._tree = flatten(output)
+        self._slots = [i for i, leaf in enumerate(leaves) if _is_computed(leaf)]
+        self._computed = [leaves[i] for i in self._slots]
+        plain = [None if _is_computed(leaf) else plain_tag(leaf) for leaf in leaves]
+        self._leaves = [leaf if plain[i] is not None else None for i, leaf in enumerate(leaves)]
+        opaque = {
+            type(leaf).__qualname__
+            for i, leaf in enumerate(leaves)
+            if plain[i] is None and not _is_computed(leaf)
+        }
+        self.dropped = tuple(sorted(opaque))
+        loss = own_loss(output)
+        # An open size is a SymInt; comparing it would fix it.
+        is_loss = isinstance(loss, Tensor) and loss.is_floating_point()
+        self.has_loss = is_loss and all(isinstance(n, int) and n == 1 for n in loss.shape)
+
+    def take(self) -> list[Any]:
+        """The computed leaves as seen while capturing; released by this call."""
+        taken, self._computed = self._computed, []
+        return taken
+
+    def assemble(self, values: Sequence[Any]) -> Any:
+        """The model's output, from the values that the graph has computed."""
+        leaves = list(self._leaves)
+        for slot, value in zip(self._slots, values, strict=True):
+            leaves[slot] = value
+        return unflatten(self._tree, leaves)
+
+
+def _is_computed(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, each an object of its own: a tracer takes one that comes twice for one input."""
+    """The tensors as distinct objects: a tracer takes one that comes twice for one input."""
     seen: set[int] = set()
     apart = []
     for tensor in tensors:
@@ -181,12 +225,8 @@ class _Place:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    return isinstance(value, (bool, int, float, str)) and (type(value), value) == (
-        type(default),
-        default,
-    )
+    plain = isinstance(value, (bool, int, float, str))
+    return value is default or (plain and type(value) is type(default) and bool(value == default))
 
 
 def _names(tree: optree.PyTreeSpec) -> str:

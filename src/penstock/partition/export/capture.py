@@ -1,19 +1,27 @@
-"""Capture a model's forward as a graph by ``torch.export``, as it runs in training or in eval.
+"""Capture a model's forward as a graph by ``torch.export``, in training or evaluation mode.
 
-    model(ids, labels=…)  ──export──►  operations on tensors  ──flatten──►  Captured
+    placeholder    the tensors of the call, in the order of ``CallForm.names``
+    get_attr       parameters and buffers by their names in the model; constants that the forward
+                   makes, as ``captured.<name>``
+    call_function  the forward's operations, in order
+    output         the tensors (and sizes) among what the model returns
 
-Export sees operations alone: what changes gradients without being one (autograd functions, hooks)
-would be lost in silence, so that a model with such things is refused here. Sizes that may differ
-from the example's are left open where the model's code allows. This module knows no stage.
+The ``meta`` of a node holds ``val`` (its value on fake tensors), ``modules`` (the names of the
+modules in whose call it ran, outermost first) and ``regions`` (see ``regions.py``).
+
+A graph holds operations alone. A forward that changes gradients or its modules in other ways
+(autograd functions, hooks, attributes) is refused here. Sizes are left open where the model's code
+allows. This module knows no stage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,105 +29,96 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._torch_compat import (
-    has_backward_hooks,
-    quietly,
-    refusing,
-    shape_check,
-)
+from penstock._torch_compat import has_backward_hooks, quietly, refusing, registries, shape_check
 from penstock.errors import PartitionError
-from penstock.partition.export.attribute_writes import watching_writes
-from penstock.partition.export.call_form import CallForm
-from penstock.partition.export.captured import CONSTANTS, Captured, OutputForm
-from penstock.partition.export.not_captured import LostInGraph, NotCaptured
+from penstock.partition.export.call_form import CallForm, OutputForm
 from penstock.partition.export.regions import Region, region_of
+from penstock.partition.forward.module_state import ModuleSnapshot
 from penstock.partition.ties import named_tensors, names_by_tensor
+from penstock.stage.rng import host_random_states
 
-__all__ = ["MODEL", "Called", "capture", "place_in_user_code", "warn_of_writes"]
+__all__ = ["CONSTANTS", "Captured", "capture"]
 
-logger = logging.getLogger(__name__)
-
+# The attribute of a stage that holds the tensors its graph brings along.
+CONSTANTS = "captured"
 MODEL = "penstock_model"
 LEAVES = "leaves"
 
 
-class _Seen:
-    """What a trace leaves behind; torch.export undoes what it leaves in a module's attributes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A captured forward.
 
-    output: OutputForm | None = None
-    written: frozenset[str] = frozenset()
-    read: tuple[tuple[str, str, Any], ...] = ()
+    Args:
+        graph: the graph, as above.
+        form: how the model was called.
+        output: the form of its output.
+        constants: tensors and inner graphs that the graph brings along.
+    """
+
+    graph: fx.Graph
+    form: CallForm
+    output: OutputForm
+    constants: Mapping[str, Any]
 
 
-class Called(nn.Module):
-    """A model, called with the tensors of its arguments and nothing else."""
+class _FlatCall(nn.Module):
+    """A model as a function of the list of its input tensors."""
 
     def __init__(self, model: nn.Module, form: CallForm) -> None:
         super().__init__()
         self.add_module(MODEL, model)
         self._form = form
-        self.seen = _Seen()
 
     def forward(self, leaves: list[Tensor]) -> list[Any]:
-        # One by one: to torch.fx the list is a single value.
-        args, kwargs = self._form.rebuild([leaves[i] for i in range(len(self._form.names))])
+        args, kwargs = self._form.rebuild(leaves)
         model = self.get_submodule(MODEL)
-        with watching_writes(model, _refuse_write) as watch:
-            output = OutputForm(model(*args, **kwargs))
-        self.seen.output = output
-        self.seen.written = frozenset(watch.written)
-        self.seen.read = tuple(watch.plain_reads())
-        return output.take()
+        drawn = str(host_random_states())
+        with _no_state_kept(model):
+            self._form.output = OutputForm(model(*args, **kwargs))
+        if str(host_random_states()) != drawn:
+            raise PartitionError(
+                "the forward draws numbers from random or numpy.random, which would be constants "
+                "of the graph; draw them with torch, or pass them in as tensors"
+            )
+        return self._form.output.take()
 
 
 def capture(model: nn.Module, form: CallForm) -> Captured:
-    """Capture ``model`` in the mode (training or eval) that it is in.
+    """Capture ``model`` in the mode (training or evaluation) that it is in.
 
     Args:
-        model: the model; nothing of it changes.
+        model: the model; it is not changed.
         form: how it is called.
 
     Raises:
         PartitionError: its forward can't be a graph: it depends on the values of tensors, or does
-            what a graph of operations would lose.
+            something that a graph of operations would lose.
     """
     for name, module in model.named_modules():
         if has_backward_hooks(module):
-            raise NotCaptured.of(
+            raise PartitionError(
                 f"module {name or type(model).__name__!r} has backward hooks, which a captured "
-                "graph would not run",
-                "take them off",
+                "graph would not run; take them off, or cut by module"
             )
-    called = Called(model, form)
+    called = _FlatCall(model, form)
     program = _export(called, form)
-    output = called.seen.output
-    assert output is not None
-    warn_of_writes(model, called.seen.written)
     form.add_check(shape_check(program, LEAVES, form.names))
     builder = _FlatGraph(program, model, form)
+    output = form.output
+    assert output is not None
     return Captured(graph=builder.graph, form=form, output=output, constants=builder.constants)
 
 
-def warn_of_writes(model: nn.Module, written: Collection[str]) -> None:
-    """Say which attributes no captured stage will set."""
-    if written:
-        logger.warning(
-            "%s sets %s in its forward: captured stages compute with that, but leave the "
-            "attributes of modules as they are",
-            type(model).__name__,
-            ", ".join(sorted(written)),
-        )
-
-
-def _export(called: Called, form: CallForm) -> torch.export.ExportedProgram:
-    """Export with sizes left open, all of them or as many as go."""
+def _export(called: _FlatCall, form: CallForm) -> torch.export.ExportedProgram:
+    """Export with all sizes open, else those of the first dimensions, else none."""
     auto = torch.export.Dim.AUTO
     open_sizes = [
         [dict.fromkeys(range(t.dim()), auto) for t in form.examples],
         [({0: auto} if t.dim() else None) for t in form.examples],
         None,
     ]
-    first: Exception | None = None
+    last: Exception | None = None
     for shapes in open_sizes:
         try:
             with refusing(_refuse), quietly():
@@ -132,71 +131,100 @@ def _export(called: Called, form: CallForm) -> torch.export.ExportedProgram:
         except PartitionError:
             raise
         except Exception as error:
-            # With more sizes fixed fewer things can go wrong: what the last attempt says counts.
-            first = error
+            last = error  # with more sizes fixed less can go wrong: the last attempt tells why
             if _depends_on_data(error):
                 break
-    assert first is not None
-    raise _failed(called, first) from first
-
-
-def _refuse(what: str, by_module: bool) -> None:
-    raise LostInGraph.of(
-        f"capturing{place_in_user_code()} meets {what}",
-        "do it inside of one module, which split_spec then leaves whole",
-        by_module=by_module,
-    )
-
-
-def _refuse_write(what: str) -> None:
-    raise NotCaptured.of(
-        f"the forward{place_in_user_code()} changes {what}",
-        "hold it in a buffer that is written in place",
-    )
+    assert last is not None
+    name = type(called.get_submodule(MODEL)).__name__
+    message = str(last).strip().splitlines()[0] if str(last).strip() else type(last).__name__
+    place = _place_in_user_code(last.__traceback__)
+    if _depends_on_data(last):
+        raise PartitionError(
+            f"{name} can't be captured: its control flow depends on the values of tensors{place}, "
+            f"and a graph has no branches ({message}); compute both and choose with torch.where"
+        ) from last
+    raise PartitionError(f"{name} can't be captured{place}: {message}") from last
 
 
 def _depends_on_data(error: Exception) -> bool:
     return any("DataDependent" in cls.__name__ for cls in type(error).__mro__)
 
 
-def _failed(called: Called, error: Exception) -> NotCaptured:
-    name = type(called.get_submodule(MODEL)).__name__
-    told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    place = place_in_user_code(error.__traceback__)
-    if _depends_on_data(error):
-        return NotCaptured.of(
-            f"{name} can't be captured: its control flow depends on the values of "
-            f"tensors{place}, and a graph holds one way alone ({told})",
-            "compute both and choose with torch.where",
-        )
-    return NotCaptured.of(f"{name} can't be captured{place}: {told}")
+def _refuse(what: str) -> None:
+    raise PartitionError(
+        f"capturing{_place_in_user_code()} meets {what}; a graph of operations would lose it: "
+        "compute without it, or cut by module, which runs modules whole"
+    )
 
 
-def place_in_user_code(trace: TracebackType | None = None) -> str:
-    """`` (at file:line, in name)``, the innermost frame that is neither torch's nor our own.
+def _place_in_user_code(trace: TracebackType | None = None) -> str:
+    """`` (at file:line, in name)`` for the innermost frame outside of torch and this library.
 
     Args:
         trace: of an exception; the current call stack if None.
     """
     frames = traceback.extract_tb(trace) if trace is not None else traceback.extract_stack()
-    ours = str(Path(__file__).parents[2])
-    theirs = str(Path(torch.__file__).parent)
+    libraries = (
+        str(Path(__file__).parents[2]),
+        str(Path(torch.__file__).parent),
+        contextlib.__file__,
+        "<",
+    )
     for frame in reversed(frames):
-        if frame.filename == __file__ and frame.name == Called.forward.__name__:
-            break  # no frame of the model's code: it is told of once that has run
-        if not frame.filename.startswith((ours, theirs, contextlib.__file__, "<")):
+        if frame.filename == __file__ and frame.name == _FlatCall.forward.__name__:
+            break  # the model's code has returned
+        if not frame.filename.startswith(libraries):
             return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""
 
 
-class _Names:
-    """A parameter or buffer, by all names that the model has for it."""
+# --- state that a forward keeps -----------------------------------------------------------------
+
+
+@contextmanager
+def _no_state_kept(model: nn.Module) -> Iterator[None]:
+    """Refuse a forward that leaves other attributes on its modules, and undo such changes.
+
+    Every microbatch would run as the example's call did, from the attributes of before. Buffers
+    written in place are operations of the graph.
+    """
+    snapshot = ModuleSnapshot(model)
+    snapshot.hold()
+    tables = [
+        (f"{name}." if name else "", table, dict(table))
+        for name, module in model.named_modules()
+        for table in registries(module)
+        if isinstance(table, dict)  # scripted modules have wrappers of their own
+    ]
+    try:
+        yield
+    finally:
+        changed, _, _ = snapshot.changes()
+        snapshot.restore()
+        for prefix, table, held in tables:
+            names = {**held, **table}
+            changed += [f"{prefix}{n}" for n in names if table.get(n) is not held.get(n)]
+            table.clear()
+            table.update(held)
+    if changed:
+        raise PartitionError(
+            f"the forward changes {', '.join(changed)}, which a graph would not: every microbatch "
+            "would start from the values of now; keep the state in a buffer that is written in "
+            "place, or cut by module"
+        )
+
+
+# --- the graph ----------------------------------------------------------------------------------
+
+
+class _StateNames:
+    """All names that the model has for one parameter or buffer."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def near(self, modules: Sequence[str]) -> str:
-        """The name under which code in ``modules`` means it."""
+    def used_in(self, modules: Sequence[str]) -> str:
+        """The name under which code in ``modules`` reads it."""
         for module in reversed(modules):
             for name in self.names:
                 if name.rpartition(".")[0] == module or name.startswith(f"{module}."):
@@ -205,7 +233,7 @@ class _Names:
 
 
 class _FlatGraph:
-    """The exported graph with parameters by name, and regions marked on their nodes."""
+    """The exported graph with state by name, and regions as marks on their nodes."""
 
     def __init__(
         self, program: torch.export.ExportedProgram, model: nn.Module, form: CallForm
@@ -221,14 +249,14 @@ class _FlatGraph:
             if kind in ("PARAMETER", "BUFFER"):
                 assert spec.target is not None
                 name = spec.target.removeprefix(f"{MODEL}.")
-                inputs[spec.arg.name] = _Names(known[id(tensors[name])])
+                inputs[spec.arg.name] = _StateNames(known[id(tensors[name])])
             elif kind == "CONSTANT_TENSOR":
                 assert spec.target is not None
                 inputs[spec.arg.name] = self._constant(program.constants[spec.target])
             elif kind != "USER_INPUT":
-                raise NotCaptured.of(
+                raise PartitionError(
                     f"{type(model).__name__} uses a {kind.lower().replace('_', ' ')}, which can't "
-                    "be part of a captured stage"
+                    "be part of a captured stage; cut by module"
                 )
         named = iter(form.names)
         env: dict[fx.Node, Any] = {}
@@ -236,11 +264,12 @@ class _FlatGraph:
             if node.op == "placeholder":
                 env[node] = inputs.get(node.name)
                 if env[node] is None:
-                    env[node] = self.graph.placeholder(_identifier(next(named)))
+                    name = "".join(c if c.isalnum() else "_" for c in next(named))
+                    env[node] = self.graph.placeholder(name)
                     env[node].meta = {"val": node.meta.get("val")}
         outputs = self._copy(program.graph_module, env, ())
         self.graph.output([self._node(value, ()) for value in outputs])
-        self.graph.eliminate_dead_code(_must_stay)
+        self.graph.eliminate_dead_code(_has_effect)
 
     def _constant(self, value: Any) -> str:
         name = f"{self._mode}_{len(self.constants)}"
@@ -255,18 +284,18 @@ class _FlatGraph:
             if node.op == "placeholder":
                 continue
             if node.op == "output":
-                return [_given(value, env) for value in node.args[0]]
+                return [_lookup(value, env) for value in node.args[0]]
             if node.op == "get_attr":
                 value = operator.attrgetter(node.target)(module)
                 env[node] = value if isinstance(value, fx.GraphModule) else self._constant(value)
                 continue
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                continue  # it holds tensors to the device that they were captured on
+                continue  # would tie tensors to the device of the capture
             region = region_of(node.target, node.args)
             if region is not None:
                 entered, body, operands = region
                 inner = env[body]
-                given = [_given(value, env) for value in operands]
+                given = [_lookup(value, env) for value in operands]
                 places = [n for n in inner.graph.nodes if n.op == "placeholder"]
                 within = dict(zip(places, given, strict=True))
                 env[node] = self._copy(inner, within, (*regions, entered))
@@ -291,8 +320,8 @@ class _FlatGraph:
         """``value`` as an argument of a node that runs in ``modules``."""
         if isinstance(value, fx.GraphModule):
             value = self._constant(value)
-        if isinstance(value, _Names):
-            value = value.near(modules)
+        if isinstance(value, _StateNames):
+            value = value.used_in(modules)
         if not isinstance(value, str):
             return value
         if value not in self._attributes:
@@ -302,8 +331,7 @@ class _FlatGraph:
         return self._attributes[value]
 
 
-def _given(value: Any, env: Mapping[fx.Node, Any]) -> Any:
-    """What stands for an argument of a node: a constant for itself."""
+def _lookup(value: Any, env: Mapping[fx.Node, Any]) -> Any:
     return env[value] if isinstance(value, fx.Node) else value
 
 
@@ -314,14 +342,10 @@ def _modules_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(path.removeprefix(f"{MODEL}.") for path in inside)
 
 
-def _must_stay(node: fx.Node) -> bool:
-    """Whether a node does something even where nobody uses its result."""
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node has to stay even if nothing uses its result."""
     if node.op in ("placeholder", "output"):
         return True
     tags = getattr(node.target, "tags", ())
-    # Random operations stay, so that all others draw what they would have drawn.
+    # Unused random operations stay, so that all others draw the same numbers.
     return node.is_impure() or torch.Tag.nondeterministic_seeded in tags
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)

@@ -1,18 +1,17 @@
-"""Where a model is to be cut: marks that its forward leaves in the graph while it is captured.
+"""Marks of cuts: the operation that a forward leaves in the graph while it is captured.
 
     def forward(self, x):               x = self.first(x)
         x = self.first(x)               ──── pipe_split ────      a node of the graph; no work,
         pipe_split()                    return self.second(x)     and no trace in an eager run
         return self.second(x)
 
-It knows no graph and no stage.
+This module knows no graph and no stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.fx.node import has_side_effect
 
 from penstock.errors import PartitionError
+from penstock.partition.plan import did_you_mean
 
 __all__ = [
     "HERE",
@@ -28,7 +28,6 @@ __all__ = [
     "SplitPoint",
     "annotate_split_points",
     "label_of",
-    "listening",
     "marked",
     "pipe_split",
 ]
@@ -36,26 +35,25 @@ __all__ = [
 _LIBRARY: Any = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("pipe_split(str label) -> ()")
 _LIBRARY.impl("pipe_split", lambda label: None, "CompositeExplicitAutograd")
-# The operation of a mark in a captured graph; its argument says where it stands.
+# The operation of a mark in a captured graph; its argument is the cut's label.
 MARK: Any = torch.ops.penstock.pipe_split.default
 has_side_effect(MARK)
 
-# What a mark in the code is called; those of split points name a module.
+# The label of marks in the code; those of split points name a module.
 HERE = "pipe_split()"
-_listeners: list[Callable[[str], None]] = []
 
 
 class SplitPoint(Enum):
-    """On which side of a module a model is cut."""
+    """The side of a module on which a model is cut."""
 
     BEGINNING = 1
     END = 2
 
 
 def pipe_split() -> None:
-    """Mark a cut here, in a module's forward: what follows belongs to the next stage.
+    """Mark a cut in a module's forward: the code after it belongs to the next stage.
 
-    It does nothing but in a model that ``pipeline`` captures.
+    It does nothing except in a model that ``pipeline`` captures.
 
     Example:
         >>> class Net(nn.Module):
@@ -66,28 +64,11 @@ def pipe_split() -> None:
         >>> Net()(torch.ones(1))
         tensor([3.])
     """
-    leave_mark(HERE)
-
-
-def leave_mark(label: str) -> None:
-    """Mark a cut that is known as ``label``."""
-    for listener in _listeners:
-        listener(label)
-    MARK(label)
-
-
-@contextmanager
-def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Have marks told to ``listener`` too, for tracers that see no operations."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
+    MARK(HERE)
 
 
 def label_of(name: str, point: SplitPoint) -> str:
-    """What the mark on one side of a module is called.
+    """The label of the mark on one side of a module.
 
     Example:
         >>> label_of("layers.2", SplitPoint.BEGINNING)
@@ -97,22 +78,22 @@ def label_of(name: str, point: SplitPoint) -> str:
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Mark cuts around modules of ``mod``, for good, as ``pipe_split()`` in its code would.
+    """Mark cuts around modules of ``mod`` permanently, as ``pipe_split()`` in its code would.
 
     Args:
         mod: the model.
-        spec: for names of its modules, on which side to cut.
+        spec: for names of its modules, the side on which to cut.
 
     Raises:
-        PartitionError: a name is no module, or its place is no ``SplitPoint``.
+        PartitionError: a name is no module, or its value no ``SplitPoint``.
     """
-    place_marks(mod, spec)
+    _register_marks(mod, spec)
 
 
 @contextmanager
-def marked(model: nn.Module, spec: Mapping[str, SplitPoint] | None) -> Iterator[None]:
-    """The model with marks, for as long as this is open. See ``annotate_split_points``."""
-    handles = place_marks(model, spec or {})
+def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
+    """Mark cuts around modules within this block. See ``annotate_split_points``."""
+    handles = _register_marks(model, spec)
     try:
         yield
     finally:
@@ -120,8 +101,8 @@ def marked(model: nn.Module, spec: Mapping[str, SplitPoint] | None) -> Iterator[
             handle.remove()
 
 
-def place_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Any]:
-    """Put the marks on, as hooks; returns the hooks' handles."""
+def _register_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Any]:
+    """Register the hooks that leave marks; returns their handles."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
@@ -130,19 +111,15 @@ def place_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Any]:
                 "SplitPoint.END"
             )
         if not name or name not in modules:
+            hint = did_you_mean(name, (known for known in modules if known))
             raise PartitionError(
-                f"split point {name!r} is no module of the {type(model).__name__}"
-                f"{_did_you_mean(name, modules)}; name one of its named_modules()"
+                f"split point {name!r} is no module of the {type(model).__name__}{hint}; name one "
+                "of its named_modules()"
             )
     return [_mark_one(modules[name], label_of(name, point), point) for name, point in spec.items()]
 
 
 def _mark_one(module: nn.Module, label: str, point: SplitPoint) -> Any:
     if point is SplitPoint.BEGINNING:
-        return module.register_forward_pre_hook(lambda *_: leave_mark(label))
-    return module.register_forward_hook(lambda *_: leave_mark(label))
-
-
-def _did_you_mean(name: str, modules: Mapping[str, nn.Module]) -> str:
-    close = get_close_matches(name, [known for known in modules if known], n=3, cutoff=0.5)
-    return f" (near it: {', '.join(close)})" if close else ""
+        return module.register_forward_pre_hook(lambda *_: MARK(label))
+    return module.register_forward_hook(lambda *_: MARK(label))

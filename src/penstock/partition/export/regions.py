@@ -1,11 +1,9 @@
 """Regions of a captured graph that run under another grad mode, or under autocast.
 
-    captured    wrap_with_set_grad_enabled(False, body, x)      one node, which can't be cut
-    in a stage  token = enter_grad(False)                       nodes like all others, which can:
-                ...the body's nodes...                          each stage enters the regions of
-                leave(token)                                    its own nodes
-
-It knows no stages.
+captured    wrap_with_set_grad_enabled(False, body, x)      one node, which can't be cut
+in a stage  token = enter_grad(False)                       ordinary nodes, which can: each
+            ...the body's nodes...                          stage enters the regions of its
+            leave(token)                                    own nodes
 """
 
 from __future__ import annotations
@@ -24,12 +22,7 @@ __all__ = ["Region", "leaving_all", "region_of", "weave"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What a part of a graph runs under.
-
-    Args:
-        enter: a function that enters it and returns what ``leave`` takes.
-        args: its arguments.
-    """
+    """A region of a graph: ``enter(*args)`` enters it, and returns the argument of ``leave``."""
 
     enter: Callable[..., Any]
     args: tuple[Any, ...]
@@ -52,24 +45,24 @@ def _enter(context: Any) -> Any:
 
 
 def enter_grad(enabled: bool) -> Any:
-    """Begin a region that computes gradients, or none."""
+    """Enter a region with or without gradients."""
     return _enter(torch.enable_grad() if enabled else torch.no_grad())
 
 
 def enter_autocast(device: str, dtype: Any, enabled: bool, cache: bool) -> Any:
-    """Begin a region under autocast, or one without."""
+    """Enter a region with or without autocast."""
     return _enter(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
 
 
 def leave(context: Any) -> None:
-    """End the innermost region."""
+    """Leave the innermost region."""
     _open.contexts.remove(context)
     context.__exit__(None, None, None)
 
 
 @contextmanager
 def leaving_all() -> Iterator[None]:
-    """Leave the regions that a failure within has left open."""
+    """Leave the regions that an exception in this block has left open."""
     depth = len(_open.contexts)
     try:
         yield
@@ -93,12 +86,12 @@ def region_of(target: Any, args: Sequence[Any]) -> tuple[Region, Any, Sequence[A
 
 
 def weave(graph: fx.Graph, now: list[tuple[Region, Any]], wanted: tuple[Region, ...]) -> None:
-    """Leave and enter regions at the end of ``graph``, until it is in ``wanted``.
+    """Append nodes to ``graph`` that leave and enter regions, until it is in ``wanted``.
 
     Args:
-        graph: the graph in the making.
-        now: the open regions with the nodes that entered them, outermost first; kept up.
-        wanted: the regions of the node to come.
+        graph: the graph under construction.
+        now: the open regions with the nodes that entered them, outermost first; updated.
+        wanted: the regions of the next node.
     """
     common = 0
     while common < min(len(now), len(wanted)) and now[common][0] == wanted[common]:

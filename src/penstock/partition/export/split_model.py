@@ -3,7 +3,11 @@
     model ──capture──► one graph ──cut at marks──► graphs ──► stage modules ──► Pipe
             twice: as it trains, and as it evaluates, over the same parameters
 
-It knows neither schedules nor ranks.
+    split points         each is one mark, and each mark is a cut
+    names per stage      each named module is marked; a stage begins at the first of its marks
+    counts of blocks     each block is marked; a stage begins at the first of its blocks to run
+
+This module knows neither schedules nor ranks.
 """
 
 from __future__ import annotations
@@ -19,36 +23,35 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from penstock._torch_compat import shape_text
+from penstock._torch_compat import children_of, has_no_forward
 from penstock.errors import PartitionError
 from penstock.partition.export.call_form import CallForm
-from penstock.partition.export.capture import capture
-from penstock.partition.export.capture_fx import capture_modules
-from penstock.partition.export.captured import CONSTANTS, Captured
-from penstock.partition.export.graph_cut import Cut, assign, nearest_to, take_marks
+from penstock.partition.export.capture import CONSTANTS, Captured, capture
+from penstock.partition.export.graph_cut import Cut, assign, boundaries, take_marks
 from penstock.partition.export.markers import HERE, SplitPoint, label_of, marked
-from penstock.partition.export.not_captured import LostInGraph, NotCaptured
 from penstock.partition.export.pipe import Pipe, SplitPolicy
-from penstock.partition.export.stage_build import Mode, build_modules
+from penstock.partition.export.stage_module import CutGraph, StageModule, build_modules
 from penstock.partition.huggingface import install_hooks
+from penstock.partition.plan import Plan, abbreviate
+from penstock.partition.spec import SplitSpec, describe
 from penstock.partition.ties import named_tensors
 
-__all__ = ["Places", "pipe_at", "pipeline"]
+__all__ = ["pipeline", "pipeline_of"]
 
 logger = logging.getLogger(__name__)
 
-# Of all cuts that are marked in a graph, those to make.
 Choose: TypeAlias = Callable[[Sequence[Cut]], tuple[Cut, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where a model is to be cut.
+    """Where to cut a graph.
 
     Args:
-        spec: the split points to be marked.
-        policy: what puts further marks into the graph.
-        choose: of all marks, those to cut at; if None, all, and each split point has to be one.
+        spec: the split points to mark.
+        policy: a function that puts further marks into the graph.
+        choose: the choice of cuts among the marks; if None, every mark is a cut, and every split
+            point has to leave exactly one.
     """
 
     spec: Mapping[str, SplitPoint]
@@ -69,8 +72,8 @@ def pipeline(
         module: the model. It stays as it is; the stages hold its own parameters and buffers.
         mb_args: positional arguments of one example microbatch.
         mb_kwargs: its keyword arguments.
-        split_spec: for names of modules, on which side of them to cut. Cuts that the forward
-            itself marks with ``pipe_split()`` count too.
+        split_spec: for names of modules, the side on which to cut. The forward may mark further
+            cuts with ``pipe_split()``.
         split_policy: instead, a function that puts calls of ``pipe_split`` into the captured
             graph: given a ``torch.fx.GraphModule``, it returns one.
 
@@ -85,121 +88,182 @@ def pipeline(
         >>> pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.END})
         >>> pipe
         Pipe of 2 stages
-          stage 0: 40 parameters in 0; hands on relu float32[*, 8]
+          stage 0: 40 parameters in 0; hands on relu float32[*,8]
           stage 1: 18 parameters in 2
         >>> [name for name, _ in pipe.get_stage_module(1).named_parameters()]
         ['2.weight', '2.bias']
     """
     if split_spec and split_policy:
         raise PartitionError("split_spec and split_policy are both given; use either")
-    places = Places(spec=split_spec or {}, policy=split_policy)
-    return pipe_at(places, module, mb_args, mb_kwargs)
+    return _pipe_at(Places(spec=split_spec or {}, policy=split_policy), module, mb_args, mb_kwargs)
 
 
-def pipe_at(
-    places: Places,
-    module: nn.Module,
-    mb_args: tuple[Any, ...],
-    mb_kwargs: dict[str, Any] | None,
+def pipeline_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split: SplitSpec | None
 ) -> Pipe:
-    """Capture a model and cut it at these places; the other arguments are ``pipeline``'s.
+    """Capture a model and cut it as a spec says; at its own marks if None.
 
-    Args:
-        places: where to cut.
-        module: the model.
-        mb_args: positional arguments of one example microbatch.
-        mb_kwargs: its keyword arguments.
+    Names may be given in any order: a stage is all that runs from the first of its modules on.
+
+    Raises:
+        PartitionError: the model can't be captured, or a module runs in another stage than its.
     """
-    form = CallForm(module, mb_args, mb_kwargs)
-    if _device_of(module, form).type == "meta":  # then shapes are all that there is
+    if split is None:
+        return _pipe_at(Places(spec={}), model, args, kwargs)
+    split = split.resolve(model)
+    if split.starts:
+        points = dict.fromkeys(split.starts, SplitPoint.BEGINNING)
+        return _pipe_at(Places(spec=points), model, args, kwargs)
+    if split.counts:
+        return _pipe_at(_places_of_counts(model, split), model, args, kwargs)
+    Plan(stages=split.stages).check(model)
+    pipe = _pipe_at(_places_of_names(model, split.stages), model, args, kwargs)
+    _check_stages(model, pipe, split.stages)
+    return pipe
+
+
+# --- where to cut -------------------------------------------------------------------------------
+
+
+def _places_of_names(model: nn.Module, stages: Sequence[Sequence[str]]) -> Places:
+    stage_of = {name: stage for stage, names in enumerate(stages) for name in _called(model, names)}
+    labels = {label_of(name, SplitPoint.BEGINNING): stage for name, stage in stage_of.items()}
+
+    def choose(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+        first: dict[int, Cut] = {}
+        for cut in cuts:
+            if cut.label in labels:
+                first.setdefault(labels[cut.label], cut)
+        for stage in range(1, len(stages)):
+            if stage not in first:
+                raise PartitionError(
+                    f"stage {stage} has no beginning: the forward calls none of "
+                    f"{abbreviate(stages[stage])}; name modules that it calls"
+                )
+        return tuple(sorted(first.values(), key=lambda cut: cut.position))
+
+    later = (name for name, stage in stage_of.items() if stage)
+    return Places(spec=dict.fromkeys(later, SplitPoint.BEGINNING), choose=choose)
+
+
+def _called(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
+    """The modules among ``names``; of lists, which are never called, their members."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        module = modules.get(name)
+        if module is not None and has_no_forward(module):
+            yield from _called(model, [f"{name}.{child}" for child in children_of(module)])
+        elif module is not None:
+            yield name
+
+
+def _places_of_counts(model: nn.Module, split: SplitSpec) -> Places:
+    """Blocks count in the order of their first calls; one in several places of a list, as often."""
+    blocks, counts = split.blocks, split.counts
+    layers = [model.get_submodule(name) for name in blocks]
+    first_name = {id(layer): name for name, layer in zip(blocks[::-1], layers[::-1], strict=True)}
+    times = Counter(label_of(first_name[id(layer)], SplitPoint.BEGINNING) for layer in layers)
+
+    def choose(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+        left, calls = times.copy(), []
+        for cut in cuts:
+            if left[cut.label]:
+                left[cut.label] -= 1
+                calls.append(cut)
+        starts = [sum(counts[:stage]) for stage in range(1, len(counts))]
+        if starts and starts[-1] >= len(calls):
+            raise PartitionError(
+                f"the forward calls {len(calls)} of the {len(blocks)} blocks that {list(counts)} "
+                "counts, so that the last stage has no beginning; name the modules of each stage"
+            )
+        return tuple(calls[start] for start in starts)
+
+    return Places(spec=dict.fromkeys(first_name.values(), SplitPoint.BEGINNING), choose=choose)
+
+
+def _check_stages(model: nn.Module, pipe: Pipe, stages: Sequence[Sequence[str]]) -> None:
+    """Refuse names whose parameters are used in another stage."""
+
+    def parameters(name: str) -> list[nn.Parameter]:
+        named = model.named_parameters(remove_duplicate=False)
+        return [param for each, param in named if f"{each}.".startswith(f"{name}.")]
+
+    used: dict[int, set[int]] = {}
+    for stage in range(pipe.num_stages):
+        inside: Any = pipe.get_stage_module(stage)
+        for name in inside.names_used():
+            for tensor in parameters(name):
+                used.setdefault(id(tensor), set()).add(stage)
+    for stage, names in enumerate(stages):
+        for name in names:
+            for tensor in parameters(name):
+                where = used.get(id(tensor), {stage})
+                if stage not in where:
+                    raise PartitionError(
+                        f"{name} is named in stage {stage}, but runs in stage {min(where)} of the "
+                        "captured graph, which is cut where the first module of each stage runs; "
+                        "name modules in the order in which they run"
+                    )
+
+
+# --- capturing and cutting ----------------------------------------------------------------------
+
+
+def _pipe_at(
+    places: Places, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Pipe:
+    form = CallForm(model, args, kwargs)
+    device = _device_of(model, form)
+    if device.type == "meta":  # then shapes are all that there is
         form.examples = tuple(example.to("meta") for example in form.examples)
-    install_hooks(module)  # or the first call would, in the midst of the capture
-    modes = {module.training: _mode(module, form, places, by_modules=None)}
-    (mode,) = modes.values()
+    install_hooks(model)  # or the first call would, in the midst of the capture
+    mode = _cut_graph(model, form, places)
+    modes = {model.training: mode}
     if mode.captured.output.dropped:
         logger.warning(
             "the output of %s holds %s, which no stage can pass on: None takes their place",
-            type(module).__name__,
+            type(model).__name__,
             ", ".join(mode.captured.output.dropped),
         )
     missing = ""
     try:
-        with _switched(module):
-            by_modules = mode.captured.by_modules
-            other = _mode(module, form, places, by_modules=by_modules)
+        with _other_mode(model):
+            other = _cut_graph(model, form, places)
         if other.num_stages != mode.num_stages:
             raise PartitionError(f"{other.num_stages} instead of {mode.num_stages} stages there")
-        modes[not module.training] = other
+        modes[not model.training] = other
     except PartitionError as error:
-        was, wanted = ("train", "eval") if module.training else ("eval", "train")
+        was, wanted = ("train", "eval") if model.training else ("eval", "train")
         missing = f"the model was captured in {was} mode, and can't be in {wanted} mode: {error}"
         logger.warning("%s", missing)
-    modules = build_modules(module, modes, missing, _device_of(module, form))
+    modules = build_modules(model, modes, missing, device)
     pipe = Pipe(_split_gm(form, modules), len(modules))
     pipe.crossing = tuple(
-        tuple(_shown(node) for node in nodes) for nodes in mode.assignment.crossing
+        tuple(_described(node) for node in nodes) for nodes in mode.assignment.crossing
     )
     form.forget_example()
     return pipe
 
 
-def _mode(
-    model: nn.Module,
-    form: CallForm,
-    places: Places,
-    *,
-    by_modules: bool | None,
-) -> Mode:
-    """The forward captured and cut, in the mode in which the model is now."""
-    captured = _captured(model, form, places.spec, by_modules)
+def _cut_graph(model: nn.Module, form: CallForm, places: Places) -> CutGraph:
+    """The forward in the model's current mode, captured and cut."""
+    with marked(model, places.spec):
+        captured = capture(model, form)
     if places.policy is not None:
         captured = _apply_policy(model, captured, places.policy)
     cuts = take_marks(captured.graph)
     if places.choose is None:
-        _check_labels(model, captured, places.spec, cuts)
+        _check_labels(model, captured.graph, places.spec, cuts)
     else:
         cuts = places.choose(cuts)
-    return Mode(captured=captured, assignment=assign(captured.graph, cuts))
-
-
-def _captured(
-    model: nn.Module,
-    form: CallForm,
-    spec: Mapping[str, SplitPoint] | None,
-    by_modules: bool | None,
-) -> Captured:
-    if by_modules:
-        return capture_modules(model, form, spec)
-    with marked(model, spec):
-        try:
-            return capture(model, form)
-        except PartitionError as error:
-            if by_modules is not None:
-                raise
-            exported = error
-    try:
-        captured = capture_modules(model, form, spec)
-    except PartitionError as error:
-        if not isinstance(exported, LostInGraph):
-            logger.debug("torch.fx can't capture it either: %s", error)
-            raise exported from exported.__cause__
-        # It may be inside of one module already: then what stands in the way is elsewhere.
-        raise NotCaptured.of(
-            f"{exported.without_by_module}; torch.fx, which would leave modules whole, fails too: "
-            f"{error}",
-            by_module=exported.by_module,
-        ) from exported.__cause__
-    logger.info("captured by torch.fx, modules as they are: %s", exported)
-    return captured
+    return CutGraph(captured=captured, assignment=assign(captured.graph, cuts))
 
 
 def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> Captured:
     attributes: dict[str, Any] = {**named_tensors(model)}
-    attributes |= dict(model.named_modules(remove_duplicate=False))
     attributes |= {f"{CONSTANTS}.{name}": value for name, value in captured.constants.items()}
-    nodes = [n for n in captured.graph.nodes if n.op in ("get_attr", "call_module")]
-    root = {str(node.target): attributes[str(node.target)] for node in nodes}
-    split = policy(fx.GraphModule(root, captured.graph))
+    names = (str(n.target) for n in captured.graph.nodes if n.op == "get_attr")
+    split = policy(fx.GraphModule({name: attributes[name] for name in names}, captured.graph))
     if not isinstance(split, fx.GraphModule):
         raise PartitionError(
             f"the split_policy returned a {type(split).__name__}, expected the GraphModule that it "
@@ -209,34 +273,30 @@ def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> 
 
 
 def _check_labels(
-    model: nn.Module,
-    captured: Captured,
-    spec: Mapping[str, SplitPoint],
-    cuts: Sequence[Cut],
+    model: nn.Module, graph: fx.Graph, spec: Mapping[str, SplitPoint], cuts: Sequence[Cut]
 ) -> None:
-    """Every split point has left one mark."""
+    """Every split point has to leave exactly one mark."""
     counts = Counter(cut.label for cut in cuts if cut.label != HERE)
     for name, point in spec.items():
         label = label_of(name, point)
         if counts[label] > 1:
             raise PartitionError(
                 f"module {name} runs {counts[label]} times in the forward, so {label!r} is no one "
-                "place; call pipe_split() in the code at the one that you mean; "
-                f"{nearest_to(captured.graph, cuts, name)}"
+                f"place; call pipe_split() in the code at the one that you mean; "
+                f"{boundaries(graph)}"
             )
         if not counts[label]:
             kind = type(model.get_submodule(name)).__name__
-            raise NotCaptured.of(
+            raise PartitionError(
                 f"there is no place {label!r}: the forward does not call module {name} (a {kind}), "
-                "or does so inside of a compiled or fused region, which can't be cut; "
-                f"{nearest_to(captured.graph, cuts, name)}",
-                "take torch.compile off until the model is cut",
+                "or does so inside of a compiled or fused region; take torch.compile off until "
+                f"the model is cut, or cut elsewhere: {boundaries(graph)}"
             )
 
 
 @contextmanager
-def _switched(model: nn.Module) -> Iterator[None]:
-    """The model in the other mode; afterwards every module is in its own again."""
+def _other_mode(model: nn.Module) -> Iterator[None]:
+    """Switch the model to the other mode within this block."""
     before = {module: module.training for module in model.modules()}
     try:
         model.train(not model.training)
@@ -251,17 +311,16 @@ def _device_of(model: nn.Module, form: CallForm) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _split_gm(form: CallForm, modules: Sequence[nn.Module]) -> fx.GraphModule:
+def _split_gm(form: CallForm, modules: Sequence[StageModule]) -> fx.GraphModule:
     """A graph that runs the stages in turn."""
     graph = fx.Graph()
     positional, named = form.argument_names()
     args: Any = tuple(graph.placeholder(name) for name in positional)
     kwargs: dict[str, Any] = {name: graph.placeholder(name) for name in named}
-    for stage in range(len(modules)):
+    for stage, module in enumerate(modules):
         result = graph.call_module(f"submod_pp_{stage}", args, kwargs)
         if stage < len(modules) - 1:
-            # Opened here as the runtime does it between stages.
-            count = len(modules[stage].graph.output_node().args[0])  # type: ignore
+            count = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
             args = tuple(graph.call_function(operator.getitem, (result, i)) for i in range(count))
             kwargs = {}
     graph.output(result)
@@ -269,6 +328,6 @@ def _split_gm(form: CallForm, modules: Sequence[nn.Module]) -> fx.GraphModule:
     return fx.GraphModule(root, graph, "SplitModel")
 
 
-def _shown(node: fx.Node) -> str:
+def _described(node: fx.Node) -> str:
     value = node.meta.get("val")
-    return node.name if value is None else f"{node.name} {shape_text(value)}"
+    return node.name if value is None else f"{node.name} {describe(value)}"

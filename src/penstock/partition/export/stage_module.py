@@ -6,8 +6,8 @@
        ├─ 0.weight                └─ weight
        └─ 1.weight
 
-Training and evaluation are two graphs; ``train()`` and ``eval()`` choose. It knows neither other
-stages nor how the graph was cut.
+Training and evaluation are two graphs; ``train()`` and ``eval()`` choose. This module knows
+neither how graphs are captured nor where they are cut best.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -23,27 +23,42 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
+from penstock._torch_compat import children_of
 from penstock.errors import PartitionError, StageError
-from penstock.partition.export.attribute_writes import ABSENT
-from penstock.partition.export.captured import CONSTANTS
-from penstock.partition.export.regions import leaving_all
+from penstock.partition.export.capture import CONSTANTS, Captured
+from penstock.partition.export.graph_cut import Assignment, nodes_in, stages_that_write
+from penstock.partition.export.regions import Region, leaving_all, weave
+from penstock.partition.ties import named_tensors, names_by_tensor
 
-__all__ = ["StageCode", "StageModule", "compile_graph"]
+__all__ = ["CutGraph", "StageCode", "StageModule", "build_modules"]
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutGraph:
+    """A captured forward, cut: that of training, or that of evaluation."""
+
+    captured: Captured
+    assignment: Assignment
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.assignment.cuts) + 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCode:
-    """What one stage runs in one mode.
+    """The code of one stage in one mode.
 
     Args:
         graph: its part of the graph.
-        run: the graph as a function of the module and the values that come in.
-        take: on the first stage, what makes of a call of the model the tensors that come in.
-        give: on the last stage, what makes of what goes out the model's output.
-        has_loss: whether there is a loss in that.
+        run: the graph as a function of the module and its inputs.
+        take: on the first stage, the function from a call of the model to the graph's inputs.
+        give: on the last stage, the function from the graph's outputs to the model's output.
+        has_loss: whether the model's output has a loss.
     """
 
     graph: fx.Graph
@@ -57,28 +72,11 @@ class StageCode:
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled: operations of torch can't be."""
+        """Refuse pickling: operations of torch can't be pickled."""
         raise TypeError(
             "a captured stage can't be pickled; save its state_dict(), and capture the model again "
             "where it is to be loaded, as every process of a pipeline does"
         )
-
-    def names_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether an operation is told to compute in this dtype."""
-        args = ((*node.args, *node.kwargs.values()) for node in self.graph.nodes)
-        return any(arg is dtype for each in args for arg in each)
-
-
-def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
-    """A graph as a function of the module that holds its attributes, and of its inputs."""
-    code = graph.python_code("self")
-    filename = f"<penstock stage code {next(_numbers)}>"
-    # Tracebacks then show the line that failed.
-    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
-    scope = dict(code.globals)
-    exec(compile(code.src, filename, "exec"), scope)
-    run: Callable[..., Any] = scope["forward"]
-    return run
 
 
 class StageModule(nn.Module):
@@ -86,11 +84,11 @@ class StageModule(nn.Module):
 
     Args:
         index: the stage's number.
-        codes: what it runs in training (True) and in evaluation (False).
-        missing: why there is no code for the mode that has none.
-        device: where the model was when it was captured.
-        constants: what the graphs bring along.
-        inplace: whether it writes into what it receives.
+        codes: the code for training (True) and for evaluation (False).
+        missing: the reason why one of the two is missing.
+        device: the device of the model when it was captured.
+        constants: the tensors that the graphs bring along.
+        inplace: whether the stage writes in place into its inputs.
     """
 
     # Later stages have keyword arguments from the one before: those passed to them are not read.
@@ -108,11 +106,11 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.index = index
-        # Read by stages, like that of a layer: what arrives is then given to it so that it may.
+        # Read by stages as of a layer: inputs are aliased where a stage writes into them.
         self.inplace = inplace
         self._codes = dict(codes)
         self._missing = missing
-        self._read: list[tuple[str, str, Any]] = []
+        # An empty tensor that ``_apply`` moves along, to see to which device.
         self._place = torch.empty(0, dtype=torch.uint8, device=device)
         setattr(self, CONSTANTS, SimpleNamespace(**constants))
 
@@ -120,12 +118,11 @@ class StageModule(nn.Module):
         """Run the stage.
 
         Args:
-            values: on the first stage the model's inputs, else what the stage before returned.
-            kwargs: on the first stage the model's inputs; ignored by the others, to which they
-                come from stage to stage.
+            values: on the first stage the model's inputs, else the outputs of the stage before.
+            kwargs: on the first stage the model's inputs; ignored by later stages.
 
         Returns:
-            What crosses to the next stage; on the last stage, what the model returns.
+            The values for the next stage; on the last stage, the model's output.
         """
         code = self._codes.get(self.training)
         if code is None:
@@ -134,30 +131,10 @@ class StageModule(nn.Module):
             values = tuple(code.take(values, kwargs))
         with leaving_all():
             results = code.run(self, *values)
-        self._check_read()
         return results if code.give is None else code.give(results)
 
-    def hold_to(self, read: Iterable[tuple[str, str, Any]]) -> None:
-        """Hold modules to plain values that the graphs of all stages have built in.
-
-        Args:
-            read: module, attribute and value.
-        """
-        self._read += read
-
-    def _check_read(self) -> None:
-        for name, attribute, value in self._read:
-            now = vars(self.get_submodule(name)).get(attribute, ABSENT)
-            if type(now) is not type(value) or now != value:
-                was = "missing" if value is ABSENT else repr(value)
-                raise StageError(
-                    f"stage {self.index}: code outside of {name} read its attribute {attribute} "
-                    f"when the model was captured, where it was {was}; now it is {now!r}, which "
-                    "the graph would not see; return it from the module, as a tensor"
-                )
-
     def attach(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        """Take a parameter or buffer in, under its name in the model.
+        """Register a parameter or buffer of the model under its name there.
 
         Args:
             name: the name.
@@ -165,37 +142,24 @@ class StageModule(nn.Module):
             persistent: whether a buffer is part of state_dicts.
         """
         path, _, last = name.rpartition(".")
-        owner = self._owner(path)
+        owner: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in children_of(owner):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(last, tensor)
         else:
             owner.register_buffer(last, tensor, persistent=persistent)
 
-    def attach_module(self, name: str, module: nn.Module) -> None:
-        """Take a whole module in, under its name in the model."""
-        path, _, last = name.rpartition(".")
-        self._owner(path).add_module(last, module)
-
-    def _owner(self, path: str) -> nn.Module:
-        owner: nn.Module = self
-        for part in path.split(".") if path else ():
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner._modules[part]  # type: ignore[assignment]
-        return owner
-
     def names_used(self) -> set[str]:
-        """The names of the parameters, buffers and modules that its graphs use."""
-        return {
-            str(node.target)
-            for code in self._codes.values()
-            for node in code.graph.nodes
-            if node.op in ("get_attr", "call_module")
-        }
+        """The names of the parameters and buffers that its graphs use."""
+        nodes = (node for code in self._codes.values() for node in code.graph.nodes)
+        return {str(node.target) for node in nodes if node.op == "get_attr"}
 
     @property
     def has_loss(self) -> bool:
-        """Whether what it returns is the model's output, with a loss in it."""
+        """Whether it returns the model's output, with a loss in it."""
         return any(code.has_loss for code in self._codes.values())
 
     @property
@@ -209,14 +173,7 @@ class StageModule(nn.Module):
         return self.graph.python_code("self").src
 
     def print_readable(self, print_output: bool = True) -> str:
-        """The code of the current mode.
-
-        Args:
-            print_output: whether to print it too.
-
-        Returns:
-            The code.
-        """
+        """Return the code of the current mode, and print it if ``print_output``."""
         code = self.code.replace("\n", "\n    ")
         text = f"class Stage{self.index}(torch.nn.Module):{code}"
         if print_output:
@@ -224,11 +181,14 @@ class StageModule(nn.Module):
         return text
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
-        """Move along what is no state: constants, and devices that the graphs name."""
-        dtype = self._dtype()
+        """Move what is no state too: constants, and devices that the graphs name."""
+        before_dtype, before = self._dtype(), self._place.device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._remark_on_dtype(dtype, self._dtype())
-        before, self._place = self._place.device, _moved_place(fn, self._place)
+        self._warn_of_dtype(before_dtype, self._dtype())
+        try:
+            self._place = fn(self._place)
+        except NotImplementedError:  # from the meta device there is nothing to copy
+            self._place = fn(torch.empty_like(self._place, device="cpu"))
         now = self._place.device
         if now != before:
             constants = vars(getattr(self, CONSTANTS))
@@ -239,31 +199,22 @@ class StageModule(nn.Module):
         return self
 
     def _dtype(self) -> torch.dtype | None:
-        """That of its first floating point parameter."""
+        """The dtype of its first floating point parameter."""
         dtypes = (param.dtype for param in self.parameters())
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
-    def _remark_on_dtype(self, before: torch.dtype | None, now: torch.dtype | None) -> None:
-        codes = self._codes.values()
-        if before is None or now == before or not any(c.names_dtype(before) for c in codes):
+    def _warn_of_dtype(self, before: torch.dtype | None, now: torch.dtype | None) -> None:
+        nodes = (node for code in self._codes.values() for node in code.graph.nodes)
+        if before is None or now == before:
             return
-        logger.warning(
-            "stage %d: its parameters are %s now, but the graph has operations that were captured "
-            "to compute in %s, and still do; convert the model before it is captured",
-            self.index,
-            now,
-            before,
-        )
-
-
-def _moved_place(fn: Callable[[Tensor], Tensor], place: Tensor) -> Tensor:
-    """An empty tensor, moved as the parameters are: from the meta device it has nothing to take."""
-    if not place.is_meta:
-        return fn(place)
-    try:
-        return fn(place)
-    except NotImplementedError:
-        return fn(torch.empty_like(place, device="cpu"))
+        if any(arg is before for node in nodes for arg in (*node.args, *node.kwargs.values())):
+            logger.warning(
+                "stage %d: its parameters are %s now, but the graph has operations that were "
+                "captured to compute in %s, and still do; convert the model before it is captured",
+                self.index,
+                now,
+                before,
+            )
 
 
 def _moved_constant(value: Tensor, device: torch.device) -> Tensor:
@@ -277,16 +228,147 @@ def _moved_constant(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _moved(code: StageCode, before: torch.device, now: torch.device) -> StageCode:
-    """``code``, with what its graph makes on a device made on another one."""
+    """``code`` with the devices in its graph replaced."""
 
-    def elsewhere(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         is_device = isinstance(value, torch.device)
-        # Shapes alone, made on the meta device by a model that is elsewhere, stay there.
+        # Shapes alone, made on the meta device by a model on another one, stay there.
         return now if is_device and (value.type != "meta" or before.type == "meta") else value
 
     graph = fx.Graph()
     graph.output(graph.graph_copy(code.graph, {}))
     for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, elsewhere)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, elsewhere)
-    return replace(code, graph=graph, run=compile_graph(graph))
+        node.args = fx.node.map_aggregate(node.args, replaced)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, replaced)
+    return replace(code, graph=graph, run=_compile(graph))
+
+
+# --- from a cut graph to modules ----------------------------------------------------------------
+
+
+def build_modules(
+    model: nn.Module, modes: Mapping[bool, CutGraph], missing: str, device: torch.device
+) -> list[StageModule]:
+    """The modules of all stages.
+
+    Args:
+        model: the model whose parameters and buffers they hold.
+        modes: the graphs of training (True) and evaluation (False).
+        missing: the reason why one of the two is missing.
+        device: the model's device.
+    """
+    num_stages = next(iter(modes.values())).num_stages
+    constants = {
+        name: value for m in modes.values() for name, value in m.captured.constants.items()
+    }
+    writing = set[int]().union(
+        *(stages_that_write(m.captured.graph, m.assignment) for m in modes.values())
+    )
+    modules = []
+    for index in range(num_stages):
+        codes = {training: _stage_code(mode, index) for training, mode in modes.items()}
+        targets = {str(node.target) for code in codes.values() for node in code.graph.nodes}
+        modules.append(
+            StageModule(
+                index=index,
+                codes=codes,
+                missing=missing,
+                device=device,
+                constants={n: c for n, c in constants.items() if f"{CONSTANTS}.{n}" in targets},
+                inplace=index in writing,
+            ).train(model.training)
+        )
+    _attach_state(model, modules)
+    return modules
+
+
+def _stage_code(mode: CutGraph, index: int) -> StageCode:
+    is_last, captured = index == mode.num_stages - 1, mode.captured
+    graph = _stage_graph(mode, index)
+    return StageCode(
+        graph=graph,
+        run=_compile(graph),
+        take=_uncompiled(captured.form.tensors) if index == 0 else None,
+        give=_uncompiled(captured.output.assemble) if is_last else None,
+        has_loss=is_last and captured.output.has_loss,
+    )
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, left out of torch.compile, which has pytrees of its own."""
+    plain: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return plain
+
+
+def _compile(graph: fx.Graph) -> Callable[..., Any]:
+    """A graph as a function of the module that holds its attributes, and of its inputs."""
+    code = graph.python_code("self")
+    filename = f"<penstock stage code {next(_numbers)}>"
+    # Tracebacks then show the line that failed.
+    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
+    scope = dict(code.globals)
+    exec(compile(code.src, filename, "exec"), scope)
+    run: Callable[..., Any] = scope["forward"]
+    return run
+
+
+def _stage_graph(mode: CutGraph, index: int) -> fx.Graph:
+    """The part of the graph that runs in one stage, from its inputs to its outputs."""
+    whole, cut = mode.captured.graph, mode.assignment
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = (
+        [node for node in whole.nodes if node.op == "placeholder"]
+        if index == 0
+        else cut.crossing[index - 1]
+    )
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+
+    def here(node: fx.Node) -> fx.Node:
+        if node not in env:
+            assert node.op == "get_attr", node
+            env[node] = graph.create_node("get_attr", node.target)
+        return env[node]
+
+    regions: list[tuple[Region, Any]] = []
+    for node in nodes_in(cut, index):
+        weave(graph, regions, node.meta.get("regions") or ())
+        env[node] = graph.node_copy(node, here)
+    weave(graph, regions, ())
+    if index == mode.num_stages - 1:
+        graph.output(fx.node.map_arg(whole.output_node().args[0], here))
+    else:
+        graph.output(tuple(env[node] for node in cut.crossing[index]))
+    return graph
+
+
+def _attach_state(model: nn.Module, modules: Sequence[StageModule]) -> None:
+    """Give every parameter and buffer to the stages that use it, or to one with similar names."""
+    used = [module.names_used() for module in modules]
+    state = set(model.state_dict(keep_vars=True))
+    names = names_by_tensor(model)
+    home: dict[str, int] = {}
+    for name in (name for group in names.values() for name in group):
+        for stage, mine in enumerate(used):
+            if name in mine:
+                home.setdefault(name, stage)
+    for name, tensor in named_tensors(model).items():
+        stages = [stage for stage, mine in enumerate(used) if name in mine]
+        for stage in stages or [_stage_of_unused(name, names[id(tensor)], home)]:
+            modules[stage].attach(name, tensor, persistent=name in state)
+
+
+def _stage_of_unused(name: str, names: Sequence[str], home: Mapping[str, int]) -> int:
+    """The stage for a name that no stage uses: that of its tensor, or of the most similar name."""
+    for alias in names:
+        if alias in home:
+            return home[alias]
+    path = name.split(".")
+
+    def common(other: str) -> int:
+        pairs = zip(path, other.split("."), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(path))
+
+    return home[max(home, key=common)] if home else 0
