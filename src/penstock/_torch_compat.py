@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -52,7 +51,6 @@ __all__ = [
     "composable_syncs",
     "copied_shell",
     "ddp_casts",
-    "ddp_comm_hook",
     "ddp_parameters",
     "ddp_within",
     "deferrable_now",
@@ -61,6 +59,7 @@ __all__ = [
     "fsdp_finish_backward",
     "fused_by",
     "has_backward_hooks",
+    "has_comm_hook",
     "has_forward_hooks",
     "has_grad_hooks",
     "has_memory",
@@ -518,11 +517,9 @@ def ddp_casts(module: DistributedDataParallel) -> bool:
     return module.mixed_precision is not None
 
 
-def ddp_comm_hook(module: DistributedDataParallel) -> Callable[[Any], Any] | None:
-    """The communication hook that the user registered, its state filled in."""
-    for hook, state in module._comm_hooks:
-        return partial(hook, state)
-    return None
+def has_comm_hook(module: DistributedDataParallel) -> bool:
+    """Whether the user registered a communication hook; DDP has no public way to ask."""
+    return bool(module._comm_hooks)
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:

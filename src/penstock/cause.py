@@ -1,36 +1,55 @@
-"""What failed first, as data: made on one rank, raised on the others.
+"""The first cause of a failure as data, and errors published before any schedule exists.
 
-This module neither stores nor sends anything.
+A cause is made on one rank, passed on as JSON, and raised on the other ranks. A rank whose stage
+or schedule can't be made never comes to the first step, where the others wait for it: it leaves
+its cause as a *note* in the job's store, which ``runtime/failure.py`` reads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
 
 from penstock import errors
-from penstock.errors import NOWHERE, PeerError, PenstockError, Where
+from penstock.errors import NOWHERE, PeerError, PenstockError, StageError, Where
 
-__all__ = ["Cause", "as_error", "cause_of", "message_of"]
+__all__ = [
+    "NOTE",
+    "Cause",
+    "as_error",
+    "cause_of",
+    "default_group",
+    "key_of",
+    "message_of",
+    "own_group",
+    "publishing_errors",
+    "store_of",
+    "withdraw_note",
+]
 
-# Of a message, and of a traceback, so many are told to the other ranks: a store of torch's breaks
-# the connection over which more than 8 MiB come.
+# Limit on a message and on a traceback: torch's store breaks connections over 8 MiB.
 MAX_CHARACTERS = 1 << 16
+NOTE = "note"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """What failed first.
+    """The first failure.
 
     Args:
-        kind: the exception's class name; of Penstock's own, the one that users know it by.
+        kind: the exception's class name; of a subclass of Penstock's own, the public one's.
         message: its message.
-        rank: the pipeline rank that it was raised on.
-        processes: the processes (global ranks) of that pipeline, by rank there.
-        stage, microbatch, action: what was at work, where known.
-        traceback: the original traceback; empty where nothing was raised.
+        rank: the pipeline rank that raised it.
+        processes: the processes (global ranks) of that pipeline, by rank.
+        stage, microbatch, action: its place, where known.
+        traceback: the original traceback; empty if nothing was raised.
     """
 
     kind: str
@@ -50,18 +69,18 @@ class Cause:
         )
 
     def to_json(self) -> str:
-        """The cause as JSON, to be read by ``from_json`` on another rank."""
+        """The cause as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(data: str | bytes) -> Cause:
-        """The cause that ``to_json`` wrote."""
+        """The inverse of ``to_json``."""
         fields = json.loads(data)
         return Cause(**{**fields, "processes": tuple(fields["processes"])})
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, also where its own ``__str__`` fails, in whatever way."""
+    """An exception's message, even if its ``__str__`` fails."""
     try:
         return str(error)
     except BaseException as failed:
@@ -69,29 +88,24 @@ def message_of(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause:
-    """The cause that ``error``, raised on ``rank`` of these processes, is to the other ranks."""
+    """The cause to publish for ``error``, raised on ``rank`` of these processes."""
     where = error.where if isinstance(error, PenstockError) else NOWHERE
     if where.rank not in (None, rank):
-        where = NOWHERE  # a place that it tells of, such as one in a program: not this rank's
+        where = NOWHERE  # a place in a program, not on this rank
     message = message_of(error)
     if not isinstance(error, PenstockError):
         message = f"{type(error).__name__}: {message}"
-    original = error if error.__cause__ is None else error.__cause__
+    public = (c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
     return Cause(
-        kind=_kind_of(type(error)),
+        kind=next(public, type(error).__name__),
         message=_shortened(message),
         rank=rank,
         processes=tuple(processes),
         stage=where.stage,
         microbatch=where.microbatch,
         action=where.action,
-        traceback=_shortened(_traceback_of(original)),
+        traceback=_shortened(_traceback_of(error if error.__cause__ is None else error.__cause__)),
     )
-
-
-def _kind_of(cls: type[BaseException]) -> str:
-    own = (each.__name__ for each in cls.__mro__ if each.__module__ == errors.__name__)
-    return next(own, cls.__name__)
 
 
 def _shortened(text: str) -> str:
@@ -105,20 +119,20 @@ def _shortened(text: str) -> str:
 def _traceback_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except BaseException as failed:  # its notes, or those of its causes, can't be shown either
+    except BaseException as failed:  # its notes, or its causes, can't be shown either
         where = "".join(traceback.format_tb(error.__traceback__))
         return f"{where}(the rest can't be shown: it raised {type(failed).__name__})\n"
 
 
 def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
-    """What a rank raises for another rank's failure.
+    """The exception that a rank raises for another rank's failure.
 
-    Penstock's own kinds keep their type, so that a mistake is the same error on every rank; what
-    the user's code raised comes as a ``PeerError``.
+    Mistakes (``BoundaryError``, ``ScheduleError``, ``PartitionError``) keep their type, so that
+    every rank raises the same; a failure of the user's code comes as a ``PeerError``.
 
     Args:
         cause: the failure.
-        processes: those of the pipeline in which it is raised now.
+        processes: the processes of the pipeline that raises it now.
     """
     kinds: dict[str, type[PenstockError]] = {
         "BoundaryError": errors.BoundaryError,
@@ -126,12 +140,94 @@ def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
         "PartitionError": errors.PartitionError,
     }
     kind = kinds.get(cause.kind, PeerError)
-    told = cause.message if str(cause.where) in cause.message else f"{cause.where}: {cause.message}"
+    message = cause.message
+    if str(cause.where) not in message:
+        message = f"{cause.where}: {message}"
     if cause.processes != tuple(processes):
         listed = ", ".join(map(str, cause.processes))
-        told = f"in another replica's pipeline (processes {listed}): {told}"
+        message = f"in another replica's pipeline (processes {listed}): {message}"
     if cause.traceback:
-        told += f"\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}"
-    error = kind(told)
+        message += f"\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}"
+    error = kind(message)
     error.where = cause.where
     return error
+
+
+# --- the job's store -----------------------------------------------------------------------------
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group; None if there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The user's group, or the default group.
+
+    Raises:
+        StageError: it is no process group, or one that this process is not in.
+    """
+    if group is None:
+        return default_group()
+    if not isinstance(group, dist.ProcessGroup):
+        # torch.distributed.new_group returns this to processes outside of the new group.
+        elsewhere = group is dist.GroupMember.NON_GROUP_MEMBER
+        given = "one that this process is not in" if elsewhere else repr(group)
+        raise StageError(
+            f"the process group is {given}, expected a torch.distributed.ProcessGroup with this "
+            'process in it, such as device_mesh.get_group("pp")'
+        )
+    return group
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store in which the ranks of ``group`` publish failures: one for the whole job, since a
+    second connection, for other threads, may take seconds."""
+    return (default_group() or group).get_group_store()
+
+
+def key_of(group: dist.ProcessGroup, what: str | int) -> str:
+    """The store's key for one value of ``group``, alike on all its ranks.
+
+    Args:
+        group: the group; others may have its name, but not for the same processes.
+        what: the value's name.
+    """
+    # A key with thousands of processes would be too long for torch's store.
+    processes = repr(dist.get_process_group_ranks(group)).encode()
+    return f"penstock/{group.group_name}/{hashlib.sha256(processes).hexdigest()[:16]}/{what}"
+
+
+# The groups for which a note of this process stands in the store.
+_noted: set[str] = set()
+
+
+@contextlib.contextmanager
+def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Publish exceptions raised in this block so that peers stop waiting; cleared by the next
+    success.
+
+    Args:
+        group: the pipeline's group; None if there are no other ranks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if group is not None and group.size() > 1:
+            # If the store is gone, so is every reader.
+            with contextlib.suppress(RuntimeError, dist.DistError):
+                cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
+                store_of(group).set(key_of(group, NOTE), cause.to_json())
+                _noted.add(group.group_name)
+        raise
+    if group is not None:
+        withdraw_note(group)
+
+
+def withdraw_note(group: dist.ProcessGroup) -> None:
+    """Clear this process's note, if it left one."""
+    if group.group_name in _noted:
+        _noted.discard(group.group_name)
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            # Emptied, not deleted: a rank that saw the key may be about to read it.
+            store_of(group).set(key_of(group, NOTE), "")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.compat.announcing import announced
+from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError
 from penstock.runtime.comm.loopback import loopback
@@ -113,7 +113,7 @@ class Pipeline:
         self.device = chosen_device(device)
         self._group = process_group(group, self.device, ranks)
         # The other ranks may be waiting for this one in their first step.
-        with announced(self._group):
+        with publishing_errors(self._group):
             made = assemble(
                 PipelineSpec(
                     model=model,

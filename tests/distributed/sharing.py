@@ -26,7 +26,7 @@ from penstock import (
     split_by_module,
 )
 from penstock.errors import PenstockError
-from penstock.parallel import tied_places as shared
+from penstock.parallel import tied_params as shared
 from penstock.stage.wrappers import plain_name
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.training.checkpoint import load, save

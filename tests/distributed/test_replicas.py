@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    fp16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
@@ -30,7 +27,7 @@ from penstock import (
     build,
     get_schedule_class,
 )
-from penstock.parallel.gradient_reduction import average_grads
+from penstock.parallel.data_parallel import average_grads
 from penstock.runtime import watchdog
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
@@ -146,72 +143,24 @@ def test_large_gradients_in_half_precision_do_not_overflow() -> None:
         assert outcome.result().tolist() == [48_000.0, 48_000.0]
 
 
-def average_in_buckets(rank: int, num_ranks: int) -> list[tuple[int, bool, bool]]:
-    """Three gradients of 64, 16 and 16 bytes, in buckets of 32: what is reduced, and where."""
-    params = [nn.Parameter(torch.zeros(n)) for n in (16, 4, 4)]
+def average_in_buckets(rank: int, num_ranks: int) -> tuple[bool, bool]:
+    """Gradients of two dtypes, small and large, one of them transposed: means, in place."""
+    params = [nn.Parameter(torch.zeros(n, 2)) for n in (8, 2, 2)]
+    params.append(nn.Parameter(torch.zeros(3, dtype=torch.float64)))
     for param in params:
-        param.grad = torch.full_like(param, 1.0 + rank)
-    places = [param.grad.data_ptr() for param in params if param.grad is not None]
-    seen = []
-
-    def reduce(bucket: Any) -> torch.futures.Future[Any]:
-        buffer = bucket.buffer()
-        seen.append((buffer.numel(), bucket.is_last(), buffer.data_ptr() in places))
-        return allreduce_hook(dist.group.WORLD, bucket)
-
-    average_grads(params, dist.group.WORLD, reduce=reduce, bucket_bytes=32)
-    assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in params)  # type: ignore[arg-type]
-    assert places == [param.grad.data_ptr() for param in params if param.grad is not None]
-    return seen
+        param.grad = torch.arange(param.numel()).reshape(param.shape).to(param.dtype) + rank
+    if rank == 0:  # in another order in memory than on the other rank
+        params[0].grad = params[0].grad.t().contiguous().t()  # type: ignore[union-attr]
+    grads = [param.grad for param in params]
+    average_grads(params, dist.group.WORLD, bucket_bytes=32)
+    expected = [torch.arange(p.numel()).reshape(p.shape).to(p.dtype) + 0.5 for p in params]
+    are_means = all(map(torch.equal, grads, expected))  # type: ignore[arg-type]
+    return are_means, all(p.grad is grad for p, grad in zip(params, grads, strict=True))
 
 
-def test_gradients_go_in_buckets_and_large_ones_in_place() -> None:
+def test_gradients_are_averaged_in_place_whatever_their_layout() -> None:
     for outcome in run_ranks(average_in_buckets, 2):
-        assert outcome.result() == [(16, False, True), (8, True, False)]
-
-
-# --- communication hooks ------------------------------------------------------------------------
-
-
-def note_and_return_ones(calls, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-    """A user's hook."""
-    shapes = [(tuple(g.shape), p.shape == g.shape) for g, p in gradients_of(bucket)]
-    calls.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(), shapes))
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(torch.ones_like(bucket.buffer()))
-    return future
-
-
-def gradients_of(bucket: Any) -> list[tuple[Tensor, nn.Parameter]]:
-    return list(zip(bucket.gradients(), bucket.parameters(), strict=True))
-
-
-def call_hooks(rank: int, num_ranks: int, wrap: str) -> list[Any]:
-    pipeline, replicas = make_meshes()
-    told: list[Any] = []
-    for hook in (None, allreduce_hook, fp16_compress_hook, note_and_return_ones):
-        schedule, (module,) = make_schedule("1f1b", wrap, pipeline, replicas)
-        calls: list[Any] = []
-        if hook is not None:
-            state: Any = calls if hook is note_and_return_ones else replicas.get_group()
-            module.register_comm_hook(state, hook)
-        for step in range(2):
-            run_step(schedule, step, pipeline, replicas)
-        told.append(([whole(p.grad) for p in module.parameters()], calls))
-    return told
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
-def test_communication_hooks_are_called_once_per_step_and_bucket(wrap: str) -> None:
-    outcomes = [o.result() for o in run_ranks(call_hooks, 4, wrap)]
-    for rank, ((plain, _), (same, _), (rounded, _), (ones, calls)) in enumerate(outcomes):
-        assert all(map(torch.equal, plain, same))
-        torch.testing.assert_close(rounded, plain, rtol=2e-2, atol=2e-3)
-        assert not all(map(torch.equal, rounded, plain))
-        assert all(map(torch.equal, rounded, outcomes[rank ^ 1][2][0]))
-        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in ones)
-        shapes = [(tuple(grad.shape), True) for grad in plain]
-        assert calls == 2 * [(0, True, sum(grad.numel() for grad in plain), shapes)]
+        assert outcome.result() == (True, True)
 
 
 # --- what users do with DDP beside --------------------------------------------------------------
@@ -302,14 +251,33 @@ def refused(rank: int, num_ranks: int) -> list[str]:
                 nn.functional.mse_loss,
             )
         told.append(str(caught.value))
+    for wrap, sparse, hook in itertools.product(("ddp", "replicate"), (True, False), (True, False)):
+        if sparse != hook:
+            module = nn.Sequential(nn.Embedding(7, DIM, sparse=sparse), nn.Linear(DIM, DIM))
+            told.append(refused_in_a_step(rank, WRAPS[wrap](module, replicas), hook))
     return told
+
+
+def refused_in_a_step(rank: int, module: Any, has_hook: bool) -> str:
+    """The error of a step over one stage."""
+    if has_hook:
+        module.register_comm_hook(None, allreduce_hook)
+    group = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(StageError) as caught:
+        stage = PipelineStage(module, 0, 1, CPU, group=group)
+        schedule = get_schedule_class("1f1b")(stage, 2, nn.functional.mse_loss)  # type: ignore[arg-type]
+        schedule.step(torch.arange(4), target=torch.zeros(4, DIM))
+    return str(caught.value)
 
 
 def test_what_can_not_be_pipelined_is_refused() -> None:
     for outcome in run_ranks(refused, 4):
-        ddp, fsdp1 = outcome.result()
+        ddp, fsdp1, *in_steps = outcome.result()
         assert "wrapped in DDP with mixed_precision=" in ddp
         assert "use torch.distributed.fsdp.fully_shard instead" in fsdp1
+        for sparse, hook in zip(in_steps[::2], in_steps[1::2], strict=True):
+            assert "the embedding '0' of a stage in DDP has sparse gradients" in sparse
+            assert "has a communication hook (register_comm_hook)" in hook
 
 
 def shard_one_stage(rank: int, num_ranks: int) -> list[bool]:
@@ -332,35 +300,6 @@ def shard_one_stage(rank: int, num_ranks: int) -> list[bool]:
 def test_ranks_agree_where_only_some_are_sharded() -> None:
     for outcome in run_ranks(shard_one_stage, 4):
         assert all(outcome.result())
-
-
-class Embeds(nn.Module):
-    """Rows of a table, of which each replica looks up others, and one that one replica uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(7, DIM, sparse=True)
-        self.other = nn.Embedding(3, DIM, sparse=True)
-        self.unused = nn.Embedding(3, DIM, sparse=True)
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out = self.table(tokens)
-        if tokens[0] == 0:
-            out = out + self.other(tokens % 3)
-        return self.linear(out)
-
-
-def embed_sparsely(rank: int, num_ranks: int, wrap: str) -> list[Tensor | None]:
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    module = Embeds()
-    group = dist.new_group([rank], use_local_synchronization=True)
-    stage = PipelineStage(WRAPS[wrap](module, mesh), 0, 1, CPU, group=group)
-    schedule = get_schedule_class("1f1b")(stage, 2, nn.functional.mse_loss)  # type: ignore[arg-type]
-    schedule.step(torch.arange(4) + rank, target=torch.zeros(4, DIM))
-    assert module.table.weight.grad.is_sparse and module.other.weight.grad.is_sparse
-    return [None if p.grad is None else p.grad.to_dense() for p in module.parameters()]
 
 
 def shard_around_a_class(rank: int, num_ranks: int) -> list[str]:
@@ -392,20 +331,6 @@ def test_what_fsdp_does_not_look_into_is_reduced_all_the_same() -> None:
     """It hears of a backward by the tensors of its module's output, as far as it sees them."""
     for outcome in run_ranks(shard_around_a_class, 2):
         assert outcome.result() == []
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
-def test_sparse_gradients_stay_sparse(wrap: str) -> None:
-    plain = Embeds()
-    for rank in range(2):
-        for tokens in (torch.arange(4) + rank).chunk(2):
-            loss = nn.functional.mse_loss(plain(tokens), torch.zeros(2, DIM))
-            # Each replica decides by the first token of its microbatch what it uses.
-            (loss / 4).backward()
-    expected = [None if p.grad is None else p.grad.to_dense() for p in plain.parameters()]
-    one, other = (o.result() for o in run_ranks(embed_sparsely, 2, wrap))
-    torch.testing.assert_close(one, expected)
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def share_buffers(rank: int, num_ranks: int, under_no_grad: bool) -> list[str]:

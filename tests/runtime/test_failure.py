@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock import _torch_compat
-from penstock.cause import as_error, cause_of
-from penstock.compat.announcing import key_of
+from penstock.cause import as_error, cause_of, key_of
 from penstock.errors import PartitionError, StageError
 from penstock.partition.forward.leaf_modules import NotByModule
 from penstock.runtime.comm.gloo import GlooTransport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, PipelineStage, StageError
-from penstock.parallel.counted import counts_here
-from penstock.parallel.tied_params import SharedParams
+from penstock.parallel.tied_params import SharedParams, owner_of
 from penstock.runtime.comm.loopback import loopback
 from penstock.schedule.placement import bidirectional
 from penstock.training.clip import clip_grad_norm_
@@ -22,6 +22,14 @@ from tests.agreement import ROUNDING, Twins
 from tests.models import token_loss, tokens
 
 CPU = torch.device("cpu")
+
+
+def counts(param: Tensor) -> bool | None:
+    """Whether norms over ranks count a parameter here; None if no pipeline holds it."""
+    owner = owner_of(param)
+    return None if owner is None else owner.counts_here(param)
+
+
 TIE = [{0: "weight", 3: "weight"}]
 
 
@@ -90,10 +98,16 @@ def test_clipping_counts_one_of_two_objects() -> None:
 
 def test_what_is_no_longer_shared_counts_again() -> None:
     modules = make_modules()
-    Pipeline(make_stages(modules), loss_fn=token_loss, n_microbatches=4, ranks=4, shared=TIE)
-    assert not counts_here(modules[3].weight)  # type: ignore[arg-type]
-    Pipeline(make_stages(modules), loss_fn=token_loss, n_microbatches=4, ranks=4)
-    assert counts_here(modules[3].weight)  # type: ignore[arg-type]
+    weight: Any = modules[3].weight
+    pipes = [
+        Pipeline(make_stages(modules), loss_fn=token_loss, n_microbatches=4, ranks=4, shared=TIE)
+    ]
+    assert counts(weight) is False
+    pipes += [Pipeline(make_stages(modules), loss_fn=token_loss, n_microbatches=4, ranks=4)]
+    assert counts(weight) is True
+    pipes.clear()
+    gc.collect()
+    assert counts(weight) is None  # of no pipeline
 
 
 def test_a_frozen_place_takes_no_gradient() -> None:
@@ -200,7 +214,7 @@ def test_one_object_is_left_to_autograd(caplog: pytest.LogCaptureFixture) -> Non
     )
     inputs, target = tokens(8, 0)
     both.step(inputs, target=target)
-    assert all(counts_here(param) for param in both.pipe.parameters())
+    assert all(counts(param) for param in both.pipe.parameters())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.compat.announcing import announced, own_group
+from penstock.cause import own_group, publishing_errors
 from penstock.compat.exchange import ExchangingStage
 from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
-from penstock.parallel.replica_step import ReplicaStep
+from penstock.parallel.data_parallel import ReplicaStep
 from penstock.stage.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.stage.boundary import describe, static_spec
 from penstock.stage.microbatch_state import MicrobatchState, Phase
@@ -101,7 +101,7 @@ class PipelineStage(ExchangingStage):
         defers_weights: bool = True,
     ) -> None:
         group = own_group(group)
-        with announced(group):
+        with publishing_errors(group):
             super().__init__(
                 submodule,
                 stage_index,

@@ -1,14 +1,17 @@
 """Data parallelism around a stage: the only file that knows DDP, FSDP2 and replicate.
 
-Within a step gradients pile up locally, microbatch by microbatch; they are reduced once, at the
-stage's REDUCE_GRAD, when its last weight gradient is in. So it matters neither in which order a
-schedule computes input and weight gradients, nor from which of the two a hook fires.
+Within a step gradients accumulate locally, microbatch by microbatch. They are reduced once, at the
+stage's REDUCE_GRAD, when its last weight gradient is there. Neither the order in which a schedule
+computes input and weight gradients nor the moment at which a hook fires makes a difference.
+
+    DDP, replicate   ``average_grads``: torch's all-reduce, bucket by bucket
+    FSDP2            FSDP's own reduce-scatter, all-gather and resharding
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -16,17 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import _torch_compat as replica_private
+from penstock import _torch_compat
 from penstock.errors import StageError
-from penstock.parallel.gradient_reduction import average_grads
 
 if TYPE_CHECKING:
     from torch.distributed._composable.replicate import DDP as ComposableDdp
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["Replicas", "replicas_of"]
+__all__ = ["ReplicaStep", "Replicas", "average_grads", "in_buckets", "replicas_of"]
 
 T = TypeVar("T")
+# As large as DDP's by default.
+BUCKET_BYTES = 25 << 20
 
 
 class Replicas(ABC):
@@ -34,7 +38,7 @@ class Replicas(ABC):
 
     Attributes:
         sharded: whether parameters are sharded: gathered by ``unshard``.
-        groups: the processes that reductions and gathers run over; known once a step has begun.
+        groups: the processes of reductions and gathers; known once a step has begun.
     """
 
     sharded: bool = False
@@ -45,8 +49,8 @@ class Replicas(ABC):
         """Start a step: no reduction until ``reduce_grads``."""
 
     def share_buffers(self) -> None:
-        """Give every replica the first one's buffers, where the wrapper would do so now: once per
-        step, after ``begin`` and before the first forward."""
+        """Broadcast the first replica's buffers, if the wrapper would do so now: once per step,
+        after ``begin`` and before the first forward."""
         return
 
     @abstractmethod
@@ -58,20 +62,20 @@ class Replicas(ABC):
         """End the step, whole or broken: the module is as it was before."""
 
     def unshard(self) -> None:
-        """Gather the parameters, where they are sharded."""
+        """Gather the parameters, if they are sharded."""
         return
 
     def reshard(self) -> None:
-        """Let go of gathered parameters."""
+        """Free gathered parameters."""
         return
 
 
 def replicas_of(module: nn.Module) -> Replicas | None:
-    """How ``module``, or what it is made of, is replicated or sharded; None if nothing is.
+    """The replication or sharding of ``module`` or of its parts; None if there is none.
 
     Raises:
-        StageError: a wrapper that can't be pipelined: DDP with mixed precision of its own, or
-            FSDP1.
+        StageError: a wrapper that can't be pipelined: DDP with mixed precision, with a
+            communication hook or around sparse embeddings, or FSDP1.
     """
     found = _find(module)
     return found[0] if len(found) == 1 else _Several(found) if found else None
@@ -80,17 +84,17 @@ def replicas_of(module: nn.Module) -> Replicas | None:
 def _find(module: nn.Module) -> list[Replicas]:
     """The outermost wrappers within ``module``, itself included."""
     if isinstance(module, DistributedDataParallel):
-        if replica_private.ddp_casts(module):
+        if _torch_compat.ddp_casts(module):
             raise StageError(
                 "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
                 "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"
             )
-        return [_Ddp(module)]
-    if replica_private.is_composable_ddp(module):
+        return [_Ddp(module, module.module)]
+    if _torch_compat.is_composable_ddp(module):
         return [_Replicate(module)]
-    if replica_private.is_fsdp(module):
+    if _torch_compat.is_fsdp(module):
         return [_Fsdp(module)]
-    if replica_private.is_fsdp1(module):
+    if _torch_compat.is_fsdp1(module):
         raise StageError(
             "a stage is wrapped in FullyShardedDataParallel (FSDP1), which reduces gradients after "
             "each backward; use torch.distributed.fsdp.fully_shard instead"
@@ -130,57 +134,70 @@ class _Several(Replicas):
 
 
 class _Ddp(Replicas):
-    def __init__(self, module: DistributedDataParallel) -> None:
-        self._module = module
-        self.groups = (module.process_group,)
+    """A module in DDP.
+
+    Args:
+        ddp: the wrapper.
+        module: the module with the layers.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
+        for name, layer in module.named_modules():
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+                raise StageError(
+                    f"the embedding {name!r} of a stage in DDP has sparse gradients, which are not "
+                    "reduced; make it with sparse=False"
+                )
+        self._ddp = ddp
+        self.groups = (ddp.process_group,)
         # Within the user's own no_sync() a step reduces nothing.
-        self._synced = module.require_backward_grad_sync
+        self._synced = ddp.require_backward_grad_sync
         self._sink_off = False
         self._shares_buffers = self._trains = False
 
     def begin(self) -> None:
-        # What DDP's no_sync() does, for as long as the step takes.
-        self._synced = self._module.require_backward_grad_sync
-        self._module.require_backward_grad_sync = False
-        self._sink_off = replica_private.switch_ddp_sink(self._module, off=True)
-        # DDP's forward would share buffers wherever it runs first; here it is done before that.
-        will_share: Callable[[], bool] = self._module.will_sync_module_buffers
+        if _torch_compat.has_comm_hook(self._ddp):
+            raise StageError(
+                "a stage in DDP has a communication hook (register_comm_hook), which a pipeline "
+                "can't call; leave it out, or shard the stage by fully_shard"
+            )
+        # As DDP's no_sync() does, for the whole step.
+        self._synced = self._ddp.require_backward_grad_sync
+        self._ddp.require_backward_grad_sync = False
+        self._sink_off = _torch_compat.switch_ddp_sink(self._ddp, off=True)
+        # DDP's forward would broadcast buffers wherever it runs first; ``share_buffers`` does.
+        will_share: Callable[[], bool] = self._ddp.will_sync_module_buffers
         self._shares_buffers = will_share()
         self._trains = torch.is_grad_enabled()
-        self._module.require_forward_param_sync = False
+        self._ddp.require_forward_param_sync = False
 
     def share_buffers(self) -> None:
         if self._shares_buffers:
-            replica_private.broadcast_ddp_buffers(self._module)
+            _torch_compat.broadcast_ddp_buffers(self._ddp)
 
     def reduce_grads(self) -> None:
         if self._synced:
-            self.average(_embedded_sparsely(self._module))
+            self.average()
 
-    def average(self, sparse: Set[Tensor]) -> None:
+    def average(self) -> None:
         """Average the gradients, whether or not the user holds reductions back."""
-        average_grads(
-            replica_private.ddp_parameters(self._module),
-            self._module.process_group,
-            sparse,
-            reduce=replica_private.ddp_comm_hook(self._module),
-            bucket_bytes=self._module.bucket_bytes_cap,
-        )
+        params = _torch_compat.ddp_parameters(self._ddp)
+        average_grads(params, self._ddp.process_group, self._ddp.bucket_bytes_cap)
 
     def end(self) -> None:
         self.end_as(synced=self._synced)
 
     def end_as(self, *, synced: bool) -> None:
         """End the step as DDP's own forwards and backwards would, with a reduction or without."""
-        self._module.require_backward_grad_sync = self._synced
-        # Buffers are shared once more when the gradients have been: not between the steps that
+        self._ddp.require_backward_grad_sync = self._synced
+        # Buffers are broadcast again after gradients were reduced: not between steps that
         # accumulate under no_sync(), nor between evaluations.
-        self._module.require_forward_param_sync = synced and self._trains
-        replica_private.switch_ddp_sink(self._module, off=self._sink_off)
+        self._ddp.require_forward_param_sync = synced and self._trains
+        _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
 
 
 class _Replicate(Replicas):
-    """The functional form of DDP: the module stays what it is, its hooks hold a DDP module."""
+    """A module given to ``replicate``: it keeps its class, and its hooks hold a DDP module."""
 
     def __init__(self, module: ComposableDdp) -> None:
         self._module = module
@@ -188,20 +205,19 @@ class _Replicate(Replicas):
         self._ddp: _Ddp | None = None
 
     def begin(self) -> None:
-        # It is made at the first forward, or here.
         if self._ddp is None:
-            self._ddp = _Ddp(replica_private.ddp_within(self._module))
+            # Torch makes it at the first forward.
+            assert isinstance(self._module, nn.Module)
+            self._ddp = _Ddp(_torch_compat.ddp_within(self._module), self._module)
             self.groups = self._ddp.groups
-        self._synced = replica_private.composable_syncs(self._module)
+        self._synced = _torch_compat.composable_syncs(self._module)
         self._module.set_requires_gradient_sync(False)
         self._ddp.begin()
 
     def reduce_grads(self) -> None:
         assert self._ddp is not None
         if self._synced:
-            # Its DDP knows the parameters alone.
-            assert isinstance(self._module, nn.Module)
-            self._ddp.average(_embedded_sparsely(self._module))
+            self._ddp.average()
 
     def end(self) -> None:
         self._module.set_requires_gradient_sync(self._synced)
@@ -218,9 +234,7 @@ class _Fsdp(Replicas):
     def begin(self) -> None:
         if not self.groups:
             self.groups = _groups_of(self._root)
-        self._root.set_is_last_backward(False)
-        self._root.set_reshard_after_backward(False)
-        self._root.set_requires_gradient_sync(False)
+        self._set_sync(False)
 
     def unshard(self) -> None:
         _each(self._root, lambda module: module.unshard())
@@ -229,19 +243,19 @@ class _Fsdp(Replicas):
         _each(self._root, lambda module: module.reshard())
 
     def reduce_grads(self) -> None:
-        self._sync_again()
-        replica_private.fsdp_finish_backward(self._root)
+        self._set_sync(True)
+        _torch_compat.fsdp_finish_backward(self._root)
 
     def end(self) -> None:
-        self._sync_again()
-        # Without a backward, nothing else would: an evaluation leaves what its forwards gathered,
-        # and gradients and the optimizer are those of the shards.
+        self._set_sync(True)
+        # An evaluation has no backward that would reshard; gradients and the optimizer are those
+        # of the shards.
         self.reshard()
 
-    def _sync_again(self) -> None:
-        self._root.set_is_last_backward(True)
-        self._root.set_reshard_after_backward(True)
-        self._root.set_requires_gradient_sync(True)
+    def _set_sync(self, synced: bool) -> None:
+        self._root.set_is_last_backward(synced)
+        self._root.set_reshard_after_backward(synced)
+        self._root.set_requires_gradient_sync(synced)
 
 
 def _groups_of(root: FSDPModule) -> list[dist.ProcessGroup]:
@@ -258,11 +272,127 @@ def _distinct(things: Iterable[T]) -> list[T]:
 def _each(root: FSDPModule, act: Callable[[FSDPModule], object]) -> None:
     assert isinstance(root, nn.Module)
     for module in root.modules():
-        if replica_private.is_fsdp(module):
+        if _torch_compat.is_fsdp(module):
             act(module)
 
 
-def _embedded_sparsely(module: nn.Module) -> frozenset[Tensor]:
-    """The parameters whose gradients are sparse, alike on all replicas."""
-    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    return frozenset(m.weight for m in embeddings if m.sparse)
+# --- the reduction ---------------------------------------------------------------------------
+
+
+def average_grads(
+    params: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Average the gradients of ``params`` over ``group``, by coalesced all-reduces in place.
+
+    A parameter without a gradient on any rank keeps none; one without a gradient on some ranks
+    counts as zero there.
+
+    Args:
+        params: the parameters, in the same order on every rank.
+        group: the replicas.
+        bucket_bytes: how many bytes of gradients are reduced together.
+
+    Raises:
+        StageError: a gradient is sparse.
+    """
+    if not params:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for param in _with_grads(params, group):
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if param.grad.is_sparse:
+            raise StageError(
+                "a parameter of a replicated stage has a sparse gradient, which is not reduced; "
+                "make it dense, such as by sparse=False of an embedding"
+            )
+        # Divided before the sum, as in DDP: a sum of halves may overflow.
+        grad = param.grad.div_(group.size())
+        kinds.setdefault((grad.dtype, grad.device), []).append(grad)
+    reduced = []
+    for grads in kinds.values():
+        for bucket in in_buckets(grads, lambda grad: grad.nbytes, bucket_bytes):
+            wires = [grad.contiguous() for grad in bucket]
+            reduced.append((group.allreduce_coalesced(wires), bucket, wires))
+    for work, bucket, wires in reduced:
+        work.wait()
+        for grad, wire in zip(bucket, wires, strict=True):
+            if wire is not grad:
+                grad.copy_(wire)
+
+
+def _with_grads(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Sequence[nn.Parameter]:
+    """The parameters that have a gradient on some rank."""
+    here = [param.grad is not None for param in params]
+    if all(here):
+        # Made on the device, and not read: the host need not wait for the device.
+        counts = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
+        dist.all_reduce(counts, group=group)
+        return params
+    counts = torch.tensor(here, dtype=torch.int32, device=params[0].device)
+    dist.all_reduce(counts, group=group)
+    return [param for param, count in zip(params, counts.tolist(), strict=True) if count]
+
+
+def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in lists of at most ``limit`` in all, or of one item.
+
+    Example:
+        >>> list(in_buckets([3, 4, 9, 1], int, 8))
+        [[3, 4], [9], [1]]
+    """
+    bucket: list[T] = []
+    held = 0
+    for item in items:
+        if bucket and held + size(item) > limit:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(item)
+        held += size(item)
+    if bucket:
+        yield bucket
+
+
+# --- stages driven by hand ---------------------------------------------------------------------
+
+
+class ReplicaStep:
+    """A step of a replicated stage that is driven by hand, up to its one reduction.
+
+    A schedule knows which backward of a step is the last one. Whoever drives a stage by hand says
+    so with a backward, or asks for the reduction itself, or does both.
+
+    Attributes:
+        due: whether the backward that completes the step is to reduce.
+    """
+
+    def __init__(self) -> None:
+        self.due = False
+        self._begun = False
+        self._replicas: Replicas | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded; the graph's are then other ones than the module's."""
+        return self._replicas is not None and self._replicas.sharded
+
+    def begin(self, module: nn.Module) -> None:
+        """Hold reductions back from now on, unless the step has begun."""
+        if self._begun:
+            return
+        self._begun = True
+        self._replicas = replicas_of(module)
+        if self._replicas is not None:
+            self._replicas.begin()
+            self._replicas.share_buffers()
+
+    def end(self, *, reduce: bool) -> None:
+        """End the step, if one has begun: its gradients are averaged, or left as they are."""
+        replicas, self._replicas = self._replicas, None
+        self._begun = self.due = False
+        if replicas is not None:
+            try:
+                if reduce:
+                    replicas.reduce_grads()
+            finally:
+                replicas.end()

@@ -1,14 +1,14 @@
-"""Parameters that several stages share: one value, and in each place the whole gradient.
+"""Parameters that several stages share: one value, and the whole gradient in each place.
 
-    rank 0   embed.weight.grad  a ─┐            ┌─► a + b
-    rank 3   head.weight.grad   b ─┴─ summed ───┴─► a + b      bit for bit the same on both
+    rank 0   embed.weight.grad  a ─┐             ┌─► a + b
+    rank 3   head.weight.grad   b ─┴─ exchanged ─┴─► a + b      bit for bit the same on both
 
-Shared are tied parameters (``penstock.partition.ties``), and all of a model whose placement has
-several copies. Each place gathers its own part of the gradient during a step; earlier gradients
-are put aside meanwhile, so that only what this step has added is summed, in the order of ranks.
-Where one process holds all places as one object, autograd has summed already and nothing is done.
+Shared are tied parameters (``penstock.partition.ties``), and all of a model of which the placement
+has several copies. During a step each place accumulates its own part of the gradient; earlier
+gradients are put aside, so that only the parts of this step are summed, in the order of ranks.
+Places that are one object in one process are summed by autograd alone.
 
-Before the first step the places are made equal: they take the value of the first stage's.
+Before the first step all places take the value of the first stage's.
 """
 
 from __future__ import annotations
@@ -16,34 +16,66 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock._torch_compat import has_grad_hooks, has_tensor_hooks
-from penstock.errors import StageError
-from penstock.parallel.counted import set_counts_here, set_pipeline_size
-from penstock.parallel.equal_start import equalize
-from penstock.parallel.tied_names import groups_of
-from penstock.parallel.tied_places import Shared, buckets, find_shared, local
+from penstock.errors import PartitionError, StageError
+from penstock.parallel.data_parallel import in_buckets
 from penstock.partition.ties import Tie
 from penstock.runtime.comm.base import Transport
-from penstock.runtime.comm.flat import flat_meta, flatten_tensors, unflatten_tensors
 from penstock.schedule.placement import Placement
+from penstock.stage.dtensor import local_part
 from penstock.stage.stage import Stage
+from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 
-__all__ = ["SharedParams"]
+__all__ = ["SharedParams", "owner_of"]
 
 _log = logging.getLogger(__name__)
 
+# The parts of other ranks are received beside the gradients: at most so many bytes at a time, or
+# one tensor.
+BUCKET_BYTES = 64 << 20
 
-class SharedParams:
-    """What this process's stages share with each other and with other ranks.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """A parameter or buffer in all of its places.
 
     Args:
-        ties: what is shared beside the copies that the placement has; the same on every rank.
+        title: the number of its group, and its name within the group; alike on every rank.
+        label: its first place here, for messages.
+        ranks: the ranks that hold it, rising.
+        home: the rank of its first stage, whose value the others take.
+        here: this process's tensors, each once, in the order of stages.
+    """
+
+    title: tuple[int, str]
+    label: str
+    ranks: tuple[int, ...]
+    home: int
+    here: tuple[Tensor, ...]
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the shape and dtype that is exchanged."""
+        return _local(self.here[0])
+
+
+class SharedParams:
+    """The parameters that this process's stages share with each other and with other ranks.
+
+    Args:
+        ties: the parameters that stages share, beside those of the placement's copies; the same
+            on every rank.
         placement: which rank holds which stage.
         stages: this process's stages, by index.
         transports: one per rank that this process plays.
@@ -60,105 +92,196 @@ class SharedParams:
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
     ) -> None:
-        self._groups = groups_of(ties, placement)
+        # By stage the name of what it shares: of each tie, then of each stage's copies.
+        self._groups = [_places_of(tie, placement) for tie in ties]
+        self._num_ties = len(self._groups)
+        size, copies = placement.num_model_stages, placement.copies
+        if copies > 1:
+            self._groups += [{i + copy * size: "" for copy in range(copies)} for i in range(size)]
         self._placement = placement
         self._stages = stages
         self._transport = transports[0] if len(transports) < placement.num_ranks else None
         self._seen: list[nn.Parameter] = []
-        self._params: tuple[Shared, ...] = ()
-        self._tied: list[Shared] = []
-        self._told_of_hooks = False
-        self._register_peers()
-        self._resolve()
-        self._tell()
-
-    def _register_peers(self) -> None:
+        # By parameter (its id), whether sums over ranks count it here.
+        self._counted: dict[int, bool] = {}
+        # Those that are summed here; and all that are tied.
+        self._params: list[_Shared] = []
+        self._tied: list[_Shared] = []
+        self._has_warned = False
         if self._transport is not None:
-            for number in range(len(self._groups.every)):
-                ranks = set(self._groups.ranks(number, self._placement))
-                if self._transport.rank in ranks:
-                    self._transport.register_peers(ranks - {self._transport.rank})
-
-    def _tell(self) -> None:
-        """Say once, in the process of the first stage, which way is taken."""
-        placement, groups = self._placement, self._groups
-        apart = self._transport is not None
-        for number, group in enumerate(groups.ties):
-            if min(group) in self._stages:
-                places = [
-                    f"{name} of stage {stage}"
-                    for stage, name in sorted(group.items())
-                    if placement.copy_of(stage) == 0
-                ]
-                ranks = groups.ranks(number, placement)
-                summed = f"gradients summed across ranks {_listed(ranks)}"
-                how = summed if apart and len(ranks) > 1 else "placed together"
-                _log.info("%s are one parameter: %s", _listed(places), how)
-        if placement.copies > 1 and 0 in self._stages:
-            pairs = sorted({groups.ranks(n, placement) for n in groups.copies})
-            summed = f"gradients summed across ranks {', '.join(map(_listed, pairs))}"
-            how = summed if apart else "in one process"
-            _log.info("%d copies of the model: %s", placement.copies, how)
-        if placement.copies > 1 and apart and any(map(_keeps_statistics, self._stages.values())):
-            _log.warning(
-                "the %d copies of a batch norm each keep the statistics of the microbatches that "
-                "pass them, which are not those of all",
-                placement.copies,
-            )
+            rank = self._transport.rank
+            for group in self._groups:
+                if rank in (ranks := self._ranks_of(group)):
+                    self._transport.register_peers({*ranks} - {rank})
+        self._resolve()
+        self._log_ways()
+        _live.append(weakref.ref(self, _live.remove))
 
     @property
     def facts(self) -> str:
-        """What every rank must agree on."""
-        return json.dumps([sorted(group.items()) for group in self._groups.every])
+        """The shared names, on which all ranks must agree."""
+        return json.dumps([sorted(group.items()) for group in self._groups])
 
-    # --- what is shared ----------------------------------------------------------------------
+    @property
+    def num_processes(self) -> int:
+        """How many processes the pipeline runs over."""
+        return 1 if self._transport is None else self._placement.num_ranks
+
+    def counts_here(self, param: Tensor) -> bool | None:
+        """Whether sums over ranks count ``param`` on this rank; None if it is not of these stages.
+
+        A parameter in several places counts in the first one.
+        """
+        return self._counted.get(id(param))
+
+    def _ranks_of(self, group: Mapping[int, str]) -> tuple[int, ...]:
+        return tuple(sorted({self._placement.rank_of(stage) for stage in group}))
+
+    def _log_ways(self) -> None:
+        """Log, in the process of the first stage, how gradients are summed."""
+        placement, is_apart = self._placement, self._transport is not None
+        for group in self._groups[: self._num_ties]:
+            if min(group) in self._stages:
+                ranks = self._ranks_of(group)
+                first_copy = sorted((s, n) for s, n in group.items() if placement.copy_of(s) == 0)
+                places = " and ".join(f"{name} of stage {stage}" for stage, name in first_copy)
+                how = "placed together"
+                if is_apart and len(ranks) > 1:
+                    how = f"gradients summed across ranks {_listed(ranks)}"
+                _log.info("%s are one parameter: %s", places, how)
+        if placement.copies == 1:
+            return
+        if 0 in self._stages:
+            pairs = sorted({self._ranks_of(group) for group in self._groups[self._num_ties :]})
+            across = f"gradients summed across ranks {', '.join(map(_listed, pairs))}"
+            how = across if is_apart else "in one process"
+            _log.info("%d copies of the model: %s", placement.copies, how)
+        if is_apart and any(map(_keeps_statistics, self._stages.values())):
+            _log.warning(
+                "the %d copies of a batch norm each keep the statistics of their own microbatches, "
+                "not those of all",
+                placement.copies,
+            )
+
+    # --- finding the places ------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        """Find the parameters: again whenever a stage has others, as when it is sharded."""
+        """Find the parameters; again whenever a stage has others, as when it is sharded."""
         params = [param for stage in self._stages.values() for param in stage.submod.parameters()]
         if len(params) == len(self._seen) and all(map(operator.is_, params, self._seen)):
             return
-        self._seen = params
-        for param in params:
-            set_counts_here(param, True)
-            set_pipeline_size(param, self._placement.num_ranks if self._transport else 1)
         found = list(self._find())
-        self._tied = [s for s in found if s.title[0] < self._groups.num_ties]
-        self._params = tuple(s for s in found if len(s.here) > 1 or len(s.ranks) > 1)
-        rank = self._transport.rank if self._transport is not None else None
+        self._seen = params
+        self._counted = dict.fromkeys(map(id, params), True)
+        self._tied = [shared for shared in found if shared.title[0] < self._num_ties]
+        self._params = [s for s in found if len(s.here) > 1 or len(s.ranks) > 1]
         for shared in self._params:
+            is_home = self._transport is None or self._transport.rank == shared.home
             for place, tensor in enumerate(shared.here):
-                set_counts_here(tensor, place == 0 and rank in (None, shared.home))
+                self._counted[id(tensor)] = place == 0 and is_home
+
+    def _find(self, *, buffers: bool = False) -> Iterator[_Shared]:
+        """The shared parameters, or buffers, of this process's stages; titles rising."""
+        claimed: dict[int, int] = {}
+        for number, group in enumerate(self._groups):
+            found: dict[str, dict[int, Tensor]] = {}
+            labels: dict[str, str] = {}
+            for stage in sorted(group.keys() & self._stages.keys()):
+                named = _named(self._stages[stage].submod, stage, group[stage], buffers)
+                for name, tensor in named.items():
+                    # A tie holds in all copies, which need not share the parameter once more.
+                    if claimed.setdefault(id(tensor), number) == number:
+                        found.setdefault(name, {})[id(tensor)] = tensor
+                        full = ".".join(filter(None, (group[stage], name)))
+                        labels.setdefault(name, f"{full} of stage {stage}")
+                    elif number < self._num_ties:
+                        raise PartitionError(
+                            f"{group[stage]!r} of stage {stage} is named by two of the ties; "
+                            "name all places of a parameter in one"
+                        )
+            for name, tensors in sorted(found.items()):
+                yield _Shared(
+                    title=(number, name),
+                    label=labels[name],
+                    ranks=self._ranks_of(group) if self._transport is not None else (0,),
+                    home=self._placement.rank_of(min(group)),
+                    here=tuple(tensors.values()),
+                )
+
+    # --- before the first step ---------------------------------------------------------------
 
     def agree(self) -> None:
-        """Once, before the first step: see that all places are alike, and make them equal.
+        """Compare all places, and overwrite them by the first; every rank calls, once.
 
         Raises:
-            PartitionError: they differ in shape or dtype; the same on every rank.
+            PartitionError: places differ in shape, dtype or shards; the same on every rank.
         """
-        if self._groups.every:
-            self._resolve()
-            every = [*self._find(), *self._find(buffers=True)]
-            equalize(every, self._groups, self._placement, self._transport)
+        if not self._groups:
+            return
+        self._resolve()
+        every = [*self._find(), *self._find(buffers=True)]
+        self._compare(every)
+        with torch.no_grad():
+            for shared in every:
+                for other in shared.here[1:]:
+                    _local(other).copy_(_local(shared.here[0]))
+            if self._transport is not None:
+                for bucket in _buckets(every):
+                    self._broadcast(bucket, self._transport)
+                    self._transport.drain()
 
-    def _find(self, *, buffers: bool = False) -> Iterator[Shared]:
-        apart = self._transport is not None
-        return find_shared(
-            self._groups, self._placement, self._stages, apart=apart, buffers=buffers
-        )
+    def _compare(self, every: Sequence[_Shared]) -> None:
+        mine = [[*shared.title, _kind_of(t), shared.label] for shared in every for t in shared.here]
+        everyones = [json.dumps(mine).encode()]
+        if self._transport is not None:
+            everyones = self._transport.all_gather_bytes(everyones[0])
+        first: dict[tuple[int, str], tuple[str, str]] = {}
+        holders: dict[tuple[int, str], set[int]] = {}
+        for rank, data in enumerate(everyones):
+            for number, name, kind, label in json.loads(data):
+                first_kind, first_label = first.setdefault((number, name), (kind, label))
+                holders.setdefault((number, name), set()).add(rank)
+                if kind != first_kind:
+                    raise PartitionError(
+                        f"{first_label} ({first_kind}) and {label} ({kind}) can't be shared: "
+                        "shapes, dtypes or shards differ"
+                    )
+        for (number, name), ranks in holders.items() if self._transport is not None else ():
+            group = self._groups[number]
+            if lacking := sorted({*self._ranks_of(group)} - ranks):
+                raise PartitionError(
+                    f"{first[number, name][1]} is shared with rank {lacking[0]}, whose stage has "
+                    f"no {name!r} in {group}; the modules must have the same parameters and buffers"
+                )
+
+    @staticmethod
+    def _broadcast(bucket: Sequence[_Shared], transport: Transport) -> None:
+        """Overwrite the values on all ranks by those of the home."""
+        likes = [shared.like for shared in bucket]
+        home = bucket[0].home
+        if transport.rank == home:
+            for peer in bucket[0].ranks:
+                if peer != home:
+                    transport.send(peer, [like.contiguous() for like in likes])
+            return
+        metas = list(map(_meta_of, likes))
+        received = transport.receive(home, metas, likes[0].device).wait()
+        for shared, value in zip(bucket, received, strict=True):
+            for tensor in shared.here:
+                _local(tensor).copy_(value)
 
     # --- a step ------------------------------------------------------------------------------
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
-        """A training step runs in this: at its end shared gradients are whole in every place.
+        """A block for a training step; at its end each place has the whole gradient.
 
         Raises:
-            StageError: a shared parameter has a hook on its accumulated gradient, which would
-                see a part of it.
+            StageError: a shared parameter has a hook on its accumulated gradient, which would see
+                a part of it.
         """
         self._resolve()
-        # One object that stages on one rank share is summed by autograd, but stage by stage.
+        # Autograd sums the stages of one rank, but stage by stage.
         for shared in (*self._params, *self._tied):
             if any(map(has_grad_hooks, shared.here)):
                 raise StageError(
@@ -166,34 +289,28 @@ class SharedParams:
                     "hook, which would see the gradient of one stage alone; step the optimizer "
                     "after step() instead"
                 )
-        self._tell_of_hooks()
-        if not self._params:
-            yield
-            return
+        self._warn_of_hooks()
         params = [param for shared in self._params for param in shared.here]
-        earlier = {id(param): param.grad for param in params}
+        earlier = [param.grad for param in params]
         for param in params:
             param.grad = None
         is_whole = False
         try:
             yield
             with torch.no_grad():
-                for bucket in buckets(self._params):
+                for bucket in _buckets(self._params):
                     self._sum(bucket)
             is_whole = True
         finally:
-            # Of a broken step nothing stays.
+            # A broken step leaves no gradients.
             with torch.no_grad():
-                for param in params:
-                    fresh = param.grad if is_whole else None
-                    param.grad = _added(earlier[id(param)], fresh)
+                for param, before in zip(params, earlier, strict=True):
+                    param.grad = _added(before, param.grad if is_whole else None)
 
-    def _tell_of_hooks(self) -> None:
-        if self._told_of_hooks:
-            return
+    def _warn_of_hooks(self) -> None:
         hooked = [s for s in self._tied if any(map(has_tensor_hooks, s.here))]
-        if hooked:
-            self._told_of_hooks = True
+        if hooked and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "%s is shared with other stages and has a hook (register_hook), which is called "
                 "with the gradient of each stage by itself: right for a mask or a factor, but not "
@@ -201,68 +318,154 @@ class SharedParams:
                 hooked[0].label,
             )
 
-    def _sum(self, bucket: Sequence[Shared]) -> None:
-        likes = [shared.like for shared in bucket]
-        parts = [[_part_here(shared) for shared in bucket]]
+    def _sum(self, bucket: Sequence[_Shared]) -> None:
+        parts = [[_part_of(shared) for shared in bucket]]
         if self._transport is not None and len(bucket[0].ranks) > 1:
-            parts = self._exchanged(bucket[0].ranks, parts[0], likes, self._transport)
+            parts = self._exchange(bucket, parts[0], self._transport)
         for shared, contributions in zip(bucket, zip(*parts, strict=True), strict=True):
             present = [part for part in contributions if part is not None]
             if present:
-                total = present[0]
-                for part in present[1:]:
-                    total = total + part
+                total = sum(present[1:], start=present[0])
                 for param in shared.here:
-                    _put(param, total)
+                    _put_grad(param, total)
 
-    def _exchanged(
-        self,
-        ranks: Sequence[int],
-        mine: list[Tensor | None],
-        likes: list[Tensor],
-        transport: Transport,
+    @staticmethod
+    def _exchange(
+        bucket: Sequence[_Shared], mine: list[Tensor | None], transport: Transport
     ) -> list[list[Tensor | None]]:
-        """The parts of all ``ranks``, in their order."""
-        peers = [rank for rank in ranks if rank != transport.rank]
-        device = likes[0].device
-        receipts = {peer: transport.receive(peer, [flat_meta(likes)], device) for peer in peers}
-        flat = flatten_tensors(mine, likes)
+        """The parts of all ranks that hold a bucket, in the order of ranks."""
+        likes = [shared.like for shared in bucket]
+        peers = [rank for rank in bucket[0].ranks if rank != transport.rank]
         for peer in peers:
-            transport.send(peer, [flat])
-        parts = {peer: unflatten_tensors(receipts[peer].wait()[0], likes) for peer in peers}
-        transport.drain()  # so that no more than one message to a peer is held
-        parts[transport.rank] = mine
-        return [parts[rank] for rank in ranks]
+            transport.send_metadata(peer, bytes(part is not None for part in mine))
+        is_present = {peer: transport.recv_metadata(peer) for peer in peers}
+        receives = {}
+        for peer in peers:
+            metas = [_meta_of(t) for t, there in zip(likes, is_present[peer], strict=True) if there]
+            receives[peer] = transport.receive(peer, metas, likes[0].device)
+        for peer in peers:
+            transport.send(peer, [part.contiguous() for part in mine if part is not None])
+        parts = {transport.rank: mine}
+        for peer in peers:
+            tensors = iter(receives[peer].wait())
+            parts[peer] = [next(tensors) if there else None for there in is_present[peer]]
+        transport.drain()
+        return [parts[rank] for rank in bucket[0].ranks]
 
 
-def _listed(items: Sequence[object]) -> str:
-    return " and ".join(map(str, items))
+# The live pipelines of this process, latest last, held weakly: norms over ranks ask them which
+# parameters count.
+_live: list[weakref.ref[SharedParams]] = []
 
 
-def _keeps_statistics(stage: Stage) -> bool:
-    return any(getattr(module, "track_running_stats", False) for module in stage.submod.modules())
+def owner_of(param: Tensor) -> SharedParams | None:
+    """The latest live pipeline that ``param`` belongs to."""
+    alive = (ref() for ref in reversed(_live))
+    return next((p for p in alive if p is not None and p.counts_here(param) is not None), None)
 
 
-def _part_here(shared: Shared) -> Tensor | None:
-    """What the places of this process have added, summed in the order of stages."""
-    total: Tensor | None = None
-    for param in shared.here:
-        if param.grad is not None:
-            part = local(param.grad)
-            part = part.to_dense() if part.is_sparse else part
-            total = part if total is None else total + part
-    return total
+def _places_of(tie: Tie, placement: Placement) -> dict[int, str]:
+    """The places of a tie in all copies of the model, by stage.
+
+    Example:
+        >>> from penstock.schedule.placement import bidirectional
+        >>> _places_of({0: "embed.weight", 1: "head.weight"}, bidirectional(2))
+        {0: 'embed.weight', 2: 'embed.weight', 1: 'head.weight', 3: 'head.weight'}
+    """
+    if not isinstance(tie, Mapping):
+        raise PartitionError(
+            f"a tie is {tie!r}; expected a dict, from each stage that holds the parameter to its "
+            "name there"
+        )
+    group: dict[int, str] = {}
+    for stage, name in tie.items():
+        if stage not in range(placement.num_stages):
+            raise PartitionError(
+                f"the tie {dict(tie)} names stage {stage}; there are stages 0 to "
+                f"{placement.num_stages - 1}"
+            )
+        for copy in range(placement.copies):
+            place = placement.model_stage(stage) + copy * placement.num_model_stages
+            if group.setdefault(place, name) != name:
+                raise PartitionError(
+                    f"the tie {dict(tie)} has two names for one of the model's stages, which is "
+                    "the same in each copy; give it one"
+                )
+    if len(tie) < 2:
+        raise PartitionError(f"the tie {dict(tie)} has one place; name all stages that share")
+    return group
 
 
-def _put(param: Tensor, total: Tensor) -> None:
+def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str, Tensor]:
+    """The tensors of the parameter or module ``name``, by their names within it."""
+    params = {plain_name(module, n): p for n, p in module.named_parameters(remove_duplicate=False)}
+    if name in params:
+        return {} if buffers else {"": params[name]}
+    try:
+        within = unwrapped(module).get_submodule(name)
+    except AttributeError:
+        shown = ", ".join([*params][:6]) + (", …" if len(params) > 6 else "")
+        raise PartitionError(
+            f"stage {stage} has neither a parameter nor a module {name!r}; its parameters are: "
+            f"{shown or 'none'}"
+        ) from None
+    return dict(named_plainly(within, buffers=buffers))
+
+
+def _buckets(every: Iterable[_Shared]) -> Iterator[list[_Shared]]:
+    """Buckets with the same ranks, home and device, of a bounded size.
+
+    They come in one order on every rank, in which the first bucket that is not done is always one
+    that all of its ranks are at.
+    """
+
+    def kind(shared: _Shared) -> tuple[Any, ...]:
+        return (shared.ranks, shared.home, shared.like.device.type)
+
+    for _, alike in groupby(sorted(every, key=lambda s: (*kind(s), *s.title)), key=kind):
+        yield from in_buckets(alike, lambda shared: shared.like.nbytes, BUCKET_BYTES)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor itself, or this rank's shard of it (DTensor)."""
+    return local_part(tensor).detach()
+
+
+def _meta_of(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False)
+
+
+def _kind_of(tensor: Tensor) -> str:
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    # Shards are summed as they lie: they must be the same part.
+    shards = [str(p) for p in getattr(tensor, "placements", ()) if not p.is_replicate()]
+    return f"{kind}, {tuple(_local(tensor).shape)} by {', '.join(shards)}" if shards else kind
+
+
+def _part_of(shared: _Shared) -> Tensor | None:
+    """The sum of this process's places, in the order of stages."""
+    grads = [_local(param.grad) for param in shared.here if param.grad is not None]
+    parts = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+    return sum(parts[1:], start=parts[0]) if parts else None
+
+
+def _put_grad(param: Tensor, total: Tensor) -> None:
     if not param.requires_grad:
         return
     if param.grad is None or param.grad.is_sparse:
         param.grad = torch.zeros_like(param, requires_grad=False)
-    local(param.grad).copy_(total)
+    _local(param.grad).copy_(total)
 
 
 def _added(earlier: Tensor | None, fresh: Tensor | None) -> Tensor | None:
     if earlier is None or fresh is None:
         return fresh if earlier is None else earlier
     return earlier + fresh if earlier.is_sparse else earlier.add_(fresh)
+
+
+def _listed(items: Iterable[object]) -> str:
+    return " and ".join(map(str, items))
+
+
+def _keeps_statistics(stage: Stage) -> bool:
+    return any(getattr(module, "track_running_stats", False) for module in stage.submod.modules())

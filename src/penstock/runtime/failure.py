@@ -29,8 +29,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from penstock.cause import Cause, as_error, cause_of
-from penstock.compat.announcing import NOTE, default_group, key_of, store_of
+from penstock.cause import NOTE, Cause, as_error, cause_of, default_group, key_of, store_of
 from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime.agreement import call_mismatch
 from penstock.runtime.watchdog import Peers, StoreQuery, Wait, Watchdog, Whom, poll

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.compat.announcing import announced, default_group
+from penstock.cause import default_group, publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError
@@ -93,7 +93,7 @@ class PipelineSchedule:
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
         # The other ranks may be waiting for this one in their first step.
-        with announced(self._group):
+        with publishing_errors(self._group):
             _check_stages(stages)
             self._config = RunConfig(
                 n_microbatches=n_microbatches,
@@ -112,7 +112,7 @@ class PipelineSchedule:
     def _load(self, program: Program) -> None:
         """Run ``program`` from now on; every rank calls it."""
         stages, group, config = self._stages, self._group, self._config
-        with announced(group):
+        with publishing_errors(group):
             transports = self._transports or _transports(stages[0], group, config.timeout_s)
             by_index = {s.stage_index: s for s in stages}
             ties = config.shared or stages[0].ties

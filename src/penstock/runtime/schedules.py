@@ -15,7 +15,7 @@ import inspect
 import os
 from typing import Any, Literal, Unpack
 
-from penstock.compat.announcing import announced
+from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
 from penstock.runtime.config import LossFn, RunOptions
@@ -128,7 +128,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             ScheduleError: the file is no program of these stages, ranks and microbatches; the
                 same on every rank.
         """
-        with announced(self._group):
+        with publishing_errors(self._group):
             _check_format(format)
             program = load_csv(filename)
             if program.has_transfers and format == "compute_only":
@@ -386,7 +386,7 @@ class ScheduleProgram(PipelineScheduleMulti):
         loss_fn: LossFn | None = None,
         **options: Any,
     ) -> None:
-        with announced(group_of(stages)):
+        with publishing_errors(group_of(stages)):
             if isinstance(program, os.PathLike):
                 program = load_csv(program)
             refuse_no_program(program, "ScheduleProgram")

@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.compat.announcing import own_group
+from penstock.cause import own_group
 from penstock.errors import StageError
-from penstock.parallel.counted import counts_here, pipeline_size
+from penstock.parallel.tied_params import owner_of
 from penstock.runtime.comm.process_group import all_gather_ints, collective_call, objects_group
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
 
 __all__ = ["clip_grad_norm_"]
 
-# What norms are of, in an order that is the same on every rank.
+# The dtypes of gradients, in an order that is the same on every rank.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _NO_GRADIENT = -1
-# A rank's norm, whether it is on the device instead, and the number of its dtype.
-_TOLD = struct.Struct("<d?b")
+# A rank's norm, whether it is on the device instead, and the index of its dtype.
+_PACKED = struct.Struct("<d?b")
 
 
 def clip_grad_norm_(
@@ -75,14 +75,14 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
     mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    kinds = _by_mesh(mine)
-    norms = _norms_here(kinds, norm_type, foreach)
+    by_mesh = _by_mesh(mine)
+    norms = _local_norms(by_mesh, norm_type, foreach)
     total = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
     if dist.is_available() and dist.is_initialized():
         if group is None:
-            _refuse_other_ranks(mine, dist.get_world_size())
+            _refuse_default_group(mine, dist.get_world_size())
         code = _DTYPES.index(total.dtype) if norms else _NO_GRADIENT
-        # A rank without parameters takes part, over whatever the others' norms travel.
+        # A rank without parameters takes part, wherever the others' norms are.
         device = mine[0].device if mine else torch.device("cpu")
         total = _over_ranks(total, code, norm_type, group, device)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -90,14 +90,20 @@ def clip_grad_norm_(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
             "overflow in the forward, or pass error_if_nonfinite=False"
         )
-    for alike in kinds:
+    for alike in by_mesh:
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total, foreach=foreach)
     return total
 
 
-def _refuse_other_ranks(parameters: Iterable[Tensor], num_ranks: int) -> None:
-    """Where there are replicas of a pipeline, the default group would count its gradients twice."""
-    sizes = {pipeline_size(param) for param in parameters} - {None, num_ranks}
+def _counts_here(param: Tensor) -> bool:
+    owner = owner_of(param)
+    return owner is None or bool(owner.counts_here(param))
+
+
+def _refuse_default_group(parameters: Iterable[Tensor], num_ranks: int) -> None:
+    """Beside replicas of a pipeline, the default group would count its gradients twice."""
+    owners = filter(None, map(owner_of, parameters))
+    sizes = {owner.num_processes for owner in owners} - {num_ranks}
     if sizes:
         raise ValueError(
             f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
@@ -106,9 +112,9 @@ def _refuse_other_ranks(parameters: Iterable[Tensor], num_ranks: int) -> None:
 
 
 def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that have a gradient, by the mesh over which it is spread; torch takes no two together.
+    """The parameters with a gradient, by the gradient's device mesh; torch mixes no two.
 
-    In a stage that is tensor parallel some are spread over one mesh, some over none.
+    In a stage that is tensor parallel some gradients are on one mesh, and some on none.
     """
     kinds: dict[object, list[Tensor]] = {}
     for param in parameters:
@@ -117,13 +123,13 @@ def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return [*kinds.values()]
 
 
-def _norms_here(
-    kinds: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None
+def _local_norms(
+    by_mesh: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None
 ) -> list[Tensor]:
-    """The norms of the gradients of this process's stages, by mesh; none where none count here."""
+    """The norms of the gradients that count in this process, by mesh."""
     norms = []
-    for alike in kinds:
-        grads = [p.grad for p in alike if p.grad is not None and counts_here(p)]
+    for alike in by_mesh:
+        grads = [p.grad for p in alike if p.grad is not None and _counts_here(p)]
         if not grads:
             continue
         if math.isinf(norm_type) and is_dtensor(grads[0]):
@@ -140,34 +146,30 @@ def _over_ranks(
     """The norm of the ranks' norms, the same on every rank.
 
     Args:
-        norm: this rank's.
-        code: of its dtype; that of no gradient, where it is of none.
+        norm: this rank's norm.
+        code: the index of its dtype, or that of no gradient.
         norm_type: the p of the p-norm.
         group: the ranks.
         device: where this rank's parameters live.
     """
-    # Doubles: powers of a float32 norm may not fit float32. Gathered: a maximum that is taken on
-    # the way loses what is not a number. What the device has to compute yet is not waited for.
-    made = own_group(group)
-    assert made is not None, "there is a default group"
+    # In float64, since powers of a float32 norm may not fit float32. Gathered, since a reduction
+    # by maximum loses what is not a number. The host does not wait for norms on the device.
+    ranks = own_group(group)
+    assert ranks is not None, "there is a default group"
     on_device = device.type != "cpu"
-    told = _TOLD.pack(0.0 if on_device else norm.item(), on_device, code)
-    number = int.from_bytes(told, "little")
-    everyones = all_gather_ints(objects_group(made), "clip_grad_norm_()", number)
-    norms, any_on_device, codes = zip(
-        *(_TOLD.unpack(each.to_bytes(_TOLD.size, "little")) for each in everyones), strict=True
+    packed = _PACKED.pack(0.0 if on_device else norm.item(), on_device, code)
+    number = int.from_bytes(packed, "little")
+    gathered = all_gather_ints(objects_group(ranks), "clip_grad_norm_()", number)
+    norms, are_on_device, codes = zip(
+        *(_PACKED.unpack(each.to_bytes(_PACKED.size, "little")) for each in gathered), strict=True
     )
     table = torch.tensor(norms, dtype=torch.float64, device="cpu")
-    if any(any_on_device):
-        table = _gathered_on_device(norm, made, device if on_device else torch.device("cuda"))
+    if any(are_on_device):
+        mine = norm.to(indexed(device if on_device else torch.device("cuda")), torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(ranks.size())]
+        with collective_call(ranks, "clip_grad_norm_()"):
+            dist.all_gather(parts, mine, ranks)
+        table = torch.stack(parts)
     total: Tensor = torch.linalg.vector_norm(table, norm_type)
     dtypes = [_DTYPES[each] for each in codes if each != _NO_GRADIENT]
     return total.to(reduce(torch.promote_types, dtypes) if dtypes else norm.dtype)
-
-
-def _gathered_on_device(norm: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    mine = norm.to(indexed(device), torch.float64)
-    norms = [torch.empty_like(mine) for _ in range(group.size())]
-    with collective_call(group, "clip_grad_norm_()"):
-        dist.all_gather(norms, mine, group)
-    return torch.stack(norms)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import _torch_compat
-from penstock.compat.announcing import key_of, store_of, withdraw
+from penstock.cause import key_of, store_of, withdraw_note
 from penstock.errors import PenstockError
 from penstock.runtime.agreement import pack_header, unpack_headers
 from penstock.runtime.comm.base import PendingReceive
@@ -169,7 +169,7 @@ class C10dTransport(ABC):
     def begin(self, what: str) -> None:
         """See ``Transport``."""
         self._calls.begin(what)
-        withdraw(self._group)
+        withdraw_note(self._group)
         if not self._is_connected:
             self._is_connected = True
             self.connect()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._torch_compat import make_group, takes_cpu_tensors
-from penstock.compat.announcing import key_of, own_group
+from penstock.cause import key_of, own_group
 from penstock.errors import PenstockError, ScheduleError, StageError
 from penstock.runtime.agreement import pack_header, unpack_headers
 from penstock.runtime.comm.c10d import C10dTransport
