@@ -23,7 +23,7 @@ the place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
@@ -37,18 +37,16 @@ from penstock.schedule.channels import (
     problem_at,
     stuck_problems,
 )
-from penstock.schedule.index import IndexedProgram, fault_of, index_program
+from penstock.schedule.index import ActionIndex, IndexedProgram, fault_of, index_program
 from penstock.schedule.messages import Problem, number_of
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.rules import (
     COMPUTE,
     COPIES,
-    INPUT_GRADS,
     RECEIVE_FOR,
     SEND_OF,
     TRANSFERS,
     WEIGHT_GRADS,
-    prerequisites,
 )
 
 __all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_steps", "problems"]
@@ -137,10 +135,11 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
         indexed = index_program(program)
     except ScheduleError:
         return tuple(_impossible_steps(program))
-    seen, complete = _tally(indexed)
-    if not complete:
-        return tuple(_count_problems(program))
     index = indexed.index
+    seen, repeated = _tally(indexed)
+    expected = _expected(index, seen)
+    if repeated or seen != expected:
+        return tuple(_count_problems(program, indexed, seen, expected))
     used = {op for op in Op if 1 in seen[index.section(op)]}
     transfers = not used.isdisjoint(TRANSFERS)
     if transfers:
@@ -238,60 +237,60 @@ def _impossible_steps(program: Program) -> Iterator[Problem]:
                 yield problem_at(program, (rank, number), fault)
 
 
-def _tally(program: IndexedProgram) -> tuple[bytearray, bool]:
-    """A mark for every id that occurs, and whether each id that must occur does so, once."""
+def _tally(program: IndexedProgram) -> tuple[bytearray, set[int]]:
+    """A mark for every id that occurs, and the ids that occur more often than they may."""
     index = program.index
     seen = bytearray(index.size)
     repeated: set[int] = set()
     for queue in program.queues:
         for step in queue:
-            if step < 0:
-                for part in program.parts(step):
-                    if seen[part]:
-                        repeated.add(part)
-                    seen[part] = 1
-                continue
-            if seen[step]:
-                repeated.add(step)
-            seen[step] = 1
-    once = all(index.action(number).op in (Op.UNSHARD, Op.RESHARD) for number in repeated)
-    return seen, once and _computes_all(program, seen) and _transfers_all(program, seen)
+            for part in (step,) if step >= 0 else program.parts(step):
+                if seen[part]:
+                    repeated.add(part)
+                seen[part] = 1
+    again = (Op.UNSHARD, Op.RESHARD)
+    return seen, {number for number in repeated if index.action(number).op not in again}
 
 
-def _computes_all(program: IndexedProgram, seen: bytearray) -> bool:
-    section = program.index.section
-    forward, full = seen[section(Op.FORWARD)], seen[section(Op.FULL_BACKWARD)]
-    by_input, by_weight = seen[section(Op.INPUT_GRAD)], seen[section(Op.WEIGHT_GRAD)]
-    has_backward = 1 in full or 1 in by_input or 1 in by_weight
-    expected = program.index.passing()
-    # In bytes of 0 and 1: each of full and by_input where the other is not.
-    either = int.from_bytes(full) ^ int.from_bytes(by_input)
-    whole = by_input == by_weight and either == int.from_bytes(expected)
-    return forward == expected and (whole or not has_backward)
+def _expected(index: ActionIndex, seen: bytearray) -> bytearray:
+    """A mark for every id that must occur, given those that do."""
+    expected = seen[:]
+    passing = index.passing()
+
+    def marks(op: Op) -> int:
+        # Bytes of 0 and 1 as one number, so that each operation is on all of them at once.
+        return int.from_bytes(seen[index.section(op)])
+
+    expected[index.section(Op.FORWARD)] = passing
+    full, halves = marks(Op.FULL_BACKWARD), marks(Op.INPUT_GRAD) | marks(Op.WEIGHT_GRAD)
+    has_backward = bool(full | halves)
+    if has_backward:
+        each = int.from_bytes(passing)
+        split = (each & halves) & ~full
+        for op, wanted in (
+            (Op.FULL_BACKWARD, each & ~split),
+            (Op.INPUT_GRAD, split),
+            (Op.WEIGHT_GRAD, split),
+        ):
+            expected[index.section(op)] = wanted.to_bytes(len(passing))
+    if any(1 in seen[index.section(op)] for op in TRANSFERS):
+        size = index.num_microbatches
+        for (value, _), receive in RECEIVE_FOR.items():
+            for op in (receive, SEND_OF[receive]):
+                for stage in range(index.placement.num_stages):
+                    crosses = value is Op.FORWARD or has_backward
+                    needed = crosses and index.peer(op, stage) is not None
+                    row = passing[stage * size : (stage + 1) * size] if needed else bytes(size)
+                    start = index.id(op, stage)
+                    expected[start : start + size] = row
+    return expected
 
 
-def _transfers_all(program: IndexedProgram, seen: bytearray) -> bool:
-    index = program.index
-    if not any(1 in seen[index.section(op)] for op in TRANSFERS):
-        return True
-    size, passing = index.num_microbatches, index.passing()
-    has_backward = any(1 in seen[index.section(op)] for op in INPUT_GRADS)
-    for (value, _), receive in RECEIVE_FOR.items():
-        made = value is Op.FORWARD or has_backward
-        for op in (receive, SEND_OF[receive]):
-            for stage in range(index.placement.num_stages):
-                start = index.id(op, stage)
-                needed = made and index.peer(op, stage) is not None
-                # Their number is enough: none is seen of microbatches that don't pass the stage.
-                wanted = passing[stage * size : stage * size + size].count(1) if needed else 0
-                if seen[start : start + size].count(1) != wanted:
-                    return False
-    return True
-
-
-def _count_problems(program: Program) -> Iterator[Problem]:
+def _count_problems(
+    program: Program, indexed: IndexedProgram, seen: bytearray, expected: bytearray
+) -> Iterator[Problem]:
     """The actions that are doubled, missing, or without need."""
-    places: dict[Action, tuple[int, int]] = {}
+    index, places = indexed.index, dict[Action, tuple[int, int]]()
     for act, place in places_of(program):
         if act not in places:
             places[act] = place
@@ -299,63 +298,38 @@ def _count_problems(program: Program) -> Iterator[Problem]:
             first = places[act][1]
             message = f"{act} again, first done at step {first}; once is enough"
             yield problem_at(program, place, message)
-    yield from _compute_problems(program, places)
-    if any(act.op in TRANSFERS for act in places):
-        yield from _transfer_problems(program, places)
-
-
-def _compute_problems(program: Program, places: dict[Action, tuple[int, int]]) -> Iterator[Problem]:
-    backwards = (Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
-    has_backward = program.has_backward
-    for stage in range(program.num_stages):
-        for microbatch in range(program.num_microbatches):
-            if not program.placement.passes(microbatch, stage):
-                continue
-            forward = action(stage, Op.FORWARD, microbatch)
-            if forward not in places:
-                yield _missing(program, forward, f"{forward} is missing")
-            if not has_backward:
-                continue
-            full, by_input, by_weight = (action(stage, op, microbatch) for op in backwards)
-            halves = [act for act in (by_input, by_weight) if act in places]
-            if full in places:
-                for act in halves:
-                    message = f"{act} is done already, as a part of {full}"
-                    yield problem_at(program, places[act], message)
-            elif not halves:
-                message = f"the backward is missing: {full}, or {by_input} and {by_weight}"
-                yield _missing(program, full, message)
-            elif len(halves) == 1:
-                other = by_weight if halves[0] is by_input else by_input
-                message = f"{other} is missing: {halves[0]} is half of a backward"
-                yield _missing(program, other, message)
-
-
-def _transfer_problems(
-    program: Program, places: dict[Action, tuple[int, int]]
-) -> Iterator[Problem]:
-    wanted: dict[Action, Action] = {}
-    for act in places:
-        if act.op in COMPUTE:
-            for receive in prerequisites(act, program.placement, transfers=True):
-                if receive.op in TRANSFERS:
-                    wanted[receive] = act
-                    sends = prerequisites(receive, program.placement, transfers=True)
-                    wanted.update(dict.fromkeys(sends, act))
-    for transfer, user in wanted.items():
-        if transfer not in places:
-            holder = program.placement.rank_of(user.stage)
-            message = f"{transfer} is missing: {user} on rank {holder} needs what it carries"
-            yield _missing(program, transfer, message)
-    for act, place in places.items():
-        if act.op in TRANSFERS and act not in wanted:
+    for number, (has, wants) in enumerate(zip(seen, expected, strict=True)):
+        if has == wants:
+            continue
+        act = index.action(number)
+        if wants:
+            rank = program.placement.rank_of(act.stage)
+            message = _missing(act, index, places)
+            yield Problem(rank=rank, step=None, action=str(act), message=message)
+        elif act.op in TRANSFERS:
             message = f"{act} carries nothing that another rank needs; leave it out"
-            yield problem_at(program, place, message)
+            yield problem_at(program, places[act], message)
+        else:
+            full = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
+            message = f"{act} is done already, as a part of {full}"
+            yield problem_at(program, places[act], message)
 
 
-def _missing(program: Program, act: Action, message: str) -> Problem:
-    rank = program.placement.rank_of(act.stage)
-    return Problem(rank=rank, step=None, action=str(act), message=message)
+def _missing(act: Action, index: ActionIndex, present: Container[Action]) -> str:
+    """The message about a missing action."""
+    halves = [action(act.stage, op, act.microbatch) for op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD)]
+    if act.op is Op.FULL_BACKWARD:
+        return f"the backward is missing: {act}, or {halves[0]} and {halves[1]}"
+    if act in halves:
+        (half,) = (other for other in halves if other in present)
+        return f"{act} is missing: {half} is half of a backward"
+    peer = index.peer(act.op, act.stage)
+    if peer is None:
+        return f"{act} is missing"
+    maker, user = (peer[1], act.stage) if act.op in SEND_OF else (act.stage, peer[1])
+    value = "output" if act.op in (Op.SEND_F, Op.RECV_F) else "input gradient"
+    rank = index.placement.rank_of(user)
+    return f"{act} is missing: rank {rank} needs the {value} of stage {maker}"
 
 
 def _sharding_problems(program: Program) -> Iterator[Problem]:

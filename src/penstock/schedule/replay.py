@@ -109,6 +109,7 @@ class DependencyReplay:
         "_parts_in_turn",
         "_queues",
         "_ready",
+        "_unfinished",
         "_waiting",
         "_width",
         "awaits",
@@ -140,6 +141,7 @@ class DependencyReplay:
         # Id of a missing result → the queues that wait for it.
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(len(queues)))
+        self._unfinished = len(queues)
         self.done = [-1.0] * num_ids
         self.starts: list[list[float]] = [[] for _ in queues]
         self.ends: list[list[float]] = [[] for _ in queues]
@@ -175,10 +177,14 @@ class DependencyReplay:
                     if arrival < 0.0:
                         missing = step + offset
                         break
-                    if arrival + delay > start:
-                        start = arrival + delay
+                    if delay:
+                        arrival += delay
+                    if arrival > start:
+                        start = arrival
                 else:
-                    free = start + durations[row]
+                    # Without a duration no new number is made, of which a check keeps many.
+                    duration = durations[row]
+                    free = start + duration if duration else start
                     starts.append(start)
                     ends.append(free)
                     for offset in fulfilled[row]:
@@ -195,7 +201,8 @@ class DependencyReplay:
                 self.runs.append((number, first, place))
             self.positions[number] = place
             self.awaits[number] = missing
-        return self.positions == [len(queue) for queue in self._queues]
+            self._unfinished -= missing is None
+        return not self._unfinished
 
     def fulfil(self, step: int, time: float = 0.0) -> None:
         """Completes an action out of its turn, and wakes the queues that wait for it."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.families.repeating import place_block, repeat
+from penstock.schedule.families.periodic import chain_pattern
 from penstock.schedule.family import refuse_sizes
 from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import Placement, wave
@@ -73,15 +73,16 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
 
 
 def _pattern(placement: Placement, group: int, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """The order of one group: whatever is ready, by the time at which its block would have it."""
+    """The order of one group: whatever is ready, by the time at which its pattern would have it."""
     num_stages = placement.num_stages
-    block = place_block(
+    backward = Op.FULL_BACKWARD
+    pattern = chain_pattern(
         placement,
         gaps=[1] * num_stages + [2] * (num_stages - 1),
-        interval=3 * num_stages // placement.num_ranks,
-        backward=Op.FULL_BACKWARD,
+        period=3 * num_stages // placement.num_ranks,
+        backward=backward,
     )
-    orders = repeat(block, microbatches=group)
+    orders = pattern.orders(placement, microbatches=group, backward=backward)
     return list_schedule(placement, orders, limit=limit, spare=0, overtake=True).ranks
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.families.v_blocks import Hops, repeated_v
+from penstock.schedule.families.periodic import v_program
 from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program
 
@@ -63,11 +63,12 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
         )
     meets = ranks % 3 == 0
     fits = limit > least or not meets
-    return repeated_v(
+    return v_program(
         "1f1b-v",
         ranks=ranks,
         microbatches=microbatches,
-        hops=Hops(legs=(1, 1, 2, 2), turns=(2 if meets and fits else 1, 1, 2)),
+        legs=(1, 1, 2, 2),
+        turns=(2 if meets and fits else 1, 1, 2),
         limit=least + (meets and fits),
         # A block that needs more than there is goes on only if whatever is ready may go ahead.
         spare=1 if fits else 0,

@@ -6,7 +6,7 @@ the compute; of rank 0 what F0, F1 and F2 keep is away in the meantime:
     rank 0  F0 F1 f0 .. .. i0 w0 F2 f1 I0 W0 i1 w1 f2 I1 W1 i2 w2 I2 W2
     rank 1  .. F0 F1 f0 i0 w0 I0 W0 F2 f1 i1 w1 I1 W1 f2 i2 w2 I2 W2 ..
 
-One building block, repeated for every microbatch: forwards follow one another down all stages,
+One periodic pattern: forwards follow one another down all stages,
 input gradients up again, each weight gradient right after its input gradient, while the stage
 before goes on. An activation of stage s of S = PV lives for 2(S - s) units, or somewhat longer
 where a pass has to wait for another's slot, so that of the V stages of a rank the later ones hold
@@ -37,7 +37,7 @@ from dataclasses import replace
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.families.gis import gis
-from penstock.schedule.families.repeating import PassBlock, place_block, repeat
+from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
 from penstock.schedule.passes.offload import offload
 from penstock.schedule.placement import Placement, looped
 from penstock.schedule.program import Program
@@ -62,7 +62,8 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
         '1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3I0 1RELOAD0 3W0 1I0 1W0 3F1 3I1 1RELOAD1 3W1 1I1 1W1'
     """
     placement = looped(ranks, virtual)
-    orders = repeat(_block(placement, virtual), microbatches=microbatches)
+    pattern = _pattern(placement, virtual)
+    orders = pattern.orders(placement, microbatches=microbatches, backward=Op.FULL_BACKWARD)
     program = Program(
         name="po-h",
         placement=placement,
@@ -93,23 +94,32 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
     return replace(offload(program, ahead=ahead), name="po-f")
 
 
-def _block(placement: Placement, virtual: int) -> PassBlock:
-    """The block whose activations live shortest, by how forwards come round from rank to rank.
+def _pattern(placement: Placement, virtual: int) -> PeriodicPattern:
+    """The pattern whose activations live shortest, by how forwards come round from rank to rank.
 
-    Passes of one rank must not meet, modulo the interval; some ways round leave the others less
+    Actions of one rank must not meet, modulo the period; some ways round leave the others less
     to step aside. A backward takes both its units of a rank at once, but hands on its input
     gradient after the first.
     """
     ranks, stages = placement.num_ranks, placement.num_stages
-    blocks = []
+    patterns = []
     for around in range(1, 2 * virtual + 2):
         forward = [1 if stage % ranks else around for stage in range(1, stages)]
         gaps = (*forward, *[1] * stages)
-        blocks.append(
-            place_block(placement, gaps=gaps, interval=3 * virtual, backward=Op.FULL_BACKWARD)
+        patterns.append(
+            chain_pattern(placement, gaps=gaps, period=3 * virtual, backward=Op.FULL_BACKWARD)
         )
     later = range(ranks * -(-virtual // 2) % stages, stages)
-    return min(blocks, key=lambda block: (_lifetime(block, later), _length(block)))
+    return min(patterns, key=lambda p: (_lifetime(p, placement, later), max(p.starts)))
+
+
+def _lifetime(pattern: PeriodicPattern, placement: Placement, stages: range) -> float:
+    """How long the activations of ``stages`` live, on the rank where that is longest."""
+    starts, num_stages = pattern.starts, placement.num_stages
+    return max(
+        sum(starts[num_stages + s] - starts[s] for s in placement.stages_of(rank) if s in stages)
+        for rank in range(placement.num_ranks)
+    )
 
 
 def _split(order: list[Action]) -> Iterator[Action]:
@@ -120,16 +130,3 @@ def _split(order: list[Action]) -> Iterator[Action]:
             yield action(act.stage, Op.WEIGHT_GRAD, act.microbatch)
         else:
             yield act
-
-
-def _lifetime(block: PassBlock, stages: range) -> int:
-    """How long the activations of ``stages`` live, on the rank where that is longest."""
-    sums = []
-    for passes in block.ranks:
-        starts = [(p.start, p.op is Op.FORWARD) for p in passes if p.stage in stages]
-        sums.append(sum(-start if is_forward else start for start, is_forward in starts))
-    return max(sums)
-
-
-def _length(block: PassBlock) -> int:
-    return max(each.start for passes in block.ranks for each in passes)

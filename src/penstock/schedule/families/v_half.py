@@ -18,7 +18,7 @@ Source: arXiv:2405.15362, sec. 3.
 
 from __future__ import annotations
 
-from penstock.schedule.families.v_blocks import Hops, repeated_v
+from penstock.schedule.families.periodic import v_program
 from penstock.schedule.program import Program
 
 __all__ = ["v_half"]
@@ -38,11 +38,12 @@ def v_half(*, ranks: int, microbatches: int) -> Program:
     # For even P, backwards that start at once would meet the slots of forwards on every rank,
     # and lose a unit on each; at these turns they meet none after the first.
     turns = (3, 2, 2) if ranks % 2 == 0 else (1, 1, 1)
-    return repeated_v(
+    return v_program(
         "v-half",
         ranks=ranks,
         microbatches=microbatches,
-        hops=Hops(legs=(1, 2, 1, 2), turns=turns),
+        legs=(1, 2, 1, 2),
+        turns=turns,
         limit=2 * ((ranks + 2) // 2),
         spare=1,
     )

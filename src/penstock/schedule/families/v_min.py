@@ -18,7 +18,7 @@ Source: arXiv:2405.15362, sec. 3.
 
 from __future__ import annotations
 
-from penstock.schedule.families.v_blocks import Hops, repeated_v
+from penstock.schedule.families.periodic import v_program
 from penstock.schedule.program import Program
 
 __all__ = ["v_min"]
@@ -37,11 +37,12 @@ def v_min(*, ranks: int, microbatches: int) -> Program:
     """
     # Unless P = 1 (mod 3), passes of the way there and back would meet in some rank's slots.
     turns = (1, 1, 1) if ranks % 3 == 1 else (2, 1, 1)
-    return repeated_v(
+    return v_program(
         "v-min",
         ranks=ranks,
         microbatches=microbatches,
-        hops=Hops(legs=(1, 1, 1, 1), turns=turns),
+        legs=(1, 1, 1, 1),
+        turns=turns,
         limit=2 * ((ranks + 4) // 3),
         spare=1,
     )

@@ -18,7 +18,7 @@ Source: arXiv:2405.15362, sec. 3.
 
 from __future__ import annotations
 
-from penstock.schedule.families.v_blocks import Hops, repeated_v
+from penstock.schedule.families.periodic import v_program
 from penstock.schedule.program import Program
 
 __all__ = ["v_zb"]
@@ -35,11 +35,11 @@ def v_zb(*, ranks: int, microbatches: int) -> Program:
         >>> " ".join(map(str, v_zb(ranks=1, microbatches=1).ranks[0]))
         '0F0 1F0 1I0 0I0 1W0 0W0'
     """
-    return repeated_v(
+    return v_program(
         "v-zb",
         ranks=ranks,
         microbatches=microbatches,
-        hops=Hops(legs=(1, 5, 1, 5)),
+        legs=(1, 5, 1, 5),
         limit=2 * ranks,
         spare=0,
     )

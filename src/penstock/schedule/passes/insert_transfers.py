@@ -179,6 +179,10 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
     heap.
     """
     index = placed.index
+    # By row of receives, the rank that posts them.
+    posts = [
+        index.placement.rank_of(stage) if op in SEND_OF else None for op, stage in index.rows()
+    ]
     replay = blocking_replay(placed, TWO_WAY, transfers=True)
     hoisted: list[dict[int, list[int]]] = [{} for _ in placed.queues]
     stopped: list[int] = []
@@ -188,19 +192,21 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
         for rank, _, _ in replay.runs[looked_at:]:
             heapq.heappush(stopped, rank)
         looked_at = len(replay.runs)
-        receive = _unposted(replay, stopped, index)
-        target = index.placement.rank_of(index.action(receive).stage)
+        receive, target = _unposted(replay, stopped, posts, index.num_microbatches)
         hoisted[target].setdefault(replay.positions[target], []).append(receive)
         replay.fulfil(receive)
     return hoisted
 
 
-def _unposted(replay: DependencyReplay, stopped: list[int], index: ActionIndex) -> int:
-    """The receive that the lowest rank stuck in a send waits for."""
+def _unposted(
+    replay: DependencyReplay, stopped: list[int], posts: list[int | None], width: int
+) -> tuple[int, int]:
+    """The receive that the lowest rank stuck in a send waits for, and the rank that posts it."""
     while stopped:
         missing = replay.awaits[heapq.heappop(stopped)]
-        if missing is not None and index.action(missing).op in SEND_OF:
-            return missing
+        target = None if missing is None else posts[missing // width]
+        if missing is not None and target is not None:
+            return missing, target
     raise InternalError("a program that can be computed is stuck, and no rank waits in a send")
 
 

@@ -1,4 +1,4 @@
-"""Repeated blocks and their squeezing, by laws and by small examples."""
+"""Periodic patterns and their list schedules, by laws and by small examples."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.check import check
-from penstock.schedule.families.repeating import PassBlock, place_block, repeat
+from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
 from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
@@ -26,17 +26,17 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> tuple[Placement, PassBlock, Op]:
+def patterns(draw: st.DrawFn) -> tuple[Placement, PeriodicPattern, Op]:
     placement = draw(placements())
     backward = draw(st.sampled_from([Op.INPUT_GRAD, Op.FULL_BACKWARD]))
     passes = 2 * placement.num_stages - 1
     gaps = draw(st.lists(st.integers(1, 5), min_size=passes, max_size=passes))
     if backward is Op.FULL_BACKWARD:
         gaps = [max(2, gap) if at >= placement.num_stages else gap for at, gap in enumerate(gaps)]
-    interval = 3 * placement.num_stages // placement.num_ranks + draw(st.integers(0, 2))
+    period = 3 * placement.num_stages // placement.num_ranks + draw(st.integers(0, 2))
     return (
         placement,
-        place_block(placement, gaps=gaps, interval=interval, backward=backward),
+        chain_pattern(placement, gaps=gaps, period=period, backward=backward),
         backward,
     )
 
@@ -46,26 +46,31 @@ def length(op: Op) -> int:
 
 
 @settings(deadline=None, max_examples=150)
-@given(blocks())
-def test_repetitions_of_a_block_never_meet(made: tuple[Placement, PassBlock, Op]) -> None:
-    placement, block, _ = made
-    for rank, passes in enumerate(block.ranks):
-        slots = [(p.start + unit) % block.interval for p in passes for unit in range(length(p.op))]
-        assert len(slots) == len(set(slots))
-        assert {p.stage for p in passes} == set(placement.stages_of(rank))
+@given(patterns())
+def test_repetitions_of_a_pattern_never_meet(made: tuple[Placement, PeriodicPattern, Op]) -> None:
+    placement, pattern, backward = made
+    stages = placement.num_stages
+    for rank in range(placement.num_ranks):
+        taken = [
+            (pattern.starts[kind] + unit) % pattern.period
+            for stage in placement.stages_of(rank)
+            for kind, op in ((stage, Op.FORWARD), (stage + stages, backward))
+            for unit in range(length(op))
+        ]
+        assert len(taken) == len(set(taken))
 
 
 @settings(deadline=None, max_examples=150)
-@given(blocks())
-def test_every_pass_of_a_block_starts_when_what_it_needs_is_done(
-    made: tuple[Placement, PassBlock, Op],
+@given(patterns())
+def test_every_action_of_a_pattern_starts_when_what_it_needs_is_done(
+    made: tuple[Placement, PeriodicPattern, Op],
 ) -> None:
-    _, block, _ = made
-    chain = sorted((p for passes in block.ranks for p in passes), key=lambda p: p.start)
-    last = max(p.stage for p in chain)
-    assert [p.stage for p in chain] == [*range(last + 1), *reversed(range(last + 1))]
+    placement, pattern, backward = made
+    stages = placement.num_stages
+    chain = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
     for before, after in pairwise(chain):
-        assert after.start >= before.start + length(before.op)
+        lasts = length(Op.FORWARD if before < stages else backward)
+        assert pattern.starts[after] >= pattern.starts[before] + lasts
 
 
 def program_of(placement: Placement, microbatches: int, ranks: object) -> Program:
@@ -90,21 +95,21 @@ COST = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 @settings(deadline=None, max_examples=200)
 @given(
-    made=blocks(),
+    made=patterns(),
     microbatches=st.integers(1, 12),
     more=st.integers(0, 4),
     spare=st.sampled_from([None, 0, 1, 2]),
     costs=st.tuples(COST, COST, COST),
 )
 def test_scheduled_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_said(
-    made: tuple[Placement, PassBlock, Op],
+    made: tuple[Placement, PeriodicPattern, Op],
     microbatches: int,
     more: int,
     spare: int | None,
     costs: tuple[float, float, float],
 ) -> None:
-    placement, block, _ = made
-    orders = repeat(block, microbatches=microbatches)
+    placement, pattern, backward = made
+    orders = pattern.orders(placement, microbatches=microbatches, backward=backward)
     limit = max(map(own_peak, orders)) + more
     forward, input_grad, weight_grad = ((cost,) * placement.num_stages for cost in costs)
     scheduled = list_schedule(
@@ -152,6 +157,6 @@ def test_a_limit_that_can_not_be_kept_is_refused() -> None:
         list_schedule(linear(1), [order], limit=1)
 
 
-def test_an_interval_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="an interval of 3 is too short"):
-        place_block(v_shape(1), gaps=(1, 1, 1), interval=3)
+def test_a_period_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="a period of 3 is too short"):
+        chain_pattern(v_shape(1), gaps=(1, 1, 1), period=3)

@@ -1,0 +1,231 @@
+"""Periodic patterns: the actions of one microbatch, placed so that they fit again every period.
+
+    P = 2, V = 2, period 6, forwards and input gradients of 1, gaps of 1 (V-Min):
+
+    rank 0  F0 .. .. f0 i0 .. | F1 .. I0 f1 i1 .. | F2 .. I1 f2 i2 ..
+    rank 1  .. F0 f0 .. .. i0 | I0 F1 f1 .. .. i1 | I1 F2 f2 .. .. i2
+
+An action starts at the earliest time, not before its gap from the action before it, at which its
+rank is free in every repetition: no other action takes the same time modulo the period. So ranks
+never wait once the pipeline is full. The longer an activation lives from its forward to its
+backward, divided by the period, the more of them its rank holds. Weight gradients need no slot of
+their own: they take what the period leaves over.
+
+A pattern leaves idle time in the warm-up and the cool-down, which ``list_schedule`` fills.
+
+Source: arXiv:2405.15362, sec. 3 (building blocks).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.list_schedule import list_schedule
+from penstock.schedule.placement import Placement, v_shape
+from penstock.schedule.program import Program
+
+__all__ = ["PeriodicPattern", "PeriodicSlots", "chain_pattern", "v_program"]
+
+# Times that differ by less are the same.
+_NEAR = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodicPattern:
+    """The starts of one microbatch's actions.
+
+    Args:
+        period: time from one microbatch to the next.
+        starts: for each kind (``penstock.schedule.list_schedule``), its start in microbatch 0.
+    """
+
+    period: float
+    starts: tuple[float, ...]
+
+    def times(self, microbatches: int) -> list[list[float]]:
+        """For each kind, the start of each microbatch."""
+        shifts = [number * self.period for number in range(microbatches)]
+        return [[start + shift for shift in shifts] for start in self.starts]
+
+    def orders(
+        self, placement: Placement, *, microbatches: int, backward: Op = Op.INPUT_GRAD
+    ) -> list[list[Action]]:
+        """For each rank, its forwards and backwards in the order of their starts.
+
+        Example:
+            >>> pattern = chain_pattern(v_shape(1), gaps=(1, 1, 1), period=6)
+            >>> " ".join(map(str, pattern.orders(v_shape(1), microbatches=2)[0]))
+            '0F0 1F0 1I0 0I0 0F1 1F1 1I1 0I1'
+        """
+        times, stages = self.times(microbatches), placement.num_stages
+        orders = []
+        for rank in range(placement.num_ranks):
+            timed = sorted(
+                (times[kind][microbatch], kind, microbatch)
+                for stage in placement.stages_of(rank)
+                for kind in (stage, stage + stages)
+                for microbatch in range(microbatches)
+            )
+            orders.append(
+                [
+                    action(kind % stages, Op.FORWARD if kind < stages else backward, microbatch)
+                    for _, kind, microbatch in timed
+                ]
+            )
+        return orders
+
+
+class PeriodicSlots:
+    """The time of a rank that is taken, modulo a period.
+
+    Attributes:
+        busy: the taken pieces of the period, as (start, end), in order; no two touch.
+
+    Example:
+        >>> slots = PeriodicSlots(6)
+        >>> slots.take(4, 1)
+        >>> slots.fit(3, 2), slots.fit(3, 6)
+        (5, None)
+    """
+
+    def __init__(self, period: float) -> None:
+        self._period = period
+        self.busy: list[tuple[float, float]] = []
+
+    def fit(self, start: float, length: float) -> float | None:
+        """The first time from ``start`` on at which ``length`` is free in every period."""
+        busy, period = self.busy, self._period
+        if not length or not busy:
+            return start
+        phase = start % period
+        first = bisect_right(busy, phase + _NEAR, key=itemgetter(1))
+        for place in range(first, first + len(busy) + 1):
+            turns, number = divmod(place, len(busy))
+            low, high = busy[number]
+            if low + turns * period >= phase + length - _NEAR:
+                return start
+            start += high + turns * period - phase
+            phase = high + turns * period
+        return None
+
+    def take(self, start: float, length: float) -> None:
+        """Take ``length`` from ``start`` on, in every period."""
+        phase, busy = start % self._period, self.busy
+        end = phase + length
+        # What reaches beyond the period goes on at its beginning.
+        for low, high in ((phase, min(end, self._period)), (0, end - self._period)):
+            if high > low + _NEAR:
+                since = bisect_left(busy, low - _NEAR, key=itemgetter(1))
+                until = bisect_right(busy, high + _NEAR, key=itemgetter(0))
+                touched = [(low, high), *busy[since:until]]
+                busy[since:until] = [(min(touched)[0], max(high for _, high in touched))]
+
+    def free_gaps(self) -> list[float]:
+        """The lengths of the free pieces of the period, which is a circle."""
+        if not self.busy:
+            return [self._period]
+        following = [*self.busy[1:], (self.busy[0][0] + self._period, 0)]
+        return [low - high for (_, high), (low, _) in zip(self.busy, following, strict=True)]
+
+
+def chain_pattern(
+    placement: Placement, *, gaps: Sequence[int], period: int, backward: Op = Op.INPUT_GRAD
+) -> PeriodicPattern:
+    """The pattern of a microbatch that goes down all stages and back, each action early as can be.
+
+    A forward and an input gradient take 1 each, a full backward takes 2.
+
+    Args:
+        placement: the rank of every stage.
+        gaps: for each action after the first, forwards of stages 0, 1, ... and backwards of ...,
+            1, 0: the least time from the start of the action before it to its own.
+        period: time from a microbatch to the next.
+        backward: INPUT_GRAD, or FULL_BACKWARD.
+
+    Raises:
+        ScheduleError: the period is too short for the actions of a rank.
+
+    Example:
+        >>> chain_pattern(v_shape(2), gaps=(1,) * 7, period=6).starts
+        (0, 1, 2, 3, 7, 6, 5, 4)
+    """
+    stages = placement.num_stages
+    length = 2 if backward is Op.FULL_BACKWARD else 1
+    slots = [PeriodicSlots(period) for _ in range(placement.num_ranks)]
+    # Full backwards that are still to be placed on each rank: each needs two slots in a row.
+    to_come = [len(placement.stages_of(rank)) * (length - 1) for rank in range(len(slots))]
+    starts: list[float] = [0] * (2 * stages)
+    start: float = 0
+    chain = (*range(stages), *range(2 * stages - 1, stages - 1, -1))
+    for kind, gap in zip(chain, (0, *gaps), strict=True):
+        rank = placement.rank_of(kind % stages)
+        takes = 1 if kind < stages else length
+        to_come[rank] -= takes - 1
+        start = starts[kind] = _place(slots[rank], start + gap, takes, to_come[rank], period)
+    return PeriodicPattern(period=period, starts=tuple(starts))
+
+
+def _place(slots: PeriodicSlots, start: float, length: int, pairs: int, period: int) -> float:
+    """Take the first time at which an action fits, and ``pairs`` of two slots still do."""
+    for _ in range(period):
+        time = slots.fit(start, length)
+        if time is None:
+            break
+        before = slots.busy[:]
+        slots.take(time, length)
+        if sum(int(gap) // 2 for gap in slots.free_gaps()) >= pairs:
+            return time
+        slots.busy[:] = before
+        start = time + 1
+    raise ScheduleError(f"a period of {period} is too short for the actions of a rank")
+
+
+def v_program(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    legs: tuple[int, int, int, int],
+    turns: tuple[int, int, int] = (1, 1, 1),
+    limit: int,
+    spare: int,
+    backward: Op = Op.INPUT_GRAD,
+    overtake: bool = False,
+) -> Program:
+    """A pattern over a V, repeated every six units (two forwards and backwards), then scheduled.
+
+    Args:
+        name: the family's name.
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        legs: the gaps from rank to rank: of forwards on the way down, of forwards on the way up,
+            and of backwards along each of them.
+        turns: the gaps where both actions are on one rank: at the foot of the V, at the model's
+            end, and at the foot again.
+        limit: the most activations that a rank may hold.
+        spare: how many of those a forward that is run ahead of its turn leaves free.
+        backward: INPUT_GRAD or FULL_BACKWARD.
+        overtake: whether backwards may go ahead of their turn too.
+
+    Example:
+        >>> program = v_program(
+        ...     "v-min", ranks=1, microbatches=2, legs=(1, 1, 1, 1), limit=2, spare=1
+        ... )
+        >>> " ".join(map(str, program.ranks[0]))
+        '0F0 1F0 1I0 0I0 1W0 0F1 0W0 1F1 1I1 0I1 1W1 0W1'
+    """
+    placement = v_shape(ranks)
+    gaps = [legs[0]] * (ranks - 1)
+    for turn, leg in zip(turns, legs[1:], strict=True):
+        gaps += [turn, *[leg] * (ranks - 1)]
+    pattern = chain_pattern(placement, gaps=gaps, period=6, backward=backward)
+    orders = pattern.orders(placement, microbatches=microbatches, backward=backward)
+    scheduled = list_schedule(placement, orders, limit=limit, spare=spare, overtake=overtake)
+    return Program(
+        name=name, placement=placement, num_microbatches=microbatches, ranks=scheduled.ranks
+    )
