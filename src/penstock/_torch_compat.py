@@ -144,19 +144,32 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 # -------------------- stages and the deferral of weight gradients --------------------
-# Where torch.compile and the wrapper of activation checkpointing hold the module that they wrap.
+# Seen in torch 2.11, 2.13, 2.14 and 2.15, each name of this section.
+
+# The attributes under which torch.compile and the wrapper of activation checkpointing hold the
+# module that they wrap: no public method unwraps a module, or a name without the prefix.
 WRAPPERS_KEEP_UNDER = ("_orig_mod", "_checkpoint_wrapped_module")
 
-# The public torch.is_autocast_enabled(device) wants the device's name, which costs more to ask
-# for than all the rest of an interception.
+# The public torch.is_autocast_enabled(device) takes the device's name, and reading that costs more
+# than all the rest of an interception.
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# TorchFunctionMode's own __enter__ and __exit__, less two Python calls each: a mode is entered for
+# every operation that is looked into.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_grad_enabled = torch._C.is_grad_enabled
+_engine = torch.autograd.Variable._execution_engine
+_interpreters = torch._C._functorch.peek_interpreter_stack
 
 
 class CompiledCall:
     """The call of a module that ``torch.compile`` has compiled, replaceable for a while.
 
-    A compiled call runs below every public hook. Torch 2.11 to 2.15: ``_compiled_call_impl`` of a
-    module compiled in place, ``forward`` of the module around a compiled one.
+    A compiled call runs below every public hook: ``_compiled_call_impl`` of a module compiled in
+    place, ``forward`` of the module around a compiled one.
 
     Args:
         module: the compiled module.
@@ -169,7 +182,7 @@ class CompiledCall:
         compiled = self._held[self._name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():  # in a compiled function, whose call is ours
+            if torch.compiler.is_dynamo_compiling():  # inside another compiled function
                 return compiled(*args, **kwargs)
             with outside():
                 return compiled(*args, **kwargs)
@@ -192,21 +205,12 @@ def compiled_calls(module: nn.Module, outside: Callable[[], Any]) -> list[Compil
     return [call for _, child in children(module) for call in compiled_calls(child, outside)]
 
 
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-grad_enabled = torch._C.is_grad_enabled
-# What TorchFunctionMode does on its way in and out, less two calls each.
-push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
-pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
-engine = torch.autograd.Variable._execution_engine
-interpreters = torch._C._functorch.peek_interpreter_stack
-
-
 @contextmanager
 def without_modes(kind: type) -> Iterator[None]:
-    """Take the function modes of one kind off the stack for a while.
+    """Take the function modes of one class off the stack for a while.
 
-    Args:
-        kind: their class; modes of other classes stay active.
+    Torch itself can switch off every mode alone. Uses ``_len_torch_function_stack`` beside
+    ``push_mode`` and ``pop_mode``.
 
     Example:
         >>> from torch.overrides import TorchFunctionMode
@@ -234,6 +238,9 @@ def without_modes(kind: type) -> Iterator[None]:
 def without_hooks(*leaves: Tensor) -> Iterator[None]:
     """Call none of these leaves' hooks on gradients for a while.
 
+    There is no public list of a tensor's hooks: the engine reads ``_backward_hooks`` and
+    ``_post_accumulate_grad_hooks`` when it runs them.
+
     Example:
         >>> x = torch.ones(1, requires_grad=True)
         >>> handle = x.register_hook(lambda grad: grad * 2)
@@ -243,7 +250,6 @@ def without_hooks(*leaves: Tensor) -> Iterator[None]:
         >>> x.grad
         tensor([3.])
     """
-    # The engine reads these dictionaries when it calls what is in them.
     hooks = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves)
     away = [(each, dict(each)) for both in hooks for each in both if each]
     for each, _ in away:
@@ -256,15 +262,10 @@ def without_hooks(*leaves: Tensor) -> Iterator[None]:
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward(roots, grads)``, without what it costs before the engine starts.
+    """``torch.autograd.backward(roots, grads)`` on the CPU, without its checks in Python.
 
-    What it checks in Python (shapes, symbolic ones among them), the engine checks again. On other
-    devices than the CPU the engine has threads of its own, which torch hands more context to:
-    call torch's there.
-
-    Args:
-        roots: where to start, on the CPU.
-        grads: the gradient of each.
+    The engine, ``_execution_engine``, checks shapes again. On other devices its threads need the
+    context that torch's function hands them.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -272,7 +273,7 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]
         >>> x.grad
         tensor([3., 3.])
     """
-    engine.run_backward(
+    _engine.run_backward(
         tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
@@ -280,27 +281,27 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]
 def saved_tensor_hooks_active() -> bool:
     """Whether saved tensors pass through hooks now: checkpointing, ``save_on_cpu``.
 
-    Returns:
-        True inside ``torch.autograd.graph.saved_tensors_hooks``.
+    Torch has functions to set such hooks, and none to see them.
 
     Example:
         >>> with torch.autograd.graph.save_on_cpu():
         ...     saved_tensor_hooks_active()
         True
     """
-    return top_hooks(False) is not None
+    return _top_hooks(False) is not None
 
 
 @contextmanager
 def saved_through(
     pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], refused: PenstockError
 ) -> Iterator[None]:
-    """Let what autograd saves pass through hooks.
+    """Pass the tensors that autograd saves through hooks.
 
     Args:
         pack: called with each tensor that is saved.
-        unpack: called with what ``pack`` returned, when it is needed again.
-        refused: what to raise where ``torch.func.grad`` and its kin are met, which refuse hooks.
+        unpack: called with the result of ``pack`` when the tensor is needed.
+        refused: raised if ``torch.func.grad`` or the like is met, which refuse hooks; torch tells
+            so by the text of its error alone.
     """
     try:
         with saved_tensors_hooks(pack, unpack):
@@ -314,15 +315,15 @@ def saved_through(
 def deferrable_now() -> bool:
     """Whether an operation called now is recorded by autograd, and by nothing beside it.
 
-    Returns:
-        False under ``no_grad`` and inside functional transforms and forward-mode differentiation.
+    False under ``no_grad``, in functional transforms, and in forward-mode differentiation; torch
+    has no public question for the latter two.
 
     Example:
         >>> with torch.no_grad():
         ...     deferrable_now()
         False
     """
-    return grad_enabled() and interpreters() is None and forward_ad._current_level < 0
+    return _grad_enabled() and _interpreters() is None and forward_ad._current_level < 0
 
 
 def in_transform(value: object) -> bool:
@@ -346,10 +347,10 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 class ObserverLast(dict[Any, Callable[..., Any]]):
-    """The hooks of one tensor, run in insertion order, with the observer kept last.
+    """The hooks of one tensor, in insertion order, with the observer kept last.
 
-    Hooks that a user adds later may replace the gradient, and the observer has to see what the
-    operation itself receives.
+    Hooks that a user adds later may replace the gradient, and the observer must see the gradient
+    that the operation receives.
     """
 
     __slots__ = ("__weakref__",)
@@ -363,8 +364,8 @@ class ObserverLast(dict[Any, Callable[..., Any]]):
 def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
     """Have ``observer`` called with the gradient that reaches the operation behind ``tensor``.
 
-    The same as ``Tensor.register_hook`` at a third of its cost, and run after hooks that are
-    registered later.
+    ``Tensor.register_hook`` costs three times as much, per operation, and hooks registered later
+    would run after it. Uses ``_backward_hooks`` and ``_register_hook_dict``.
 
     Args:
         tensor: a result of an operation that no hook was registered on yet.
@@ -417,16 +418,16 @@ NO_OVERRIDES = {
 
 
 def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A twin of one of torch's Python functions that runs its body under an active mode.
+    """A copy of one of torch's Python functions that runs its body under an active mode.
 
-    Such functions offer themselves whole to the active mode before they do anything, so that a
-    mode never sees what happens inside. The twin shares code and defaults, and skips the offer.
+    Such functions dispatch to the active mode before they do anything, so that the mode never sees
+    the operations inside. The copy shares code and defaults, and skips the dispatch.
 
     Args:
         function: a Python function of torch, such as ``F.multi_head_attention_forward``.
 
     Returns:
-        The twin, or None where ``function`` is not written in Python.
+        The copy; None if ``function`` is not written in Python.
 
     Example:
         >>> twin = without_override_check(torch.nn.functional.layer_norm)
@@ -446,21 +447,23 @@ def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] |
     return twin
 
 
-# Registered with torch's pytree, and no trees of rows: torch's own sizes, and the mask of flex
-# attention, whose tensors hold numbers of blocks.
+# Registered with torch's pytree, and leaves here: torch's sizes, and the mask of flex attention,
+# whose tensors hold numbers of blocks.
 NO_TREES = ("torch.Size", "torch.nn.attention.flex_attention.BlockMask")
 
 
 def pytree_node(
     cls: type[Any],
 ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Sequence[Any], Any], Any]] | None:
-    """How values of a class are opened and made, where it is registered with torch's pytree.
+    """The functions that a class is registered with in torch's pytree; None if it is not.
+
+    The registry, ``SUPPORTED_NODES``, is read here: torch has a public way in alone.
 
     Args:
         cls: the class; a subclass of a registered one is not registered by that.
 
     Returns:
-        Two functions: one gives children and context of a value, the other a value of these.
+        A function from a value to (children, context), and one from these to a value.
 
     Example:
         >>> class Point:

@@ -11,9 +11,9 @@ from penstock import Program
 from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
 from penstock.schedule.passes import lower
-from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, Twins
 from tests.models import ConvNorm, features, images, mlp
+from tests.programs import computed_programs
 
 
 @given(computed_programs(backward=True), st.integers(0, 2))

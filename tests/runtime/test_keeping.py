@@ -18,9 +18,9 @@ from penstock import Op, Pipeline, PipelineStage, Program, StageError, build
 from penstock.schedule.passes import offload, recompute
 from penstock.stage.offload import ActivationOffload
 from penstock.testing.compare import assert_same, plain_step, snapshot
-from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.models import features, gpt, images, mlp, token_loss, tokens
+from tests.programs import computed_programs
 
 WAYS = {"recompute": recompute, "offload": offload}
 

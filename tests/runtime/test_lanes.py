@@ -24,9 +24,9 @@ from penstock.schedule.passes import offload, recompute
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
 from penstock.stage.offload import CopyStreams
-from penstock.testing.programs import computed_programs
 from tests.agreement import ROUNDING, Twins
 from tests.models import convnet, features, gpt, images, mlp, token_loss, tokens
+from tests.programs import computed_programs
 from tests.streams import Recorder, UnorderedError, recorded
 
 BLOCKS = [("dualpipev", 1, 4), ("dualpipev", 2, 5), ("dualpipev", 3, 6), ("dualpipe", 2, 4)]

@@ -124,10 +124,13 @@ def changed(batch: Batch, **values: Any) -> Batch:
     ],
 )
 def test_what_a_constructor_can_not_make_again_is_refused(value: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"a {type(value).__name__} can't be split .*{why}"):
+    said = rf"a {type(value).__name__} can't be split, moved or sent: .*{why}.*; use a dict, or reg"
+    with pytest.raises(BoundaryError, match=said):
         split_tree(value, 2)
-    with pytest.raises(ValueError, match="ready microbatches and merge_outputs=False"):
+    with pytest.raises(BoundaryError, match=said):
         merge_chunks([{"out": value}] * 2)
+    with pytest.raises(BoundaryError, match=said):
+        describe(value)
 
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])

@@ -12,7 +12,7 @@ from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, schedules
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 
 
 def told(program: Program, rank: int) -> dict[str, int]:

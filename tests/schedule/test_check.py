@@ -20,7 +20,7 @@ from penstock.schedule.rules import COMPUTE, COVERS, prerequisites
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 from tests.schedule.plain_channels import plays_over
 from tests.schedule.plain_check import is_right, without_transfers
 from tests.simulate.slow_simulation import slowly

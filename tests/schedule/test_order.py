@@ -12,7 +12,7 @@ from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COVERS, prerequisites
 from penstock.schedule.text import parse_csv
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 
 
 @given(computed_programs(max_splits=3))

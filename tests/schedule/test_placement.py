@@ -13,7 +13,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import build
 from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
-from penstock.testing.programs import placements
+from tests.programs import placements
 
 
 def test_shapes() -> None:

@@ -28,7 +28,7 @@ from penstock.schedule.text import (
     save_csv,
     to_json,
 )
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 
 EVERY_STEP = {
     "0F1": action(0, Op.FORWARD, 1),

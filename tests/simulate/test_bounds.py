@@ -19,7 +19,7 @@ from penstock.schedule.text import parse_csv
 from penstock.simulate.bounds import Argument, least_memory, lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 from tests.simulate.edges import per_edge
 
 RELIEF = {Op.RECOMPUTE, Op.OFFLOAD}

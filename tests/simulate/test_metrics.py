@@ -12,8 +12,8 @@ from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
 from penstock.simulate.metrics import compare_traces
 from penstock.simulate.simulation import simulate
-from penstock.testing.programs import computed_programs
 from penstock.trace import Span, Trace
+from tests.programs import computed_programs
 
 
 def span(text_op: Op, microbatch: int, start: float, end: float) -> Span:

@@ -17,7 +17,7 @@ from penstock.schedule.text import parse_csv
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 from tests.simulate.edges import edges_of, per_edge
 from tests.simulate.slow_simulation import slowly
 

@@ -18,7 +18,7 @@ from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 
 KINDS = {op.value: op for op in Op}
 

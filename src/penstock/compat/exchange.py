@@ -65,7 +65,7 @@ class ExchangingStage(Stage):
         peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
-    def _buffers(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
+    def _empty(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
         # Contiguous, whatever ``meta.order`` says: the peer may know shapes alone.
         return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
 
@@ -79,7 +79,7 @@ class ExchangingStage(Stage):
             return []
         state = self._state(fwd_chunk_id)
         state.in_spec = self._known(self.static_inputs or self.inputs_spec, "input_args")
-        state.received = self._buffers(state.in_spec.metas)
+        state.received = self._empty(state.in_spec.metas)
         return self._p2p(dist.irecv, state.received, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -106,7 +106,7 @@ class ExchangingStage(Stage):
             return []
         state = self._state(bwd_chunk_id)
         spec = self._known(state.out_spec or self.static_outputs, "output_args")
-        state.received_grads = self._buffers(spec.grad_metas)
+        state.received_grads = self._empty(spec.grad_metas)
         return self._p2p(dist.irecv, state.received_grads, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

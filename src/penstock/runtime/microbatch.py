@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import optree
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from penstock.stage.pytree import NAMESPACE, flatten, resizing, same_value, unflatten
+from penstock.stage.pytree import NAMESPACE, flatten, same_value, unflatten
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -119,22 +120,19 @@ def split_tree(
         ValueError: a tensor has fewer rows than there are chunks, the spec does not fit, or a
             container can't be made of some of its rows.
     """
-    with resizing():
-        leaves, treedef = flatten(tree)
-        specs = _leaf_specs(tree, len(leaves), spec)
-        columns = [
-            _split_leaf(leaf, chunks, s, seen) for leaf, s in zip(leaves, specs, strict=True)
-        ]
-        # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
-        if treedef.is_leaf():
-            return list(columns[0])
-        if (
-            type(tree) is tuple
-            and len(tree) == len(leaves) > 0
-            and treedef.num_nodes == 1 + len(tree)
-        ):
-            return list(zip(*columns, strict=True))
-        return [unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
+    leaves, treedef = flatten(tree, _is_packed)
+    specs = _leaf_specs(tree, len(leaves), spec)
+    columns = [_split_leaf(leaf, chunks, s, seen) for leaf, s in zip(leaves, specs, strict=True)]
+    # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
+    if treedef.is_leaf():
+        return list(columns[0])
+    if type(tree) is tuple and treedef.num_nodes == 1 + len(tree) == 1 + len(leaves) > 1:
+        return list(zip(*columns, strict=True))
+    return [unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
@@ -143,7 +141,9 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     if isinstance(spec, (TensorChunkSpec, Reducer)):
         return [spec] * num_leaves
     try:
-        specs = optree.broadcast_prefix(spec, tree, none_is_leaf=True, namespace=NAMESPACE)
+        specs = optree.broadcast_prefix(
+            spec, tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE
+        )
     except ValueError as error:
         # The structure alone: the error itself shows the tensors' numbers.
         shape = optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
@@ -153,7 +153,7 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
         ) from error
     specs = [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
     # None is a spec, but no leaf of the tree itself.
-    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    leaves = optree.tree_leaves(tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE)
     return [each for each, leaf in zip(specs, leaves, strict=True) if leaf is not None]
 
 
@@ -162,6 +162,8 @@ def _split_leaf(
 ) -> Sequence[Any]:
     if spec is None:
         return [leaf] * chunks
+    if _is_packed(leaf):
+        raise ValueError(_PACKED)
     if _is_block_mask(leaf):
         if isinstance(spec, TensorChunkSpec) and spec.split_dim:
             raise ValueError(f"a BlockMask is split along dimension 0, its batch, not by {spec}")
@@ -197,6 +199,11 @@ def _split_leaf(
     return [part.data for part in parts]
 
 
+_PACKED = (
+    "a PackedSequence can't be split into microbatches or merged: its rows do not lie together; "
+    "use padded tensors and lengths, or ready microbatches (arg_mbs=, target_mbs=) and "
+    "merge_outputs=False"
+)
 _WHOLE_TENSOR = (
     "a tensor whose rows are not the batch's (a mask or a table for all, offsets of packed "
     "sequences) goes whole to every microbatch if args_chunk_spec= or kwargs_chunk_spec= has None "
@@ -315,19 +322,20 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         ValueError: chunks differ in structure, or in a value that can't be joined, or a container
             can't be made of more rows.
     """
-    with resizing():
-        flats = [flatten(chunk) for chunk in chunks]
-        treedef = flats[0][1]
-        if any(other != treedef for _, other in flats):
-            raise ValueError("the microbatches' outputs differ in structure and can't be merged")
-        specs = _leaf_specs(chunks[0], len(flats[0][0]), chunk_spec)
-        columns = zip(*(leaves for leaves, _ in flats), strict=True)
-        merged = [_merge_leaf(column, spec) for column, spec in zip(columns, specs, strict=True)]
-        return unflatten(treedef, merged)
+    flats = [flatten(chunk, _is_packed) for chunk in chunks]
+    treedef = flats[0][1]
+    if any(other != treedef for _, other in flats):
+        raise ValueError("the microbatches' outputs differ in structure and can't be merged")
+    specs = _leaf_specs(chunks[0], len(flats[0][0]), chunk_spec)
+    columns = zip(*(leaves for leaves, _ in flats), strict=True)
+    merged = [_merge_leaf(column, spec) for column, spec in zip(columns, specs, strict=True)]
+    return unflatten(treedef, merged)
 
 
 def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
     first = column[0]
+    if _is_packed(first):
+        raise ValueError(_PACKED)
     if isinstance(spec, Reducer):
         return reduce(spec.reduce_fn, column, spec.init_value)
     if spec is not None and not isinstance(spec, TensorChunkSpec):

@@ -20,7 +20,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.microbatch import merge_chunks
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.stage.pytree import flatten, resizing, unflatten
+from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.sequence_state import takes_state
 from penstock.stage.stage import Stage
 
@@ -89,10 +89,9 @@ class SequenceChunks:
         return list(chain.from_iterable(self._split_tree(tree, what, even) for tree in trees))
 
     def _split_tree(self, tree: Any, what: str, even: bool) -> list[Any]:
-        with resizing():
-            leaves, treedef = flatten(tree)
-            columns = [self._split_leaf(leaf, what, even) for leaf in leaves]
-            return [unflatten(treedef, [c[i] for c in columns]) for i in range(self._num)]
+        leaves, treedef = flatten(tree)
+        columns = [self._split_leaf(leaf, what, even) for leaf in leaves]
+        return [unflatten(treedef, [c[i] for c in columns]) for i in range(self._num)]
 
     def _split_leaf(self, leaf: Any, what: str, even: bool) -> Sequence[Any]:
         if not self._has_sequence(leaf):
@@ -135,12 +134,11 @@ class SequenceChunks:
         ]
 
     def _join_tree(self, chunks: Sequence[Any]) -> Any:
-        with resizing():
-            flats = [flatten(chunk) for chunk in chunks]
-            if any(tree != flats[0][1] for _, tree in flats):
-                raise ValueError("the outputs of sequence chunks differ in structure")
-            columns = zip(*(leaves for leaves, _ in flats), strict=True)
-            return unflatten(flats[0][1], [self._join_leaf(c) for c in columns])
+        flats = [flatten(chunk) for chunk in chunks]
+        if any(tree != flats[0][1] for _, tree in flats):
+            raise ValueError("the outputs of sequence chunks differ in structure")
+        columns = zip(*(leaves for leaves, _ in flats), strict=True)
+        return unflatten(flats[0][1], [self._join_leaf(c) for c in columns])
 
     def _join_leaf(self, column: tuple[Any, ...]) -> Any:
         if self._has_sequence(column[0]):

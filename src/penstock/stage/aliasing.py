@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._torch_compat import version_of
 from penstock.errors import BoundaryError
 
 __all__ = ["InputAliases", "sharing_memory", "writable"]
@@ -47,7 +48,7 @@ class InputAliases:
         if module is not self._module:
             self._module, self._writes = module, None
         elif self._writes is None and self._first:
-            written = any(tensor._version != version for tensor, version in self._first)
+            written = any(version_of(tensor) != version for tensor, version in self._first)
             self._writes = written or any(
                 getattr(layer, "inplace", False) is True for layer in module.modules()
             )
@@ -58,7 +59,7 @@ class InputAliases:
         """``tensors`` with an alias in place of each that requires grad."""
         aliases = [writable(t) if t.requires_grad else t for t in tensors]
         if self._writes is None:
-            self._first = [(t, t._version) for t in aliases]
+            self._first = [(t, version_of(t)) for t in aliases]
         return aliases
 
     def watch(self, tensors: Sequence[Tensor], shared: Sequence[tuple[int, int]]) -> None:
@@ -70,7 +71,7 @@ class InputAliases:
         """
         pairs = [pair for one, other in shared for pair in ((one, other), (other, one))]
         watched = ((i, j, tensors[i]) for i, j in pairs if not tensors[i].is_inference())
-        self._shared = [(i, j, tensor, tensor._version) for i, j, tensor in watched]
+        self._shared = [(i, j, tensor, version_of(tensor)) for i, j, tensor in watched]
 
     def check(self) -> None:
         """Check, after the forward, that no watched input was written into.
@@ -82,7 +83,7 @@ class InputAliases:
             return
         shared, self._shared = self._shared, []
         for one, other, tensor, version in shared:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise BoundaryError(
                     f"the stage writes into tensor {one} of its inputs in place; it has memory in "
                     f"common with tensor {other} in the stage before, which would not see the "

@@ -3,14 +3,12 @@
     container                                 opened
     tuple, list, dict, named tuple, …         as optree opens them
     classes registered with torch's pytree    as registered
-    dataclasses                               by their fields, and by attributes set beside the
-                                              fields, if made of tensors and plain values
+    dataclasses                               by their constructor's arguments
     other mappings (UserDict, BatchEncoding)  by their items, if their class takes a dict of them
     all else                                  not opened: a leaf
 
-``unflatten`` puts leaves back into the same value. Inside ``with resizing():`` leaves may have
-other numbers of rows: dataclasses are then made by their constructors, since attributes such as
-``self.rows = len(self.x)`` depend on the rows, and a container that can't be resized is refused.
+A dataclass is made again by its constructor, so that ``self.rows = len(self.x)`` of a part of a
+batch is the part's own. A container that its class does not make again is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +18,12 @@ import inspect
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from types import BuiltinFunctionType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -44,7 +41,6 @@ __all__ = [
     "encode_tree",
     "flatten",
     "map_tensors",
-    "resizing",
     "same_value",
     "tensors_of",
     "unflatten",
@@ -57,8 +53,6 @@ NAMESPACE = "penstock"
 _Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any]]
 _Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
 
-_resizing: ContextVar[bool] = ContextVar("resizing", default=False)
-
 
 def as_args(output: Any) -> tuple[Any, ...]:
     """A stage's output as the positional arguments of the next stage."""
@@ -68,35 +62,30 @@ def as_args(output: Any) -> tuple[Any, ...]:
     return tuple(output) if type(output) is list else (output,)
 
 
-def flatten(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+def flatten(
+    value: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a pytree.
 
+    Args:
+        value: the pytree.
+        is_leaf: whether to leave a container closed.
+
     Raises:
-        BoundaryError: a mapping holds tensors and its class does not rebuild it.
-        ValueError: (in ``resizing``) a container can't be made of other rows.
+        BoundaryError: its class does not make a dataclass, or a mapping of tensors, again.
     """
-    leaves, tree = optree.tree_flatten(value, namespace=NAMESPACE)
-    fresh = [cls for cls in {type(leaf) for leaf in leaves} if _is_container(cls)]
+    leaves, tree = optree.tree_flatten(value, is_leaf, namespace=NAMESPACE)
+    fresh = [cls for cls in {type(leaf) for leaf in leaves} - _registered if _is_container(cls)]
     if not fresh:
         return leaves, tree
     for cls in fresh:
         _register(cls)
-    return flatten(value)
+    return flatten(value, is_leaf)
 
 
 def unflatten(tree: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
     """The pytree of this structure around these leaves."""
     return optree.tree_unflatten(tree, leaves)
-
-
-@contextmanager
-def resizing() -> Iterator[None]:
-    """Flatten and unflatten values whose leaves change in their number of rows."""
-    token = _resizing.set(True)
-    try:
-        yield
-    finally:
-        _resizing.reset(token)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -201,7 +190,7 @@ def _entries(cls: type[Any], num_children: int, context: Any) -> Any:
 
 def _parts_of(cls: type[Any]) -> tuple[_Open, _Make]:
     if cls is PackedSequence:
-        return _open_packed, _make_packed
+        return lambda packed: (tuple(packed), None), _make_packed
     # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
     if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         names = tuple(f.name for f in dataclasses.fields(cls))
@@ -215,22 +204,9 @@ def _parts_of(cls: type[Any]) -> tuple[_Open, _Make]:
     return _dataclass_parts(cls) if dataclasses.is_dataclass(cls) else _mapping_parts(cls)
 
 
-def _open_packed(packed: Any) -> tuple[Sequence[Any], Any]:
-    if _resizing.get():
-        raise ValueError(
-            "a PackedSequence can't be split into microbatches or merged: its rows do not lie "
-            "together; use padded tensors and lengths, or ready microbatches (arg_mbs=, "
-            "target_mbs=) and merge_outputs=False"
-        )
-    return tuple(packed), None
-
-
 def _make_packed(children: Sequence[Any], _: Any) -> PackedSequence:
     data, sizes, *orders = children
     return PackedSequence(data, sizes.cpu(), *orders)
-
-
-# --- dataclasses ---------------------------------------------------------------------------------
 
 
 def _dataclass_parts(cls: type[Any]) -> tuple[_Open, _Make]:
@@ -238,103 +214,46 @@ def _dataclass_parts(cls: type[Any]) -> tuple[_Open, _Make]:
     taken = tuple(inspect.signature(cls.__init__).parameters)[1:]
 
     def open_(value: Any) -> tuple[Sequence[Any], Any]:
-        held = _attributes(value)
-        if not _resizing.get():
-            here = {n: x for n, x in held.items() if n in fields or _is_plain_tree(x)}
-            return list(here.values()), tuple(here)
-        children = [held.get(name) for name in taken]
         other = next((name for name in taken if name not in fields), None)
         if other is not None:
-            _refuse(cls, f"its constructor takes {other}, which is none of its fields")
-        again = _attributes(make(children, taken))
-        for name, mine in held.items():
-            if name not in again:
-                _refuse(cls, f"its constructor sets no {name}")
-            if (name in taken or _is_plain_tree(mine)) and not _is_same_tree(mine, again[name]):
-                _refuse(cls, f"called with its fields, its constructor makes another {name}")
+            raise _refused(cls, f"its constructor takes {other}, which is none of its fields")
+        children = [getattr(value, name, None) for name in taken]
+        again = make(children, taken)
+        for name in dict.fromkeys((*fields, *getattr(value, "__dict__", ()))):
+            if isinstance(getattr(cls, name, None), cached_property) or not hasattr(value, name):
+                continue
+            if not hasattr(again, name):
+                raise _refused(cls, f"its constructor sets no {name}")
+            if not _is_same(getattr(value, name), getattr(again, name), made=name not in taken):
+                raise _refused(cls, f"called with its fields, its constructor makes another {name}")
         return children, taken
 
-    def make(children: Sequence[Any], names: Any) -> Any:
-        if _resizing.get():
-            try:
-                return cls(**dict(zip(names, children, strict=True)))
-            except Exception as error:
-                _refuse(cls, f"its constructor fails when called with its fields: {error!r}", error)
-        made = object.__new__(cls)
-        for name, value in zip(names, children, strict=True):
-            object.__setattr__(made, name, value)
-        return made
+    def make(children: Sequence[Any], taken: Any) -> Any:
+        try:
+            return cls(**dict(zip(taken, children, strict=True)))
+        except Exception as error:
+            raise _refused(
+                cls, f"its constructor fails when called with its fields: {error!r}"
+            ) from error
 
     return open_, make
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """A dataclass's fields and the attributes set beside them; no cached properties."""
-    cls = type(value)
-    beside = (
-        name
-        for name in getattr(value, "__dict__", ())
-        if not isinstance(getattr(cls, name, None), cached_property)
-    )
-    names = dict.fromkeys((*(f.name for f in dataclasses.fields(cls)), *beside))
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def _is_plain_tree(value: Any) -> bool:
-    """Whether a value is a tensor, a plain value, or a list, tuple or dict of these.
-
-    Other attributes of a dataclass may refer back to the dataclass itself.
-    """
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain_tree, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain_tree, value.values()))
-    return value is None or isinstance(value, Tensor) or plain_tag(value) is not None
-
-
-def _is_same_tree(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    mine, tree = flatten(left)
-    others, other_tree = flatten(right)
-    return tree == other_tree and all(map(_is_same_leaf, mine, others))
-
-
-def _is_same_leaf(left: Any, right: Any) -> bool:
-    if same_value(left, right):
-        return True
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return same_value(left.nan_to_num(), right.nan_to_num())
-    if isinstance(left, float) and isinstance(right, float):
-        return left != left and right != right
-    # Objects that nothing is known of may be made anew by the constructor.
-    return not (_is_plain_tree(left) or _is_plain_tree(right))
-
-
-def _refuse(cls: type[Any], why: str, error: Exception | None = None) -> NoReturn:
-    raise ValueError(
-        f"a {cls.__qualname__} can't be split into microbatches or merged: {why}; register it with "
-        "torch.utils._pytree.register_pytree_node, or use ready microbatches and "
-        "merge_outputs=False"
-    ) from error
-
-
-# --- mappings ------------------------------------------------------------------------------------
-
-
 def _mapping_parts(cls: type[Any]) -> tuple[_Open, _Make]:
     def open_(value: Any) -> tuple[Sequence[Any], Any]:
-        items = dict(value)
-        beside = _plain_attributes(value, items)
-        if beside is not None:
-            return list(items.values()), (tuple(items), beside)
-        if _holds_tensor(items) or _holds_tensor(getattr(value, "__dict__", {})):
-            raise BoundaryError(
-                f"a {cls.__qualname__} can't be split, moved or sent: called with a dict of its "
-                "items, its constructor does not make it again; use a dict, or register the class "
-                "with torch.utils._pytree.register_pytree_node"
-            )
-        return (), value  # settings, say: one value, which can't cross
+        items, attributes = dict(value), getattr(value, "__dict__", {})
+        try:
+            made = cls(dict(items))
+            theirs = getattr(made, "__dict__", {})
+            changed = {n: x for n, x in attributes.items() if not _is_same(x, theirs.get(n))}
+            if _is_same(items, dict(made)) and not _holds_tensor(changed):
+                beside = {n: x for n, x in changed.items() if plain_tag(x) is not None}
+                return list(items.values()), (tuple(items), beside)
+        except Exception:  # the constructor takes other arguments
+            pass
+        if _holds_tensor(items) or _holds_tensor(attributes):
+            raise _refused(cls, "called with a dict of its items, its class makes another one")
+        return (), value  # settings, say: one value, which can't be sent
 
     def make(children: Sequence[Any], context: Any) -> Any:
         if not isinstance(context, tuple):
@@ -348,39 +267,30 @@ def _mapping_parts(cls: type[Any]) -> tuple[_Open, _Make]:
     return open_, make
 
 
-def _plain_attributes(value: Any, items: dict[Any, Any]) -> dict[str, Any] | None:
-    """The plain attributes that a mapping's class does not set when called with the items.
+def _is_same(left: Any, right: Any, *, made: bool = False) -> bool:
+    """Whether two attributes agree: one object, or containers of the same objects.
 
-    None if called with its items the class makes another mapping, or loses a tensor.
+    Args:
+        left: the attribute of a value.
+        right: that of the value made again.
+        made: whether the constructor makes it: then tensors of one shape agree, and objects of
+            which nothing is known.
     """
-    try:
-        made = type(value)(dict(items))
-        again = dict(made)
-    except Exception:  # the constructor takes other arguments
-        return None
-    if not _is_same_object(items, again):
-        return None
-    theirs = getattr(made, "__dict__", {})
-    beside = {}
-    for name, mine in getattr(value, "__dict__", {}).items():
-        if _is_same_object(mine, theirs.get(name)):
-            continue
-        if _holds_tensor(mine):
-            return None
-        if plain_tag(mine) is not None:
-            beside[name] = mine
-    return beside
-
-
-def _is_same_object(left: Any, right: Any) -> bool:
-    """Whether two values are one object, or containers of the same objects."""
+    if left is right:
+        return True
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return list(left) == list(right) and all(
-            _is_same_object(left[key], right[key]) for key in left
+            _is_same(left[key], right[key], made=made) for key in left
         )
     if isinstance(left, (list, tuple)) and type(right) is type(left):
-        return len(left) == len(right) and all(map(_is_same_object, left, right))
-    return left is right
+        return len(left) == len(right) and all(
+            _is_same(mine, other, made=made) for mine, other in zip(left, right, strict=True)
+        )
+    if plain_tag(left) is not None or plain_tag(right) is not None:
+        return type(left) is type(right) and (left == right or repr(left) == repr(right))
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return made and type(left) is type(right) and left.shape == right.shape
+    return made and type(left) is type(right)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -389,6 +299,13 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_holds_tensor, value))
     return isinstance(value, Tensor)
+
+
+def _refused(cls: type[Any], why: str) -> BoundaryError:
+    return BoundaryError(
+        f"a {cls.__qualname__} can't be split, moved or sent: {why}; use a dict, or register the "
+        "class with torch.utils._pytree.register_pytree_node"
+    )
 
 
 # --- descriptions for other ranks ----------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Modules wrapped by others, which changes no name: DDP, torch.compile, activation checkpointing.
+"""Names of parameters without the prefixes of wrappers: DDP, torch.compile, checkpointing.
 
     the module       blocks.0.attention.weight
     in DDP           module.blocks.0.attention.weight
     block compiled   blocks.0._orig_mod.attention.weight
 
-Names are read along the modules, not cut out of the text: a layer may well be called ``module``.
-This module knows neither stages nor what wrappers do. FSDP2 and ``replicate`` leave names alone.
+Names are followed along the modules, not cut out of the text: a layer may be called ``module``.
+FSDP2 and ``replicate`` add no prefix.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock._torch_compat import WRAPPERS_KEEP_UNDER
+from penstock._torch_compat import WRAPPERS_KEEP_UNDER, children_of
 
 __all__ = ["named_plainly", "plain_name", "unwrapped"]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that wrappers around the whole of it hold.
+    """The module without the wrappers around it.
 
     Example:
         >>> import torch
@@ -36,11 +36,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def plain_name(module: nn.Module, name: str) -> str:
-    """What a parameter, a buffer or a part of a module is called without wrappers.
+    """The name of a parameter, buffer or submodule without wrappers.
 
     Args:
-        module: where it lies, wrapped or not.
-        name: its name there.
+        module: the root of the name, wrapped or not.
+        name: the name.
 
     Example:
         >>> import torch
@@ -61,12 +61,7 @@ def plain_name(module: nn.Module, name: str) -> str:
 
 
 def named_plainly(module: nn.Module, *, buffers: bool) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters or buffers, none twice, by the names that they have without wrappers.
-
-    Args:
-        module: the module, wrapped or not.
-        buffers: whether buffers are asked for, or parameters.
-    """
+    """A module's parameters (or buffers), each once, by their names without wrappers."""
     for name, tensor in module.named_buffers() if buffers else module.named_parameters():
         yield plain_name(module, name), tensor
 
@@ -77,5 +72,5 @@ def _held_under(module: object) -> str | None:
         return None
     if isinstance(module, DistributedDataParallel):
         return "module"
-    # Not by getattr: some wrappers answer for the attributes of what they hold.
-    return next((name for name in WRAPPERS_KEEP_UNDER if name in module._modules), None)
+    # Not by getattr: some wrappers forward it to the module that they hold.
+    return next((name for name in WRAPPERS_KEEP_UNDER if name in children_of(module)), None)

@@ -24,7 +24,7 @@ from penstock.schedule.passes import (
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
 from penstock.schedule.text import format_csv, parse_csv
-from penstock.testing.programs import computed_programs
+from tests.programs import computed_programs
 from tests.schedule.plain_channels import plays_over
 from tests.schedule.plain_check import without_transfers
 
