@@ -657,7 +657,10 @@ def make_group(
 
 
 # -------------------- cutting models by module --------------------
-# Where a module keeps its hooks, and what is said of each.
+# Torch has no public way to copy a module without its parameters, to ask an operation what it
+# writes and draws, or to make a tensor without memory that claims a device. Torch 2.11 to 2.15.
+
+# The registries of a module's hooks, which a copy must not share.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -668,27 +671,28 @@ HOOKS = (
     "_backward_pre_hooks",
 )
 
-# The registries of a module that its copy must not share.
+# All registries that a copy must not share.
 REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS)
 
-# What FSDP2 and replicate keep on the modules that they wrap; a number of its own stands behind.
+# The attribute in which FSDP2 and replicate keep their state, with a number behind: theirs, not
+# the module's.
 WRAPPERS_STATE = "__composable_api_state_key_"
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs hooks beside its forward, in the forward or the backward."""
+    """True if calling ``module`` runs hooks beside its forward, in the forward or the backward."""
     return bool(module._forward_pre_hooks or module._forward_hooks or has_backward_hooks(module))
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a backward through ``module`` runs hooks of its own."""
+    """True if a backward through ``module`` runs hooks of its own."""
     return bool(module._backward_pre_hooks or module._backward_hooks)
 
 
 def forward_of(module: nn.Module) -> Any:
-    """What calling ``module`` runs: a function of its own or of its class.
+    """The function that calling ``module`` runs, of its own or of its class.
 
-    Looked for in their dicts: some classes of torch.jit fail where they are asked for it.
+    Read from their dicts: some classes of torch.jit fail in ``getattr``.
 
     Example:
         >>> forward_of(nn.Identity()) is nn.Identity.forward
@@ -699,7 +703,7 @@ def forward_of(module: nn.Module) -> Any:
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether ``module`` runs its children one after the other, as ``nn.Sequential`` does.
+    """True if ``module`` runs its children one after the other, as ``nn.Sequential`` does.
 
     Example:
         >>> is_sequential(nn.ModuleList()), is_sequential(nn.Sequential())
@@ -709,7 +713,7 @@ def is_sequential(module: nn.Module) -> bool:
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Whether ``module`` only holds others, as ``nn.ModuleList`` does, and can't be called.
+    """True if ``module`` only holds others, as ``nn.ModuleList`` does, and can't be called.
 
     Example:
         >>> has_no_forward(nn.ModuleList()), has_no_forward(nn.Sequential())
@@ -720,17 +724,19 @@ def has_no_forward(module: nn.Module) -> bool:
 
 
 def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters, and its buffers."""
+    """A module's own parameters, and its buffers: ``_parameters`` and ``_buffers``."""
     return module._parameters, module._buffers
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The direct children by name; one that stands in several places, in each."""
+    """The direct children by name; a module that stands in several places, in each."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
-    """A module with the attributes of ``module``, whose registries can be changed apart from it.
+    """A module with the attributes of ``module``, and registries of its own.
+
+    ``copy.copy`` shares the registries, ``copy.deepcopy`` copies the parameters.
 
     Args:
         module: the module to copy; its parameters, buffers and children are those of the copy.
@@ -753,7 +759,10 @@ def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Mo
 
 
 def fused_by(module: nn.Module) -> str | None:
-    """What makes one thing of a module's forward, so that its copy would run the module itself.
+    """The compiler that makes one piece of a module's forward; None if there is none.
+
+    A copy of such a module would run the module itself: ``_compiled_call_impl`` and
+    ``_torchdynamo_orig_callable`` are where torch.compile leaves its mark.
 
     Example:
         >>> linear = nn.Linear(2, 2)
@@ -768,31 +777,32 @@ def fused_by(module: nn.Module) -> str | None:
     compiled |= any(hasattr(value, "_torchdynamo_orig_callable") for value in held)
     if compiled or is_compiled(module):
         return "torch.compile"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "torch.jit"
-    return None
+    return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` makes of another one."""
+    """True for the module that ``torch.compile`` makes of another one."""
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
 def run_uncompiled(copy: nn.Module) -> None:
-    """Have a copied shell run its own children, where the module that it is of is compiled."""
+    """Let a ``copied_shell`` of a compiled module run its own children, uncompiled."""
     vars(copy)["_compiled_call_impl"] = None
     if is_compiled(copy):
         vars(copy)["forward"] = lambda *args, **kwargs: copy._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
 
 
 def without_torch_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` past ``__torch_function__``: operations reach ``__torch_dispatch__`` alone."""
+    """Call ``func`` past ``__torch_function__``: operations reach ``__torch_dispatch__`` alone.
+
+    Torch's guide to subclasses names ``torch._C.DisableTorchFunctionSubclass`` for it.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors have the same memory.
+    """True if other tensors have the same memory, by the count of its storage's users.
 
     Example:
         >>> tensor = torch.zeros(2)
@@ -819,21 +829,20 @@ def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
 
 
 def is_data_dependent(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a call of an operation of ATen needs values, if only for its result's shape."""
+    """True if a call of an operation of ATen needs values, if only for its result's shape."""
     if func is torch.ops.aten.index.Tensor:  # by positions the shape is known
-        return any(is_mask(index) for index in args[1])
+        return any(_is_mask(index) for index in args[1])
     return (
         torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     )
 
 
-def is_mask(index: Any) -> bool:
-    """Whether what a tensor is indexed by says of each element whether to take it."""
+def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor], bool]) -> Any:
-    """The arguments of a call of ATen, in which masks of known value have become positions.
+    """The arguments of a call of ATen, with masks of known value turned into positions.
 
     Example:
         >>> mask = torch.tensor([True, False, True])
@@ -845,13 +854,17 @@ def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor],
         return args
     indices: list[Any] = []
     for index in args[1]:
-        known = is_mask(index) and index.dim() > 0 and has_value(index)
+        known = _is_mask(index) and index.dim() > 0 and has_value(index)
         indices += index.nonzero().unbind(1) if known else [index]
     return (args[0], indices)
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operation of ATen draws random numbers; attention may do without."""
+    """True if a call of an operation of ATen draws random numbers.
+
+    Attention is tagged as random whatever its dropout: its schema (``_schema``) tells where that
+    stands.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for i, argument in enumerate(func._schema.arguments):
@@ -862,22 +875,21 @@ def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation of ATen writes into."""
+    """The arguments that an operation of ATen writes into, by its ``_schema``."""
     if not func._schema.is_mutable:
         return []
     found: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += value if isinstance(value, (list, tuple)) else [value]
+    for i, (name, _, is_written) in enumerate(argument_effects(func) or ()):
+        if is_written:
+            value = args[i] if i < len(args) else kwargs.get(name)
+            found += value if isinstance(value, (list, tuple)) else [value]
     return [value for value in found if value is not None]
 
 
 def fake_mode() -> Any:
-    """Within it, tensors are of ``as_fake``'s kind: on a device by name, without values.
+    """A mode for tensors of ``as_fake``: on a device by name, without values.
 
-    On the meta device autocast does nothing; for such tensors it does what it does on theirs.
+    On the meta device autocast does nothing; for fake tensors it does what it does on theirs.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -885,7 +897,7 @@ def fake_mode() -> Any:
 
 
 def as_fake(mode: Any, meta: Tensor, device: torch.device) -> Tensor:
-    """A tensor without a value that claims to be on ``device``, like one on the meta device.
+    """A tensor without a value that claims to be on ``device``, like ``meta``.
 
     Example:
         >>> mode = fake_mode()
@@ -901,7 +913,7 @@ def as_fake(mode: Any, meta: Tensor, device: torch.device) -> Tensor:
 
 
 def autocast_state(device: torch.device) -> tuple[Any, ...]:
-    """What autocast does now, on the CPU and on ``device``: equal where it does the same."""
+    """The state of autocast on the CPU and on ``device``, to be compared."""
     kinds = sorted({"cpu", device.type} - {"meta"})
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
@@ -956,9 +968,10 @@ class HookWatch(TorchFunctionMode):
 
 
 def in_function_forward() -> bool:
-    """Whether this library is called within the forward of an autograd function of others.
+    """True if the caller runs within the forward of an autograd function that is not Penstock's.
 
-    Such a function makes a graph of its own in its backward, or none.
+    Such a function makes a graph of its own in its backward, or none. Torch does not tell, but the
+    frames of the stack do.
 
     Example:
         >>> in_function_forward()
@@ -978,9 +991,8 @@ def in_function_forward() -> bool:
 
 
 def same_storage(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors share memory; on the meta device, where there is none, whether they
-    would."""
-    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
+    """True if two tensors share memory, or would if the meta device had any."""
+    return left.untyped_storage() is right.untyped_storage()
 
 
 # -------------------- torch.export --------------------

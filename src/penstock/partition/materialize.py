@@ -1,11 +1,11 @@
-"""Give the modules of stages that were built on the meta device memory and first values.
+"""Give stages that were built on the meta device memory and first values.
 
-A model of which no device could hold the whole is built on the meta device, cut there, and each
-rank makes its own stages real:
+A model that no device could hold as a whole is built on the meta device, cut there, and each rank
+makes its own stages real:
 
-    the model      embed   layers.0   layers.1   head      values are drawn as the whole model does
-    rank 0         real     real        meta     meta      it, children first: what is another
-    rank 1         meta     meta        real     real      rank's has no memory to be written to
+    the model      embed   layers.0   layers.1   head      values are drawn as the whole model
+    rank 0         real     real        meta     meta      draws them, children first; writes to
+    rank 1         meta     meta        real     real      the meta device go nowhere
 
 This module does not know which stages those are.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 InitFn: TypeAlias = Callable[[nn.Module], Any]
 Made: TypeAlias = dict[int, Tensor]
-"""By the identity of a tensor on the meta device, the real one in its place."""
+"""The real tensors, by the id of the tensor on the meta device."""
 
 
 def materialize(
@@ -40,19 +40,19 @@ def materialize(
     init_fn: InitFn | None = None,
     model: nn.Module | None = None,
 ) -> None:
-    """Move modules to a device; what is on the meta device gets memory there, and values.
+    """Move modules to a device; tensors on the meta device get memory there, and values.
 
-    Tensors that several modules share stay shared. What nobody initializes is NaN, or zero where
-    it is not floating point, until a state is loaded; a warning names it.
+    Tensors that several modules share stay shared. A tensor that nobody initializes is NaN, or
+    zero if it is not floating point, until a state is loaded; a warning names it.
 
     Args:
         modules: the modules of this process's stages.
         device: where to.
-        init_fn: called under ``no_grad`` as ``model.apply(init_fn)`` would, with every module in
-            which there is something new, children first. If None, the ``_init_weights`` of the
-            model is, or of the model within it that a module belongs to; without one, modules
-            that have ``reset_parameters`` call it. Neither knows what adapters begin with.
-        model: the whole model that the stages were cut from, for parents may initialize their
+        init_fn: called under ``no_grad`` as ``model.apply(init_fn)`` would, with every module that
+            has new tensors, children first. If None, the ``_init_weights`` of the model is called,
+            or of the model within it that a module belongs to; without one, modules that have
+            ``reset_parameters`` call it. Neither knows the first values of adapters.
+        model: the whole model that the stages were cut from, since parents may initialize their
             children; the modules themselves if None.
 
     Example:
@@ -64,9 +64,13 @@ def materialize(
     """
     made: Made = {}
     for stage in modules:
-        for module in stage.modules():
-            for registry in registries(module):
-                _make_real(registry, device, made)
+        for registry, name, tensor in _on_meta([stage]):
+            if id(tensor) not in made:
+                real = torch.empty_like(tensor, device=device)
+                real.fill_(float("nan") if real.is_floating_point() else 0)
+                is_param = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if is_param else real
+            registry[name] = made[id(tensor)]
         stage.to(device)
     if not made:
         return
@@ -76,32 +80,25 @@ def materialize(
         done: set[int] = set()
         for root in roots:
             _initialize(root, init_fn, set(blank), done, is_given=init_fn is not None)
-    _tell_left(modules, blank)
+    _warn_of_blank(modules, blank)
 
 
-def _make_real(registry: dict[str, Any], device: torch.device, made: Made) -> None:
-    for name, tensor in registry.items():
-        if tensor is None or not tensor.is_meta:
-            continue
-        if id(tensor) not in made:
-            real = torch.empty_like(tensor, device=device)
-            real.fill_(float("nan") if real.is_floating_point() else 0)
-            is_param = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if is_param else real
-        registry[name] = made[id(tensor)]
-
-
-@contextmanager
-def _lent(roots: Sequence[nn.Module], made: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within, the whole model holds what was made, wherever it holds what that was made for."""
-    lent = [
+def _on_meta(roots: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Each tensor on the meta device, with the registry that holds it and its name there."""
+    return [
         (registry, name, tensor)
         for root in roots
         for module in root.modules()
         for registry in registries(module)
         for name, tensor in registry.items()
-        if tensor is not None and tensor.is_meta and id(tensor) in made
+        if tensor is not None and tensor.is_meta
     ]
+
+
+@contextmanager
+def _lent(roots: Sequence[nn.Module], made: Made) -> Iterator[None]:
+    """Let the whole model hold the real tensors in the places of those on the meta device."""
+    lent = [place for place in _on_meta(roots) if id(place[2]) in made]
     try:
         for registry, name, tensor in lent:
             registry[name] = made[id(tensor)]
@@ -124,9 +121,9 @@ def _initialize(
     Args:
         module: the module.
         init_fn: the user's function, or that of the model around the module.
-        fresh: which tensors are to be initialized, by identity.
-        done: the modules that have been here.
-        is_given: whether ``init_fn`` is the user's.
+        fresh: the ids of the tensors to initialize.
+        done: the ids of the modules that have been visited.
+        is_given: True if ``init_fn`` is the user's.
     """
     if id(module) in done:
         return
@@ -138,8 +135,9 @@ def _initialize(
         if name not in left:
             _initialize(child, init_fn, fresh, done, is_given=is_given)
     own = [t for registry in registries(module) for t in registry.values() if t is not None]
-    # One that holds what had its values before would overwrite that, unless it is its own duty.
     held = list(module.parameters())
+    # Skips a module whose subtree already has loaded values, since its initializer would overwrite
+    # them; tensors that it owns directly are initialized.
     is_new = all(p.is_meta or id(p) in fresh for p in held) and any(
         id(t) in fresh for t in (*held, *module.buffers())
     )
@@ -153,7 +151,7 @@ def _initialize(
 
 
 def _own_init(module: nn.Module) -> InitFn | None:
-    """How a model initializes each of its modules, where it says so as many do."""
+    """The ``_init_weights`` of a model, called with a module; None if it has no such method."""
     found: Any = getattr(module, "_init_weights", None)
     if not callable(found):
         return None
@@ -164,31 +162,28 @@ def _own_init(module: nn.Module) -> InitFn | None:
     return found  # type: ignore[no-any-return]
 
 
-def _tell_left(modules: Sequence[nn.Module], blank: Mapping[int, int]) -> None:
-    """Warn of what nobody has initialized, and say who may."""
-    in_state: list[str] = []
-    in_none: list[str] = []
+def _warn_of_blank(modules: Sequence[nn.Module], blank: Mapping[int, int]) -> None:
+    """Warn of tensors that nobody has initialized: those of a state dict, and those of none."""
+    found: dict[bool, list[str]] = {True: [], False: []}
     for stage in modules:
         saved = stage.state_dict(keep_vars=True).keys()
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             if id(tensor) in blank and _is_blank(tensor, blank[id(tensor)]):
-                (in_state if name in saved else in_none).append(name)
-    if in_state:
+                found[name in saved].append(name)
+    told = "made on the meta device and initialized by nobody: "
+    if found[True]:
+        logger.warning("%s%s; load a state, or pass init_fn=", told, abbreviate(found[True]))
+    if found[False]:
         logger.warning(
-            "made on the meta device and initialized by nobody: %s; load a state, or pass init_fn=",
-            abbreviate(in_state),
-        )
-    if in_none:
-        logger.warning(
-            "made on the meta device and initialized by nobody: the buffers %s, which are in no "
-            "state either, so that results will be wrong; set them in init_fn=, or in the "
-            "model's _init_weights",
-            abbreviate(in_none),
+            "%sthe buffers %s, which are in no state either, so that results will be wrong; set "
+            "them in init_fn=, or in the model's _init_weights",
+            told,
+            abbreviate(found[False]),
         )
 
 
 def _is_blank(tensor: Tensor, version: int) -> bool:
-    """Whether a tensor is as it was made; writing to ``.data`` leaves no trace in the version."""
+    """True if a tensor is as it was made; writes to ``.data`` leave the version as it is."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return version_of(tensor) == version and not bool(tensor.any())
