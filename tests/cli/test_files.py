@@ -17,7 +17,7 @@ from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
 from penstock.schedule.registry import family
 from penstock.schedule.text import save_csv, to_json
-from penstock.search.budget import Budget
+from penstock.search.state import Budget
 from penstock.simulate.measured import costs_of, program_of
 from penstock.trace import Span, Trace
 from penstock.view.perfetto import from_perfetto, save_perfetto

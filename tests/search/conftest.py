@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.search.budget import Budget
+from penstock.search.state import Budget
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock import Costs
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.search.problem import Objective, SearchProblem
+from penstock.simulate.memory import StageMemory
 from tests.simulate.edges import per_edge
 
 __all__ = ["LATE_COSTS", "problem_of", "problems"]
@@ -31,13 +32,11 @@ def problem_of(
 ) -> SearchProblem:
     """A problem that counts activations, or bytes where costs do."""
     costs = Costs() if costs is None else costs
-    held, behind = costs.held(num_stages=placement.num_stages)
     return SearchProblem(
         placement=placement,
         num_microbatches=microbatches,
         costs=costs,
-        held=held,
-        held_for_weights=behind,
+        memory=StageMemory.of(costs, placement.num_stages),
         limit=limit,
         objective=objective,
     )

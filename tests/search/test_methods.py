@@ -15,23 +15,30 @@ from penstock.schedule.action import Action, action
 from penstock.schedule.placement import linear, looped, v_shape
 from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, parse_csv
-from penstock.search.blocks import Guise, Knobs, lay_block, legs
-from penstock.search.critical import Timed
 from penstock.search.exact import improve
-from penstock.search.greedy import Placed, place, played, replay
-from penstock.search.overlaps import overlapped
-from penstock.search.problem import SearchProblem, order_of, program_of
-from penstock.search.swaps import Swapper
-from penstock.search.tune import Tuner, few_microbatches, run_block
+from penstock.search.list_schedule import schedule_by_priority
+from penstock.search.local_search import ExchangedOrder, Exchanger
+from penstock.search.methods import overlapped, timed_order
+from penstock.search.patterns import (
+    CostView,
+    PatternParams,
+    PatternSearch,
+    few_microbatches,
+    lay_pattern,
+    legs,
+    run_pattern,
+)
+from penstock.search.problem import SearchProblem, TimedOrder
+from penstock.simulate.memory import StageMemory
 from tests.search.problems import LATE_COSTS, problem_of, problems
 
 
-def assert_right(problem: SearchProblem, placed: Placed) -> None:
+def assert_right(problem: SearchProblem, timed: TimedOrder) -> None:
     """The order is a program, keeps the limit, and takes the time that is said."""
-    program = check(program_of(problem, placed.order, name="searched"))
+    program = check(problem.program(timed.order, name="searched"))
     result = simulate(program, problem.costs)
     # Patience is time that a rank waits although it could go on.
-    assert getattr(result, problem.objective) <= placed.value + 1e-9
+    assert getattr(result, problem.objective) <= timed.value + 1e-9
     assert max(problem.peaks(program)) <= problem.limit + 1e-9
 
 
@@ -41,35 +48,35 @@ def test_list_scheduling_with_any_priorities(problem: SearchProblem, random: obj
     drawn = random.random  # type: ignore[attr-defined]
     wishes = [[drawn() for _ in range(problem.num_microbatches)] for _ in range(problem.num_kinds)]
     for patience in (0.0, 1.0):
-        placed = place(problem, wishes, patience=patience)
-        assert_right(problem, placed)
-        again = replay(problem, placed.order)
+        timed = schedule_by_priority(problem, wishes, patience=patience)
+        assert_right(problem, timed)
+        again = problem.replay(timed.order)
         assert again is not None
-        result = simulate(program_of(problem, placed.order, name="x"), problem.costs)
+        result = simulate(problem.program(timed.order, name="x"), problem.costs)
         assert again.value == pytest.approx(getattr(result, problem.objective))
         # Where backwards are not split, W stands for nothing.
         runs = (3 if problem.splits else 2) * problem.placement.num_stages
-        ends = played(problem, program_of(problem, placed.order, name="x")).ends
+        ends = timed_order(problem, problem.program(timed.order, name="x")).ends
         assert ends[:runs] == again.ends[:runs]
 
 
 @settings(deadline=None, max_examples=60)
 @given(problems(), st.integers(0, 100))
-def test_tuning_and_exchanges(problem: SearchProblem, seed: int) -> None:
-    tuner = Tuner(problem, seed=seed)
+def test_patterns_and_local_search(problem: SearchProblem, seed: int) -> None:
+    search = PatternSearch(problem, seed=seed)
     for _ in range(8):
-        tuner.step()
-    start = run_block(problem, tuner.best[0].knobs)
+        search.step()
+    start = run_pattern(problem, search.best[0].params)
     assert_right(problem, start)
-    assert tuner.best == sorted(tuner.best, key=lambda tuned: tuned.estimate)
-    swapper = Swapper(problem, start.order, seed=seed, work=10 * problem.size)
-    while swapper.step():
+    assert search.best == sorted(search.best, key=lambda tuned: tuned.estimate)
+    exchanger = Exchanger(problem, start.order, seed=seed, work=10 * problem.size)
+    while exchanger.step():
         pass
-    best = replay(problem, swapper.best)
+    best = problem.replay(exchanger.best)
     assert best is not None
     assert_right(problem, best)
-    assert best.value == pytest.approx(swapper.value)
-    assert swapper.value <= replayed(problem, start).value + 1e-9
+    assert best.value == pytest.approx(exchanger.value)
+    assert exchanger.value <= replayed(problem, start).value + 1e-9
 
 
 @settings(deadline=None, max_examples=100)
@@ -77,9 +84,9 @@ def test_tuning_and_exchanges(problem: SearchProblem, seed: int) -> None:
 def test_what_an_exchange_comes_to_is_known_before(
     problem: SearchProblem, seed: int, random: Any
 ) -> None:
-    tuner = Tuner(problem, seed=seed)
-    tuner.step()
-    timed = Timed(problem, run_block(problem, tuner.best[0].knobs).order)
+    search = PatternSearch(problem, seed=seed)
+    search.step()
+    timed = ExchangedOrder(problem, run_pattern(problem, search.best[0].params).order)
     for _ in range(10):
         pairs = timed.neighbours(random)
         if not pairs:
@@ -93,63 +100,64 @@ def test_what_an_exchange_comes_to_is_known_before(
             continue
         # At least that way is as long, and no other has got longer.
         assert estimate - 1e-9 <= timed.value <= max(before, estimate) + 1e-9
-        again = replay(problem, timed.order)
+        again = problem.replay(timed.order)
         assert again is not None and again.value == pytest.approx(timed.value)
-        held = max(problem.peaks(program_of(problem, timed.order, name="x")))
+        held = max(problem.peaks(problem.program(timed.order, name="x")))
         assert fits == (held <= problem.limit + 1e-9)
         if not fits:
             break
 
 
-def replayed(problem: SearchProblem, placed: Placed) -> Placed:
+def replayed(problem: SearchProblem, timed: TimedOrder) -> TimedOrder:
     """The same order without waiting where a rank can go on."""
-    found = replay(problem, placed.order)
+    found = problem.replay(timed.order)
     assert found is not None
     return found
 
 
 def test_a_window_for_a_stage_is_kept() -> None:
     problem = problem_of(linear(3), 8)
-    placed = place(problem, [[float(n) for n in range(8)]] * 9, windows=(1, 2, 3))
-    peaks = problem.peaks(program_of(problem, placed.order, name="x"))
+    timed = schedule_by_priority(problem, [[float(n) for n in range(8)]] * 9, windows=(1, 2, 3))
+    peaks = problem.peaks(problem.program(timed.order, name="x"))
     assert all(peak <= window for peak, window in zip(peaks, (1, 2, 3), strict=True))
 
 
 def test_orders_and_programs_are_each_other_s_inverse() -> None:
     problem = problem_of(v_shape(3), 7)
     program = build("zbv", ranks=3, microbatches=7)
-    assert program_of(problem, order_of(problem, program), name="zbv") == program
+    assert problem.program(problem.order(program), name="zbv") == program
 
 
 def test_an_order_in_which_ranks_wait_for_each_other() -> None:
     problem = problem_of(linear(2), 1)
     # Stage 1's backward before its forward.
-    assert replay(problem, ((0, 2, 4), (3, 1, 5))) is None
+    assert problem.replay(((0, 2, 4), (3, 1, 5))) is None
 
 
 def test_a_block_repeats_without_collisions() -> None:
     problem = problem_of(v_shape(4), 8)
-    block = lay_block(problem, Knobs(stretch=(0.0,) * 4, packed=True))
-    assert block.period == 6
+    pattern = lay_pattern(problem, PatternParams(stretch=(0.0,) * 4, packed=True))
+    assert pattern.period == 6
     for rank in range(4):
         slots = sorted(
             offset % 6
-            for offset, holder in zip(block.offsets, problem.ranks, strict=True)
+            for offset, holder in zip(pattern.offsets, problem.ranks, strict=True)
             if holder == rank
         )
         assert slots == [0, 1, 2, 3, 4, 5]
     # Tight blocks over a V hold a third of what 1F1B does: those of V-Min.
-    assert max(block.held[rank] + block.held[7 - rank] for rank in range(4)) == 5
+    held = pattern.in_flight()
+    assert max(held[rank] + held[7 - rank] for rank in range(4)) == 5
 
 
 def test_few_microbatches_tell_of_many() -> None:
     problem = problem_of(linear(4), 200, limit=3)
     assert few_microbatches(problem) == 24
-    tuner = Tuner(problem, seed=0)
+    search = PatternSearch(problem, seed=0)
     for _ in range(20):
-        tuner.step()
-    best = tuner.best[0]
-    assert run_block(problem, best.knobs).value == pytest.approx(best.estimate, rel=0.02)
+        search.step()
+    best = search.best[0]
+    assert run_pattern(problem, best.params).value == pytest.approx(best.estimate, rel=0.02)
 
 
 def test_legs_are_counted_per_rank() -> None:
@@ -160,21 +168,22 @@ def test_legs_are_counted_per_rank() -> None:
 def test_orders_for_other_costs_are_timed_by_the_true_ones() -> None:
     costs = Costs(forward=[1, 2, 1, 3], input_grad=[2, 1, 1, 1], weight_grad=0.5, latency=0.25)
     problem = problem_of(looped(2, 2), 6, limit=5, costs=costs)
-    for guise in Guise:
-        knobs = Knobs(stretch=(0.0,) * 4, packed=True, width=1.0, guise=guise)
-        assert_right(problem, run_block(problem, knobs))
+    for cost_view in CostView:
+        params = PatternParams(stretch=(0.0,) * 4, packed=True, width=1.0, cost_view=cost_view)
+        assert_right(problem, run_pattern(problem, params))
 
 
 # --- exact -------------------------------------------------------------------------------------
 
 
-def worst(problem: SearchProblem) -> Placed:
+def worst(problem: SearchProblem) -> TimedOrder:
     """One microbatch after the other."""
     wishes = [[float(n) for n in range(problem.num_microbatches)]] * problem.num_kinds
-    return place(problem, wishes, windows=(1,) * problem.placement.num_stages)
+    return schedule_by_priority(problem, wishes, windows=(1,) * problem.placement.num_stages)
 
 
 # Where I and W take no time, what W holds between them.
+_SIZES = Costs(activation_bytes=1.0, weight_grad_bytes=[1.0, 1.0, 1.0, 2.0])
 INSTANT = SearchProblem(
     placement=looped(2, 2),
     num_microbatches=2,
@@ -185,8 +194,7 @@ INSTANT = SearchProblem(
         activation_bytes=1.0,
         weight_grad_bytes=[1.0, 1.0, 1.0, 2.0],
     ),
-    held=(1.0, 1.0, 1.0, 1.0),
-    held_for_weights=(1.0, 1.0, 1.0, 2.0),
+    memory=StageMemory.of(_SIZES, 4),
     limit=3.0,
 )
 
@@ -200,7 +208,7 @@ def test_exact_search_of_a_whole_step(problem: SearchProblem) -> None:
     answer = improve(small, start, effort_s=0.3, clock_s=5, seed=0)
     assert answer.bound <= start.value + 1e-9
     if answer.order is not None:
-        found = replay(small, answer.order)
+        found = small.replay(answer.order)
         assert found is not None
         assert_right(small, found)
         assert found.value <= start.value + 1e-9
@@ -273,7 +281,7 @@ def any_program(problem: SearchProblem, random: Any) -> Program:
 
 
 def played_value(problem: SearchProblem, order: tuple[tuple[int, ...], ...]) -> float:
-    found = replay(problem, order)
+    found = problem.replay(order)
     assert found is not None
     return found.value
 
@@ -312,7 +320,7 @@ def test_a_window_changes_nothing_outside_of_it() -> None:
     window = (20.0, 45.0)
     answer = improve(problem, start, window=window, effort_s=2, clock_s=30, seed=0)
     assert answer.order is not None and answer.bound == 0
-    found = replay(problem, answer.order)
+    found = problem.replay(answer.order)
     assert found is not None and found.value < start.value
     assert_right(problem, found)
     for before, after, kinds in zip(start.order, found.order, start.order, strict=True):

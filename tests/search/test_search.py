@@ -13,9 +13,9 @@ from penstock import Costs, Op, Progress, ScheduleError, build, check, schedules
 from penstock.schedule.placement import bidirectional, linear, looped, v_shape
 from penstock.schedule.text import to_json
 from penstock.search import engine
-from penstock.search.budget import Budget
 from penstock.search.problem import SearchProblem
 from penstock.search.result import SearchResult
+from penstock.search.state import Budget
 from penstock.simulate.bounds import lower_bounds
 from penstock.testing.processes import run_ranks
 from tests.search.problems import LATE_COSTS, problems
@@ -365,7 +365,7 @@ def test_progress_is_told() -> None:
     assert told[-1].bound == found.bound
     values = [each.value for each in told if each.value is not None]
     assert values == sorted(values, reverse=True)
-    assert {"closed forms", "building blocks"} <= {each.method for each in told}
+    assert {"closed forms", "periodic patterns"} <= {each.method for each in told}
 
 
 @pytest.mark.usefixtures("no_clock")
@@ -373,7 +373,7 @@ def test_methods_are_at_work_in_the_order_that_is_documented() -> None:
     told: list[Progress] = []
     search(UNEVEN, ranks=4, microbatches=6, memory_limit=4, time_limit_s=1, progress=told.append)
     order = list(dict.fromkeys(each.method for each in told[:-1]))
-    assert order == ["closed forms", "building blocks", "exchanges", "exact"]
+    assert order == ["closed forms", "periodic patterns", "local search", "exact"]
 
 
 # --- time against memory -----------------------------------------------------------------------

@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 from penstock.schedule.index import IndexedProgram, Offsets
 
-__all__ = ["DependencyReplay", "Needs", "replay_of"]
+__all__ = ["DependencyReplay", "RowNeeds", "replay_of"]
 
-Needs: TypeAlias = Sequence[Sequence[tuple[int, float]]]
+RowNeeds: TypeAlias = Sequence[Sequence[tuple[int, float]]]
 """For each row, the offset of each prerequisite, and the delay from its end to its arrival."""
 
 
@@ -127,7 +127,7 @@ class DependencyReplay:
         *,
         num_ids: int,
         width: int,
-        needs: Needs,
+        needs: RowNeeds,
         fulfilled: Sequence[Sequence[int]],
         durations: Sequence[float] | None = None,
         overlap_durations: Sequence[float | None] | None = None,

@@ -1,17 +1,15 @@
-"""Searches for the best program, from what costs next to nothing to what is exact.
+"""``search``: the best program for given costs, by methods from cheap to exact.
 
-    closed forms     every schedule of the catalog on these placements and within the limit
-    retimed          their orders as urgencies, so that uneven costs take no more gaps than needed
-    blocks           list scheduling by building blocks, their knobs tuned on few microbatches and
-                     the best stretched to all
-    exchanges        neighbours on the critical path of several orders, where the step is not large
-    exact            CP-SAT, warm-started from the best: the whole step where it is small, else
-                     windows of it, the cool-down first
-    overlap          where costs tell of it: forwards and backwards side by side as blocks
-    relief           where asked for: what holds too much, with stages recomputed or offloaded
+    closed forms       every registered schedule on these placements and within the limit
+    list scheduling    in their order, so that uneven costs leave no more gaps than needed
+    periodic patterns  tuned on few microbatches, the best stretched to all
+    local search       neighbours on the critical path of several orders, if the step is not large
+    exact              CP-SAT, warm-started from the best: the whole step if it is small, else
+                       windows of it, the cool-down first
+    overlap            forwards and backwards as overlapped pairs, if the costs give the time
+    memory reduction   if allowed: ranks that hold too much recompute or offload stages
 
-Each method starts from what those before it found, and nothing worse ever takes its place. This
-module knows what follows what; how each method works is the affair of its own module.
+This module holds the order of the methods, and how they share the work.
 """
 
 from __future__ import annotations
@@ -23,22 +21,35 @@ from importlib.util import find_spec
 
 from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement
-from penstock.search.asked import can_offload, problems_of
-from penstock.search.budget import Budget
-from penstock.search.known import Known
-from penstock.search.methods import Effort, closed_forms, exchange, first, polish, retime, tune
-from penstock.search.overlaps import overlap
-from penstock.search.problem import Objective, SearchProblem
-from penstock.search.relief import Relief, least_relieved, reliefs, relieve
+from penstock.search.memory_reduction import (
+    Reduction,
+    allowed_reductions,
+    can_offload,
+    feasible_problems,
+    least_reduced,
+    reduce_memory,
+)
+from penstock.search.methods import (
+    Effort,
+    closed_forms,
+    first,
+    overlap,
+    polish,
+    retime,
+    search_locally,
+    tune_patterns,
+)
+from penstock.search.problem import Objective, SearchProblem, problems_of
 from penstock.search.result import Progress, SearchResult
+from penstock.search.state import Budget, SearchState
 from penstock.simulate.costs import Costs
 
 __all__ = ["search"]
 
 _UNIT = Costs()
-# Of the work, the part of the first search where time is traded against memory; how many others.
+# The share of the first search if time is traded against memory; how many others follow.
 _FIRST, _LIMITS = 0.3, 8
-# Of the work, the part without a limit where programs may be relieved of what they hold.
+# The share of the search without a limit if programs may be reduced.
 _LOOSE = 0.4
 
 
@@ -59,46 +70,44 @@ def search(
     pareto: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best program of one copy of the model that can be found for these costs in this time.
+    """Searches for the best program of one copy of the model in the given time.
 
     Args:
-        costs: what each kind of action costs, and what activations take.
+        costs: the cost of each kind of action, and the size of activations.
         ranks: number of ranks.
         microbatches: microbatches per step.
-        virtual: stages per rank; None for what costs given per stage imply, or else 1.
-        memory_limit: the most that a rank may hold at once of what is kept from F to W: in
-            activations, or in bytes where ``costs.activation_bytes`` is given; None for no limit.
+        virtual: stages per rank; None for the number that costs per stage imply, or else 1.
+        memory_limit: the most activations that a rank may hold at once, in bytes if
+            ``costs.activation_bytes`` is given; None for no limit.
         objective: ``"makespan"``, from the first start to the last end over all ranks (there is a
             barrier before the optimizer), or ``"span"``, the longest of the ranks' own (none).
-        placements: how stages may lie on ranks; None for loops, and waves where ``virtual`` is
-            even.
+        placements: the placements to search; None for loops, and waves if ``virtual`` is even.
         time_limit_s: how long to search, in seconds.
         seed: of random choices. The same seed finds the same program as long as work ends the
             search, not the clock, as it does on slow or busy machines: the result says which
             (``SearchResult.reproducible``).
         exact: whether to polish small steps with OR-Tools CP-SAT (``penstock[search]``).
-        recompute: whether stages may run their forward again instead of holding what it keeps
-            (``costs.recompute``, ``costs.recompute_bytes``).
-        offload: whether they may copy it to the host and back; ``costs`` say what that costs.
+        recompute: whether stages may recompute their activations (``costs.recompute``,
+            ``costs.recompute_bytes``).
+        offload: whether stages may offload them; ``costs`` give the time of that.
         pareto: whether to look for programs that take more time in less memory, too.
-        progress: called now and then with how far the search is.
+        progress: called now and then.
 
     Returns:
-        The best program, its figures, and a bound that no program of one copy of the model can
-        beat; schedules with two, such as DualPipe, may be faster.
+        The best program, its figures, and a lower bound for programs of one copy of the model;
+        schedules with two, such as DualPipe, may be faster.
 
     Raises:
-        ScheduleError: a memory limit that no program can meet (the message says the least that
-            one can, and whether recomputation or offload would help); offload at no known cost;
-            numbers, costs or placements that don't go together; OR-Tools is asked for
-            and missing.
+        ScheduleError: no program meets the memory limit (the message gives the least feasible one,
+            and whether recomputation or offload would help); offload at no known cost; numbers,
+            costs or placements that don't go together; OR-Tools is asked for and missing.
 
     Example:
         >>> found = search(ranks=4, microbatches=8, memory_limit=4, exact=False)
         >>> found.value, found.peak
         (27.0, 4.0)
 
-    Source: arXiv:2401.10241, sec. 3.1 (search under a memory limit); arXiv:2405.15362 (blocks).
+    Source: arXiv:2401.10241, sec. 3.1 (search under a memory limit); arXiv:2405.15362 (patterns).
     """
     if not isinstance(costs, Costs):
         raise ScheduleError(f"search: costs={costs!r} are no penstock.Costs; leave them out for 1")
@@ -118,7 +127,7 @@ def search(
             "reload=...), or activation_bytes and offload_bandwidth",
             parameter="offload",
         )
-    allowed = reliefs(recompute=recompute, offload=offload)
+    allowed = allowed_reductions(recompute=recompute, offload=offload)
     budget = Budget(time_limit_s)
     problems = problems_of(
         costs,
@@ -128,97 +137,88 @@ def search(
         memory_limit=memory_limit,
         objective=objective,
         placements=placements,
-        allowed=allowed,
     )
-    known = Known(problems, budget=budget, progress=progress, relieved=bool(allowed))
+    problems = feasible_problems(problems, allowed)
+    state = SearchState(problems, budget=budget, progress=progress, reduced=bool(allowed))
     effort = Effort(share=1.0, seed=seed, exact=exact, size=problems[0].size)
     if allowed:
-        # Without a limit first: what is fast may be relieved of what it holds too much.
-        known.problems = [problem.limited(math.inf) for problem in problems]
-        _go(known, replace(effort, share=_LOOSE))
-        known.problems = list(problems)
-        _relieve(known, allowed, pareto=pareto)
+        # Without a limit first: a fast program may be reduced.
+        state.problems = [problem.limited(math.inf) for problem in problems]
+        _run_methods(state, replace(effort, share=_LOOSE))
+        state.problems = list(problems)
+        _reduce(state, allowed, pareto=pareto)
         effort = replace(effort, share=1 - _LOOSE)
-    known.problems = [problem for problem in problems if problem.can_be_met]
-    if known.problems:
-        _plain(known, effort, pareto=pareto)
-    known.problems = list(problems)
+    state.problems = [problem for problem in problems if problem.is_feasible]
+    if state.problems and pareto:
+        _run_methods(state, replace(effort, share=effort.share * _FIRST))
+        _trade(state, replace(effort, share=effort.share * (1 - _FIRST)))
+    elif state.problems:
+        _run_methods(state, effort)
+    state.problems = list(problems)
     if allowed:
-        _relieve(known, allowed, pareto=pareto)
-    return known.result(with_pareto=pareto)
+        _reduce(state, allowed, pareto=pareto)
+    return state.result(with_pareto=pareto)
 
 
-def _plain(known: Known, effort: Effort, *, pareto: bool) -> None:
-    """Programs that keep what forwards leave."""
+def _reduce(state: SearchState, allowed: Sequence[Reduction], *, pareto: bool) -> None:
+    """Reduces programs until they are within the limit; for a front, within lower ones."""
+    given = state.problems
+    starts = tuple(found for found in state.found if not found.is_reduced)
+    state.tell(state.done_share, "memory reduction")
+    reduce_memory(state, starts, allowed)
     if pareto:
-        _go(known, replace(effort, share=effort.share * _FIRST))
-        _trade(known, replace(effort, share=effort.share * (1 - _FIRST)))
-    else:
-        _go(known, effort)
-
-
-def _relieve(known: Known, allowed: Sequence[Relief], *, pareto: bool) -> None:
-    """Relieve what was found until it is within the limit; and for a front, within lower ones."""
-    given = known.problems
-    starts = tuple(found for found in known.found if not found.is_relieved)
-    known.tell(known.done_share, "relief")
-    relieve(known, starts, allowed)
-    if pareto:
-        least = min(least_relieved(given, relief) for relief in allowed)
-        # None is within the limit yet where it takes no relief, but a search under it.
-        most = max((found.peak for found in known.front()), default=0.0)
+        least = min(least_reduced(given, reduction) for reduction in allowed)
+        # None is within the limit yet if it takes no reduction, but a search under it.
+        most = max((found.peak for found in state.front()), default=0.0)
         for limit in _lower_limits(given, least, most):
-            known.tell(known.done_share, "relief")
-            known.problems = [problem.limited(limit) for problem in given]
-            relieve(known, starts, allowed)
-        known.problems = given
+            state.tell(state.done_share, "memory reduction")
+            state.problems = [problem.limited(limit) for problem in given]
+            reduce_memory(state, starts, allowed)
+        state.problems = given
 
 
-def _go(known: Known, effort: Effort) -> None:
-    """All methods, as long as there is something to gain."""
-    effort = effort.timed(known.budget, known.done_share)
-    known.tell(known.done_share, "closed forms")
-    first(known)
-    if not known.done_share:
-        closed_forms(known)
-    if not known.is_over():
-        retime(known)
-    if not known.is_over():
-        tune(known, effort)
-    if not known.is_over():
-        exchange(known, effort)
-    if effort.exact and not known.is_over():
-        polish(known, effort)
-    if not known.is_over():
-        overlap(known)
-    known.done_share += effort.share
+def _run_methods(state: SearchState, effort: Effort) -> None:
+    """Runs all methods, as long as there is something to gain."""
+    effort = effort.timed(state.budget, state.done_share)
+    state.tell(state.done_share, "closed forms")
+    first(state)
+    if not state.done_share:
+        closed_forms(state)
+    if not state.is_over():
+        retime(state)
+    if not state.is_over():
+        tune_patterns(state, effort)
+    if not state.is_over():
+        search_locally(state, effort)
+    if effort.exact and not state.is_over():
+        polish(state, effort)
+    if not state.is_over():
+        overlap(state)
+    state.done_share += effort.share
 
 
-def _trade(known: Known, effort: Effort) -> None:
-    """Search again under lower limits, from the least that can be met on."""
-    given = known.problems
+def _trade(state: SearchState, effort: Effort) -> None:
+    """Searches again under lower limits, from the smallest feasible one on."""
+    given = state.problems
     least = min(max(problem.least_memory) for problem in given)
-    # The clock may leave none but those that were relieved.
-    most = next((found.peak for found in known.plain()), 0.0)
+    # The clock may leave none but those that were reduced.
+    most = next((found.peak for found in state.plain()), 0.0)
     limits = _lower_limits(given, least, most)
     for limit in limits:
         lower = [problem.limited(limit) for problem in given]
-        known.problems = [problem for problem in lower if problem.can_be_met]
-        if known.problems and not known.is_late():
-            _go(known, replace(effort, share=effort.share / len(limits)))
-    known.problems = given
+        state.problems = [problem for problem in lower if problem.is_feasible]
+        if state.problems and not state.is_late():
+            _run_methods(state, replace(effort, share=effort.share / len(limits)))
+    state.problems = given
 
 
 def _lower_limits(given: Sequence[SearchProblem], least: float, most: float) -> list[float]:
-    """Limits from the least that can be met on, up to what is held where none is lower."""
+    """A geometric grid of limits between the smallest feasible one and the current peak; in whole
+    activations, if these are counted."""
     if least <= 0:
         return []
     ratio = max(1.0, most / least)
-    limits = {_rounded(least * ratio ** (n / _LIMITS), given) for n in range(_LIMITS)}
+    limits = {least * ratio ** (n / _LIMITS) for n in range(_LIMITS)}
+    if all(size.is_integer() for problem in given for size in problem.memory.activation):
+        limits = {float(math.floor(limit)) for limit in limits}
     return [limit for limit in sorted(limits) if least <= limit < most]
-
-
-def _rounded(limit: float, problems: Sequence[SearchProblem]) -> float:
-    """A limit in whole activations, where these are counted."""
-    counted = all(size.is_integer() for problem in problems for size in problem.held)
-    return float(math.floor(limit)) if counted else limit

@@ -1,55 +1,52 @@
 """Exact search with OR-Tools CP-SAT: of a whole step, or of a window of an order.
 
-    rank 0  F0 F1 | F2 I0 W0 F3 | I1 W1 I2 ...        before the window: as it is
+    rank 0  F0 F1 | F2 I0 W0 F3 | I1 W1 I2 ...        before the window: unchanged
     rank 1  .. F0 | I0 F1 W0 I1 | F2 W1 I2 ...        in the window: any order
                                                       after it: the order stays, times follow
 
-Costs are floats, and CP-SAT counts in integers: where a common unit is not to be found, costs are
-rounded down, so that its bound is still one that no program can beat; what an order comes to is
-never taken from here, but played.
+CP-SAT counts in integers. Without a common unit, costs are rounded down, so its bound still holds;
+the objective of an order is never taken from CP-SAT, but from a replay.
 
-A rank's span counts from its own first start, so that it may gain by starting late:
+A rank's span counts from its own first start, so it may gain by starting late:
 
     rank 0  F0 F1 ..        rank 0  F0 F1 ..
     rank 1  .. F0 F1 ..     rank 1  .. .. F1 F0 ..
 
-Kinds that take their microbatches in turn, and ranks that start as soon as they can, lose such
-programs. So a bound on the span is searched for by itself, where ranks start when they like: sort
+Kinds that run microbatches in index order, and ranks that start as soon as they can, lose such
+programs. So a bound on the span has a search of its own, in which ranks start when they like: sort
 the times of any program kind by kind, and they are among those that are left.
 
-CP-SAT runs on one schedule of interleaved workers with a fixed seed and a limit of deterministic
-time, so that it answers alike on every machine; the clock is a second limit. This module alone
-knows OR-Tools, and imports it when used.
+CP-SAT runs interleaved workers with a fixed seed and a limit of deterministic time, so it answers
+alike on every machine; the clock is a second limit. Only this module knows OR-Tools, and imports it
+when used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
 from typing import Any
 
 from penstock.schedule.action import Op
-from penstock.search.greedy import Placed
-from penstock.search.problem import Order, SearchProblem, program_of, slack
+from penstock.search.problem import Order, SearchProblem, TimedOrder
 
-__all__ = ["Exact", "improve"]
+__all__ = ["ExactAnswer", "improve"]
 
 _WORKERS = 2
 _FINE = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exact:
-    """What CP-SAT found.
+class ExactAnswer:
+    """The answer of CP-SAT.
 
     Args:
-        order: an order at least as good as the one to start from; None where none was found in
-            the time given.
-        bound: no program has a smaller objective; 0 where not all of them were searched among.
-        proven: whether nothing better is left to find (among those that were searched).
+        order: an order at least as good as the start; None if none was found in time.
+        bound: a lower bound on the objective; 0 if not all programs were searched among.
+        proven: whether the order is optimal among the programs that were searched.
         used_s: the deterministic time that it took.
         cut_short: whether the clock ended it.
     """
@@ -63,7 +60,7 @@ class Exact:
 
 def improve(
     problem: SearchProblem,
-    start: Placed,
+    start: TimedOrder,
     *,
     window: tuple[float, float] | None = None,
     effort_s: float,
@@ -71,35 +68,29 @@ def improve(
     seed: int,
     at_least: float = 0.0,
     late_starts: bool = False,
-) -> Exact:
+) -> ExactAnswer:
     """The best order that differs from ``start`` in the window alone.
 
     Args:
         problem: what to run.
-        start: an order and its times: the warm start.
-        window: of the actions that start from the first time on and before the second, the order
-            is free; None for all.
-        effort_s: limit in CP-SAT's deterministic seconds.
+        start: the warm start.
+        window: the order is free for actions that start from the first time on and before the
+            second; None for all.
+        effort_s: limit in deterministic seconds of CP-SAT.
         clock_s: limit in seconds.
-        seed: of CP-SAT's own choices.
+        seed: of the solver.
         at_least: a bound that is known already.
         late_starts: whether ranks may start later than they can: for a bound on the span.
 
     Raises:
         ImportError: OR-Tools is not installed.
     """
-    model = _Model(problem, start, window, at_least, late_starts)
-    found = model.solve(effort_s=effort_s, clock_s=clock_s, seed=seed)
-    if found.order is None or _keeps_limit(problem, found.order):
+    found = _Model(problem, start, window, at_least, late_starts).solve(effort_s, clock_s, seed)
+    if found.order is None:
         return found
-    return replace(found, order=None)
-
-
-def _keeps_limit(problem: SearchProblem, order: Order) -> bool:
-    """Whether an order keeps the limit: sizes were rounded, and what takes no time was not seen to
-    hold anything meanwhile."""
-    peaks = problem.peaks(program_of(problem, order, name="exact"))
-    return max(peaks) <= problem.limit + slack(problem.limit)
+    # Sizes were rounded, and actions that take no time seemed to hold nothing meanwhile.
+    peaks = problem.peaks(problem.program(found.order, name="exact"))
+    return found if max(peaks) <= problem.most else replace(found, order=None)
 
 
 class _Model:
@@ -108,7 +99,7 @@ class _Model:
     def __init__(
         self,
         problem: SearchProblem,
-        start: Placed,
+        start: TimedOrder,
         window: tuple[float, float] | None,
         at_least: float,
         late_starts: bool,
@@ -123,26 +114,28 @@ class _Model:
         self.bounds_all = (
             window is None
             and (late_starts or problem.objective == "makespan")
-            # Blocks may take less time than their parts, and full backwards hold less than split.
+            # Overlapped pairs may take less time than their parts, full backwards hold less.
             and problem.costs.overlap is None
             and problem.splits
             and (math.isinf(problem.limit) or not any(problem.growths))
         )
         self.model = self.cp.CpModel()
-        needs = [delay for needs in problem.needs for _, delay in needs]
-        numbers = [*problem.durations, *needs, *problem.origins]
+        delays = [delay for needs in problem.needs for _, delay in needs]
+        numbers = [*problem.durations, *delays, *problem.origins]
         self.unit = _unit(numbers, start.value)
         # Of a time between two others that are rounded down, one unit may be lost.
         self.lost = int(late_starts and not _is_unit(self.unit, numbers))
         self.lengths = [self.ticks(length) for length in problem.durations]
-        ends = self.ends_of_ranks()
+        ends = [0.0] * problem.placement.num_ranks
+        for rank, times in zip(problem.ranks, start.ends, strict=True):
+            ends[rank] = max(ends[rank], *times)
         # A rank's first action follows one of a rank that started before it.
-        latest = len(ends) * (start.value + max(needs, default=0.0)) if late_starts else max(ends)
+        latest = len(ends) * (start.value + max(delays, default=0.0)) if late_starts else max(ends)
         self.horizon = self.ticks(latest) + 1
-        # Per kind, of each microbatch: its start, a number where it is not to be changed.
+        # Per kind, the start of each microbatch; a number if it is not to be changed.
         self.starts: list[list[Any]] = [self.starts_of(kind) for kind in range(problem.num_kinds)]
         self.precede()
-        self.take_turns()
+        self.exclude_each_other()
         self.keep_limits()
         most = start.value if late_starts else problem.value(ends)
         self.objective = self.model.new_int_var(
@@ -151,13 +144,34 @@ class _Model:
         self.count_from_origins()
         self.model.minimize(self.objective)
 
-    def ends_of_ranks(self) -> list[float]:
-        """When each rank ends in the order to begin with."""
-        found = [0.0] * len(self.start.order)
-        for kind, ends in enumerate(self.start.ends):
-            rank = self.problem.ranks[kind]
-            found[rank] = max(found[rank], *ends)
+    def ticks(self, time: float) -> int:
+        """A time in units, rounded down up to the error of floats."""
+        return int(time / self.unit + 1e-6)
+
+    def began(self, kind: int, microbatch: int) -> float:
+        """The start of an action in the warm start."""
+        return self.start.ends[kind][microbatch] - self.problem.durations[kind]
+
+    def actions_of(self, kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The kind and the microbatch of each action of a rank."""
+        return (divmod(each, self.problem.num_microbatches) for each in self.problem.ids(kinds))
+
+    def starts_of(self, kind: int) -> list[Any]:
+        """The start of each microbatch of a kind, as a variable or a number."""
+        found: list[Any] = []
+        for microbatch in range(self.problem.num_microbatches):
+            began = self.began(kind, microbatch)
+            if began < self.low:
+                found.append(self.ticks(began))
+                continue
+            variable = self.model.new_int_var(0, self.horizon, f"{kind}.{microbatch}")
+            self.model.add_hint(variable, self.ticks(began))
+            found.append(variable)
         return found
+
+    def is_free(self, kind: int, microbatch: int) -> bool:
+        """Whether the start is a variable."""
+        return not isinstance(self.starts[kind][microbatch], int)
 
     def count_from_origins(self) -> None:
         """The objective is no less than any rank's last end, from its origin on."""
@@ -172,33 +186,8 @@ class _Model:
         if self.late_starts:
             self.model.add(self.starts[0][0] == 0)
 
-    def ticks(self, time: float) -> int:
-        """A time in units, rounded down but for the error of floats."""
-        return int(time / self.unit + 1e-6)
-
-    def began(self, kind: int, microbatch: int) -> float:
-        """When an action starts in the order to begin with."""
-        return self.start.ends[kind][microbatch] - self.problem.durations[kind]
-
-    def starts_of(self, kind: int) -> list[Any]:
-        found: list[Any] = []
-        for microbatch in range(self.problem.num_microbatches):
-            began = self.began(kind, microbatch)
-            if began < self.low:
-                found.append(self.ticks(began))
-                continue
-            name = f"{kind}.{microbatch}"
-            variable = self.model.new_int_var(0, self.horizon, name)
-            self.model.add_hint(variable, self.ticks(began))
-            found.append(variable)
-        return found
-
-    def is_free(self, kind: int, microbatch: int) -> bool:
-        """Whether the start is a variable."""
-        return not isinstance(self.starts[kind][microbatch], int)
-
     def precede(self) -> None:
-        """What needs what, and each kind's microbatches in turn."""
+        """The readiness rules, and the index order of each kind's microbatches."""
         for kind, starts in enumerate(self.starts):
             for microbatch, start in enumerate(starts):
                 if not self.is_free(kind, microbatch):
@@ -209,16 +198,14 @@ class _Model:
                 if microbatch:
                     self.model.add(start >= starts[microbatch - 1] + self.lengths[kind])
 
-    def take_turns(self) -> None:
-        """A rank does one thing at a time; outside of the window, in the order that it has."""
+    def exclude_each_other(self) -> None:
+        """A rank runs one action at a time; outside of the window, in the order that it has."""
         for kinds in self.start.order:
-            done = [0] * self.problem.num_kinds
             before: Any = 0
             inside: list[Any] = []
             ends_inside: list[Any] = []
             after = False
-            for kind in kinds:
-                microbatch, done[kind] = done[kind], done[kind] + 1
+            for kind, microbatch in self.actions_of(kinds):
                 began = self.began(kind, microbatch)
                 start, length = self.starts[kind][microbatch], self.lengths[kind]
                 if began < self.low:
@@ -241,37 +228,39 @@ class _Model:
 
     def keep_limits(self) -> None:
         """Activations are held from F to W, within the limit."""
-        problem = self.problem
-        limit = problem.limit
+        problem, size = self.problem, self.problem.placement.num_stages
+        forwards, weights = problem.changes[:size], problem.changes[2 * size :]
         for rank in range(problem.placement.num_ranks):
             stages = problem.placement.stages_of(rank)
-            if limit >= problem.most_memory[rank]:
+            most = sum(forwards[stage] + problem.growths[stage] for stage in stages)
+            if problem.limit >= problem.num_microbatches * most:
                 continue
-            first = stages[0]
-            if len(stages) == 1 and problem.held[first] == problem.left_for_weights[first]:
-                self.keep_one(stages[0], limit)
+            if len(stages) == 1 and forwards[stages[0]] == -weights[stages[0]]:
+                self.keep_one(stages[0])
             else:
-                self.keep_many(stages, limit)
+                held = {stage: (forwards[stage], -weights[stage]) for stage in stages}
+                self.keep_many(held)
 
-    def keep_one(self, stage: int, limit: float) -> None:
+    def keep_one(self, stage: int) -> None:
         """With one stage per rank: a forward after the weight gradient that makes room for it."""
-        number = int(limit / self.problem.held[stage] + 1e-9)
+        number = int(self.problem.limit / self.problem.changes[stage] + 1e-9)
         last = self.problem.kind(Op.WEIGHT_GRAD, stage)
         for microbatch in range(number, self.problem.num_microbatches):
             if self.is_free(stage, microbatch):
                 end = self.starts[last][microbatch - number] + self.lengths[last]
                 self.model.add(self.starts[stage][microbatch] >= end)
 
-    def keep_many(self, stages: Sequence[int], limit: float) -> None:
-        """With several: all that is held at a time, together."""
-        problem = self.problem
-        unit = _unit(
-            [h[s] for h in (problem.held, problem.left_for_weights) for s in stages], limit
-        )
+    def keep_many(self, sizes: dict[int, tuple[float, float]]) -> None:
+        """With several: all that is held at a time, together.
+
+        Args:
+            sizes: for each stage of a rank, what it holds before the end of I and after.
+        """
+        problem, limit = self.problem, self.problem.limit
+        unit = _unit([size for both in zip(*sizes.values(), strict=True) for size in both], limit)
         held: list[Any] = []
         demands: list[int] = []
-        for stage in stages:
-            before, behind = problem.held[stage], problem.left_for_weights[stage]
+        for stage, (before, behind) in sizes.items():
             by_input, by_weight = (
                 problem.kind(op, stage) for op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD)
             )
@@ -294,8 +283,8 @@ class _Model:
                     demands.append(int(size / unit + 1e-6))
         self.model.add_cumulative(held, demands, int(limit / unit + 1e-6))
 
-    def solve(self, *, effort_s: float, clock_s: float, seed: int) -> Exact:
-        """Run CP-SAT within both limits."""
+    def solve(self, effort_s: float, clock_s: float, seed: int) -> ExactAnswer:
+        """Runs CP-SAT within both limits."""
         solver = self.cp.CpSolver()
         solver.parameters.num_workers = _WORKERS
         solver.parameters.interleave_search = True
@@ -305,7 +294,7 @@ class _Model:
         status = solver.solve(self.model)
         used = solver.response_proto.deterministic_time
         proven = status == self.cp.OPTIMAL
-        return Exact(
+        return ExactAnswer(
             order=self.order(solver) if status in (self.cp.OPTIMAL, self.cp.FEASIBLE) else None,
             bound=solver.best_objective_bound * self.unit if self.bounds_all else 0.0,
             proven=proven,
@@ -314,23 +303,20 @@ class _Model:
         )
 
     def order(self, solver: Any) -> Order:
-        """Every rank's kinds by start; where nothing takes time, by what came first before."""
+        """Each rank's kinds by start; ties of actions that take no time keep their order."""
         ranks = []
-        for rank, kinds in enumerate(self.start.order):
-            done = [0] * self.problem.num_kinds
+        for kinds in self.start.order:
             timed = []
-            for place, kind in enumerate(kinds):
-                microbatch, done[kind] = done[kind], done[kind] + 1
+            for place, (kind, microbatch) in enumerate(self.actions_of(kinds)):
                 start = self.starts[kind][microbatch]
                 begins = start if isinstance(start, int) else solver.value(start)
                 timed.append((begins, begins + self.lengths[kind], place, kind))
-            assert all(self.problem.ranks[kind] == rank for kind in kinds)
             ranks.append(tuple(kind for *_, kind in sorted(timed)))
         return tuple(ranks)
 
 
 def _is_unit(unit: float, numbers: Sequence[float]) -> bool:
-    """Whether all numbers are multiples of the unit, but for the error of floats."""
+    """Whether all numbers are multiples of the unit, up to the error of floats."""
     return all(abs(each / unit - round(each / unit)) <= 1e-6 for each in numbers)
 
 

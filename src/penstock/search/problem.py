@@ -1,69 +1,85 @@
-"""What is asked of a search, in integers: the rules and the costs are read once, not per action.
+"""A search problem in integers: the rules and the costs are read once, not per action.
 
-    kind     (F, I or W) x stage          what all microbatches of it have in common
-    order    for each rank, kinds         the microbatch is how often the kind came before
+    kind     (F, I or W) x stage          as ``penstock.schedule.list_schedule`` numbers them
+    order    for each rank, kinds         each kind runs its microbatches in index order
 
-Microbatches are alike, so that each kind takes them in turn: an order needs no microbatch, and no
-program is lost that way but for a renaming. Backwards are split throughout, since a full backward
-is an input gradient with its weight gradient right after it, only that the next stage hears of it
-later. But W may hold more than F left, which a full backward never does:
+Microbatches are interchangeable, so index order is without loss of generality. Backwards are split
+throughout: a full backward is an input gradient with its weight gradient right after it, except
+that its result reaches the next stage later. But W may hold more than F left, which a full backward
+never does:
 
     held   F 2 .. I 2|3 .. W 3|0      split        limit 2: only full backwards fit
            F 2 .. B 2|0               full
 
-Where split backwards don't fit at all none is split: I takes the time of both, W none. This module
-knows no method of searching.
+If split backwards don't fit at all, none is split: I takes the time of both, and W none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.placement import Placement
+from penstock.schedule.family import refuse_sizes
+from penstock.schedule.list_schedule import KIND_OPS, kind_needs
+from penstock.schedule.messages import number_of
+from penstock.schedule.placement import Placement, looped, wave
 from penstock.schedule.program import Program
-from penstock.schedule.rules import prerequisites
-from penstock.simulate.costs import Costs
+from penstock.schedule.replay import DependencyReplay
+from penstock.simulate.costs import Costs, as_number
+from penstock.simulate.memory import StageMemory, peaks
 
-__all__ = ["Objective", "Order", "SearchProblem", "order_of", "program_of", "slack"]
+__all__ = ["Objective", "Order", "SearchProblem", "TimedOrder", "problems_of", "slack"]
 
 Objective: TypeAlias = Literal["makespan", "span"]
 
 Order: TypeAlias = tuple[tuple[int, ...], ...]
 """For each rank, kinds in the order in which it runs them."""
 
-_OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
-_WHOLE = (Op.FORWARD, Op.FULL_BACKWARD)
-_NUMBER = {op: number for number, op in enumerate(_OPS)}
+_NUMBER = {op: number for number, op in enumerate(KIND_OPS)}
+# More than the sum of any sizes that costs accept.
+_NO_LIMIT = 1e120
 
 
-# Not slotted: the tables are made once, when first asked for, and kept in the dictionary.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOrder:
+    """An order and its times.
+
+    Args:
+        order: for each rank, its kinds in order.
+        value: the objective.
+        ends: for each kind, the end of each microbatch.
+    """
+
+    order: Order
+    value: float
+    ends: tuple[tuple[float, ...], ...]
+
+
+# Not slotted: the tables are made when first asked for, and kept in the dictionary.
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
     """A placement, a number of microbatches, costs and a limit.
 
     Args:
-        placement: which rank holds which stage.
+        placement: the rank of every stage.
         num_microbatches: microbatches per step.
-        costs: what each kind of action costs.
-        held: for each stage, what one of its activations counts against the limit, from F to I.
-        held_for_weights: likewise from I to W.
-        limit: the most that a rank may hold; infinite where there is none.
-        objective: what to make small.
+        costs: the cost of each kind of action.
+        memory: what stages hold, in the unit of the limit.
+        limit: the most that a rank may hold; infinite without one.
+        objective: the figure to minimize.
         splits: whether backwards are split; if not, I stands for the full one, and W for nothing.
     """
 
     placement: Placement
     num_microbatches: int
     costs: Costs
-    held: tuple[float, ...]
-    held_for_weights: tuple[float, ...]
+    memory: StageMemory
     limit: float
     objective: Objective = "makespan"
     splits: bool = True
@@ -75,7 +91,7 @@ class SearchProblem:
 
     @property
     def virtual(self) -> int:
-        """Stages per rank, rounded down where ranks hold unequally many."""
+        """Stages per rank, rounded down if ranks hold unequally many."""
         return self.placement.num_stages // self.placement.num_ranks
 
     @property
@@ -83,23 +99,23 @@ class SearchProblem:
         """Number of actions of a program."""
         return self.num_kinds * self.num_microbatches
 
+    @property
+    def most(self) -> float:
+        """The limit, and the rounding errors of sums of activations."""
+        return self.limit + slack(self.limit)
+
     def kind(self, op: Op, stage: int) -> int:
         """The number of a kind."""
         return _NUMBER[op] * self.placement.num_stages + stage
-
-    def op_and_stage(self, kind: int) -> tuple[Op, int]:
-        """What a kind stands for."""
-        number, stage = divmod(kind, self.placement.num_stages)
-        return _OPS[number], stage
 
     @cached_property
     def durations(self) -> tuple[float, ...]:
         """The compute time of each kind."""
         stages = self.placement.num_stages
-        if not self.splits:
-            forward, full = (self.costs.of(op, num_stages=stages) for op in _WHOLE)
-            return (*forward, *full, *(0.0,) * stages)
-        return tuple(cost for op in _OPS for cost in self.costs.of(op, num_stages=stages))
+        whole = (Op.FORWARD, Op.FULL_BACKWARD)
+        ops = KIND_OPS if self.splits else whole
+        found = tuple(cost for op in ops for cost in self.costs.of(op, num_stages=stages))
+        return found if self.splits else (*found, *(0.0,) * stages)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -108,110 +124,71 @@ class SearchProblem:
 
     @cached_property
     def needs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """For each kind, the kinds that it needs of its microbatch, and how long they travel."""
-        found = []
-        for kind in range(self.num_kinds):
-            op, stage = self.op_and_stage(kind)
-            required = prerequisites(action(stage, op, 0), self.placement)
-            found.append(
-                tuple(
-                    (self.kind(p.op, p.stage), self.costs.travel(p.stage, stage, self.placement))
-                    for p in required
-                )
-            )
-        return tuple(found)
+        """For each kind, the required kinds of the same microbatch, and the delays of results."""
+        placement = self.placement
+        return kind_needs(placement, lambda one, two: self.costs.travel(one, two, placement))
 
     @cached_property
-    def feeds(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """For each kind, the other ranks that wait for it, and how long it travels to them."""
-        feeds: list[list[tuple[int, float]]] = [[] for _ in range(self.num_kinds)]
+    def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """For each kind, the kinds that require it, and the delays."""
+        users: list[list[tuple[int, float]]] = [[] for _ in range(self.num_kinds)]
         for kind, needs in enumerate(self.needs):
             for before, delay in needs:
-                if self.ranks[before] != self.ranks[kind]:
-                    feeds[before].append((self.ranks[kind], delay))
-        return tuple(map(tuple, feeds))
-
-    @cached_property
-    def users(self) -> tuple[tuple[int, ...], ...]:
-        """For each kind, the kinds that need it."""
-        users: list[list[int]] = [[] for _ in range(self.num_kinds)]
-        for kind, needs in enumerate(self.needs):
-            for before, _ in needs:
-                users[before].append(kind)
+                users[before].append((kind, delay))
         return tuple(map(tuple, users))
-
-    @cached_property
-    def left_for_weights(self) -> tuple[float, ...]:
-        """For each stage, what is held from I to W: nothing where backwards are not split."""
-        return self.held_for_weights if self.splits else (0.0,) * self.placement.num_stages
 
     @cached_property
     def changes(self) -> tuple[float, ...]:
         """For each kind, by how much its rank holds more when it is done (F: when it starts)."""
-        pairs = zip(self.left_for_weights, self.held, strict=True)
-        more = tuple(behind - before for behind, before in pairs)
-        return (*self.held, *more, *(-behind for behind in self.left_for_weights))
+        stages = range(self.placement.num_stages)
+        backward = KIND_OPS[1:] if self.splits else (Op.FULL_BACKWARD,)
+        change = self.memory.change
+        found = tuple(change(op, stage) for op in (Op.FORWARD, *backward) for stage in stages)
+        return found if self.splits else (*found, *(0.0,) * len(stages))
 
     @cached_property
     def growths(self) -> tuple[float, ...]:
         """For each stage, how much more is held from I to W than before."""
-        pairs = zip(self.left_for_weights, self.held, strict=True)
-        return tuple(max(0.0, behind - before) for behind, before in pairs)
+        stages = self.placement.num_stages
+        return tuple(max(0.0, change) for change in self.changes[stages : 2 * stages])
 
     @cached_property
-    def first_starts(self) -> tuple[float, ...]:
-        """For each rank, when its first action starts, whatever the program.
-
-        A rank can do nothing before the first forward of its first stage, and that waits for
-        nothing but the stages before it.
-        """
-        reached = []
-        now = 0.0
-        for stage in range(self.placement.num_stages):
-            if stage:
-                now += self.needs[self.kind(Op.FORWARD, stage)][0][1]
-            reached.append(now)
-            now += self.durations[self.kind(Op.FORWARD, stage)]
-        return tuple(
-            reached[min(self.placement.stages_of(rank))] for rank in range(self.placement.num_ranks)
-        )
-
-    @property
     def origins(self) -> tuple[float, ...]:
-        """For each rank, the time from which the objective counts its last end."""
-        if self.objective == "span":
-            return self.first_starts
-        return (0.0,) * self.placement.num_ranks
+        """For each rank, the time from which the objective counts its last end.
+
+        For the span that is its first start: a rank can do nothing before the first forward of its
+        first stage, which requires nothing but the stages before it.
+        """
+        placement, stages = self.placement, range(self.placement.num_stages)
+        if self.objective == "makespan":
+            return (0.0,) * placement.num_ranks
+        starts, now = list[float](), 0.0
+        for stage in stages:
+            now += self.needs[stage][0][1] if stage else 0.0
+            starts.append(now)
+            now += self.durations[stage]
+        return tuple(starts[min(placement.stages_of(rank))] for rank in range(placement.num_ranks))
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
-        """For each rank, what it holds where microbatches go one by one: no program holds less."""
-        return tuple(self._one_by_one(rank) for rank in range(self.placement.num_ranks))
-
-    def _one_by_one(self, rank: int) -> float:
-        held = most = 0.0
-        for stage in self.placement.stages_of(rank):
-            held += self.held[stage]
-            # All stages after it are through with their backwards by then.
-            most = max(most, held, held + self.growths[stage])
-        return most
-
-    @cached_property
-    def most_memory(self) -> tuple[float, ...]:
-        """For each rank, what it holds at most, whatever the order."""
-        each = [held + more for held, more in zip(self.held, self.growths, strict=True)]
-        return tuple(
-            self.num_microbatches * sum(each[stage] for stage in self.placement.stages_of(rank))
-            for rank in range(self.placement.num_ranks)
-        )
+        """For each rank, what it holds if microbatches run one by one: a lower bound."""
+        found = []
+        for rank in range(self.placement.num_ranks):
+            held = most = 0.0
+            for stage in self.placement.stages_of(rank):
+                held += self.changes[stage]
+                # All later stages are through with their backwards by then.
+                most = max(most, held + self.growths[stage])
+            found.append(most)
+        return tuple(found)
 
     @property
-    def can_be_met(self) -> bool:
-        """Whether there is a program within the limit."""
-        return max(self.least_memory) <= self.limit + slack(self.limit)
+    def is_feasible(self) -> bool:
+        """Whether some program is within the limit."""
+        return max(self.least_memory) <= self.most
 
     def value(self, ends: Sequence[float]) -> float:
-        """The objective, where these are the ranks' last ends."""
+        """The objective, from the ranks' last ends."""
         return max(end - origin for end, origin in zip(ends, self.origins, strict=True))
 
     def resized(self, microbatches: int) -> SearchProblem:
@@ -219,7 +196,7 @@ class SearchProblem:
         return replace(self, num_microbatches=microbatches)
 
     def costing(self, costs: Costs) -> SearchProblem:
-        """The same with other costs; what activations take stays."""
+        """The same with other costs; the memory of stages stays."""
         return replace(self, costs=costs)
 
     def limited(self, limit: float) -> SearchProblem:
@@ -227,94 +204,197 @@ class SearchProblem:
         return replace(self, limit=limit)
 
     def keeps_limit(self, order: Order) -> bool:
-        """Whether an order is within the limit: a program with full backwards may hold less."""
-        most = self.limit + slack(self.limit)
-        if math.isinf(most) or not any(self.growths):
+        """Whether an order is within the limit; with full backwards it may hold less."""
+        if math.isinf(self.limit) or not any(self.growths):
             return True
         return all(
-            held <= most
+            held <= self.most
             for kinds in order
             for held in accumulate(map(self.changes.__getitem__, kinds))
         )
 
     def peaks(self, program: Program) -> tuple[float, ...]:
-        """For each rank, the most that a program of this placement holds at once, from F to W."""
-        return tuple(self._peak(program, rank) for rank in range(program.num_ranks))
+        """For each rank, the most that a program of this placement holds at once."""
+        return peaks(program, self.memory)
 
-    def _peak(self, program: Program, rank: int) -> float:
-        now = peak = 0.0
-        for step in program.ranks[rank]:
-            released = 0.0
-            for part in step.parts:
-                stage = part.stage
-                if part.op is Op.FORWARD:
-                    now += self.held[stage]
-                elif part.op is Op.FULL_BACKWARD:
-                    released += self.held[stage]
-                elif part.op is Op.INPUT_GRAD:
-                    released += self.held[stage] - self.held_for_weights[stage]
-                elif part.op is Op.WEIGHT_GRAD:
-                    released += self.held_for_weights[stage]
-            peak = max(peak, now, now - released)
-            now -= released
-        return peak
+    def replay(self, order: Sequence[Sequence[int]]) -> TimedOrder | None:
+        """The times of an order; None if it deadlocks.
+
+        They are those of ``penstock.simulate`` if messages do not wait for each other.
+        """
+        played = self.play([self.ids(kinds) for kinds in order])
+        if played is None:
+            return None
+        ends, width = played.done, self.num_microbatches
+        return TimedOrder(
+            order=tuple(map(tuple, order)),
+            value=self.value([each[-1] if each else 0.0 for each in played.ends]),
+            ends=tuple(tuple(ends[first : first + width]) for first in range(0, self.size, width)),
+        )
+
+    def play(self, queues: Sequence[Sequence[int]]) -> DependencyReplay | None:
+        """The replay of each rank's actions (``ids``); None if they deadlock."""
+        width = self.num_microbatches
+        played = DependencyReplay(
+            queues,
+            (),
+            num_ids=self.size,
+            width=width,
+            needs=[
+                tuple(((before - kind) * width, delay) for before, delay in needs)
+                for kind, needs in enumerate(self.needs)
+            ],
+            fulfilled=[(0,)] * self.num_kinds,
+            durations=self.durations,
+        )
+        return played if played.play() else None
+
+    def ids(self, kinds: Sequence[int]) -> list[int]:
+        """The actions of a rank's kinds as integers: kind x microbatches + microbatch."""
+        following = [kind * self.num_microbatches - 1 for kind in range(self.num_kinds)]
+        found = []
+        for kind in kinds:
+            following[kind] += 1
+            found.append(following[kind])
+        return found
+
+    def program(self, order: Sequence[Sequence[int]], *, name: str) -> Program:
+        """The program that runs kinds in this order."""
+        stages, width = self.placement.num_stages, self.num_microbatches
+        backward = Op.INPUT_GRAD if self.splits else Op.FULL_BACKWARD
+        ops = (Op.FORWARD, backward, Op.WEIGHT_GRAD)
+        ranks: list[tuple[Action, ...]] = []
+        for kinds in order:
+            run = kinds if self.splits else [kind for kind in kinds if kind < 2 * stages]
+            ranks.append(
+                tuple(
+                    action(each // width % stages, ops[each // width // stages], each % width)
+                    for each in self.ids(run)
+                )
+            )
+        return Program(
+            name=name, placement=self.placement, num_microbatches=width, ranks=tuple(ranks)
+        )
+
+    def order(self, program: Program) -> Order:
+        """The order of a program's kinds, full backwards taken apart; inverse of ``program``.
+
+        Raises:
+            ScheduleError: the program holds other actions than computations.
+        """
+        ranks = []
+        for steps in program.ranks:
+            kinds: list[int] = []
+            for part in (part for step in steps for part in step.parts):
+                if part.op is Op.FULL_BACKWARD:
+                    kinds.append(self.kind(Op.INPUT_GRAD, part.stage))
+                    kinds.append(self.kind(Op.WEIGHT_GRAD, part.stage))
+                elif part.op in _NUMBER:
+                    kinds.append(self.kind(part.op, part.stage))
+                else:
+                    raise ScheduleError(f"{program.name}: {part} is no computation; remove it")
+            ranks.append(tuple(kinds))
+        return tuple(ranks)
 
 
 def slack(limit: float) -> float:
-    """What sums of activations may exceed a limit by, being sums of floats."""
+    """The rounding error that sums of activations may exceed a limit by."""
     return 1e-9 * max(1.0, limit) if math.isfinite(limit) else 0.0
 
 
-def program_of(problem: SearchProblem, order: Sequence[Sequence[int]], *, name: str) -> Program:
-    """The program that runs kinds in this order.
+def problems_of(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    virtual: int | None,
+    memory_limit: float | None,
+    objective: Objective,
+    placements: Sequence[Placement] | None,
+) -> tuple[SearchProblem, ...]:
+    """The search problem of each placement, feasible or not; arguments as for ``search``.
 
-    Args:
-        problem: whose kinds they are.
-        order: for each rank, kinds; each as often as there are microbatches.
-        name: the program's name.
+    Raises:
+        ScheduleError: arguments that make no sense, or do not go together.
     """
-    names = [problem.op_and_stage(kind) for kind in range(problem.num_kinds)]
-    ranks: list[tuple[Action, ...]] = []
-    for kinds in order:
-        done = [0] * problem.num_kinds
-        steps = []
-        for kind in kinds:
-            op, stage = names[kind]
-            if problem.splits:
-                steps.append(action(stage, op, done[kind]))
-            elif op is not Op.WEIGHT_GRAD:
-                whole = Op.FORWARD if op is Op.FORWARD else Op.FULL_BACKWARD
-                steps.append(action(stage, whole, done[kind]))
-            done[kind] += 1
-        ranks.append(tuple(steps))
-    return Program(
-        name=name,
-        placement=problem.placement,
-        num_microbatches=problem.num_microbatches,
-        ranks=tuple(ranks),
+    stages = {} if virtual is None else {"virtual": virtual}
+    refuse_sizes("search", ranks=ranks, microbatches=microbatches, **stages)
+    if objective not in get_args(Objective):
+        raise ScheduleError(
+            f"search: objective={objective!r}; choose 'makespan' (a barrier before the optimizer) "
+            "or 'span' (none)"
+        )
+    limit = math.inf if memory_limit is None else as_number(memory_limit)
+    if not limit >= 0:
+        raise ScheduleError(
+            f"search: memory_limit={memory_limit!r} is not a number ≥ 0", parameter="memory_limit"
+        )
+    placements = _usual(costs, ranks, virtual) if placements is None else _several(placements)
+    _refuse_misfits(placements, ranks, virtual)
+    return tuple(
+        _problem(costs, each, microbatches, limit if limit <= _NO_LIMIT else math.inf, objective)
+        for each in placements
     )
 
 
-def order_of(problem: SearchProblem, program: Program) -> Order:
-    """The order of kinds of a program, full backwards taken apart; inverse of ``program_of``.
+def _several(placements: object) -> tuple[Placement, ...]:
+    several = tuple(placements) if isinstance(placements, Iterable) else (placements,)
+    if isinstance(placements, Placement) or not all(isinstance(p, Placement) for p in several):
+        raise ScheduleError(
+            f"search: placements={placements!r}: expected a sequence of placements, such as "
+            "[linear(4), v_shape(4)] of penstock.schedule.placement"
+        )
+    return several
 
-    Args:
-        problem: a problem with the program's placement.
-        program: compute only.
 
-    Raises:
-        ScheduleError: the program holds other actions than computations.
-    """
-    ranks = []
-    for steps in program.ranks:
-        kinds: list[int] = []
-        for part in (part for step in steps for part in step.parts):
-            if part.op is Op.FULL_BACKWARD:
-                kinds.append(problem.kind(Op.INPUT_GRAD, part.stage))
-                kinds.append(problem.kind(Op.WEIGHT_GRAD, part.stage))
-            elif part.op in _NUMBER:
-                kinds.append(problem.kind(part.op, part.stage))
-            else:
-                raise ScheduleError(f"{program.name}: {part} is no computation; take it out first")
-        ranks.append(tuple(kinds))
-    return tuple(ranks)
+def _usual(costs: Costs, ranks: int, virtual: int | None) -> tuple[Placement, ...]:
+    """Loops, and waves if each goes down and up again."""
+    if virtual is None:
+        lengths = {
+            len(value)
+            for field in fields(costs)
+            if isinstance(value := getattr(costs, field.name), tuple)
+        }
+        stages = max(lengths, default=ranks)
+        if stages % ranks:
+            raise ScheduleError(
+                f"search: costs for {stages} stages, which {ranks} ranks can't share evenly; "
+                "pass placements, or costs for a multiple of the ranks"
+            )
+        virtual = stages // ranks
+    if virtual % 2 or ranks == 1:
+        return (looped(ranks, virtual),)
+    return looped(ranks, virtual), wave(ranks, virtual // 2)
+
+
+def _refuse_misfits(placements: Sequence[Placement], ranks: int, virtual: int | None) -> None:
+    if not placements:
+        raise ScheduleError("search: placements is empty; leave it out for the usual ones")
+    for placement in placements:
+        if placement.num_ranks != ranks:
+            raise ScheduleError(
+                f"search: a placement on {number_of(placement.num_ranks, 'rank')}, but "
+                f"ranks={ranks}"
+            )
+        if placement.copies != 1:
+            raise ScheduleError("search: placements with two copies of the model are not searched")
+        if virtual is not None and placement.num_stages != ranks * virtual:
+            raise ScheduleError(
+                f"search: a placement of {number_of(placement.num_stages, 'stage')}, but "
+                f"ranks={ranks} with virtual={virtual} hold {ranks * virtual}"
+            )
+
+
+def _problem(
+    costs: Costs, placement: Placement, microbatches: int, limit: float, objective: Objective
+) -> SearchProblem:
+    problem = SearchProblem(
+        placement=placement,
+        num_microbatches=microbatches,
+        costs=costs,
+        memory=StageMemory.of(costs, placement.num_stages),
+        limit=limit,
+        objective=objective,
+    )
+    # If W holds more than F left, full backwards may be all that fits.
+    return replace(problem, splits=problem.is_feasible or not any(problem.growths))

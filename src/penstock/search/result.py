@@ -1,4 +1,4 @@
-"""What a search came to, and what it tells on the way. This module searches nothing."""
+"""The result of a search, and its progress."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Point", "Progress", "SearchResult"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a search is.
+    """The progress of a search.
 
     Args:
-        share: of the work that it is given, from 0 to 1.
-        method: what is at work.
+        share: the share of its work that is done, from 0 to 1.
+        method: the method at work.
         value: the objective of the best program so far; None before the first.
-        bound: what no program of one copy of the model can beat.
+        bound: a lower bound on the objective of programs of one copy of the model.
     """
 
     share: float
@@ -36,7 +36,7 @@ class Point:
         program: the program.
         value: its objective.
         peak: the most that a rank holds at once, in the unit of the memory limit.
-        method: what found it.
+        method: the method that found it.
     """
 
     program: CheckedProgram
@@ -50,17 +50,17 @@ class SearchResult:
     """The best program of one copy of the model that a search found.
 
     Args:
-        program: the program, proven right, without transfers.
-        simulation: its times and figures under the costs that were searched for.
-        objective: what was made small.
-        value: how small.
-        bound: no program of one copy of the model, on the placements that were asked for, has a
-            smaller objective within the memory limit.
+        program: the checked program, without transfers.
+        simulation: its times and figures under the costs of the search.
+        objective: the figure that was minimized.
+        value: its value.
+        bound: a lower bound on the objective of programs of one copy of the model, on the given
+            placements and within the memory limit.
         peak: the most that a rank holds at once, in the unit of the memory limit.
-        method: what found it, such as ``"closed form: zbv"`` or ``"exact"``.
-        reproducible: whether the same search finds the same program anywhere: False where the
-            clock ended a part of it.
-        pareto: time against memory, where asked for: from the least memory to the least time.
+        method: the method that found it, such as ``"closed form: zbv"`` or ``"exact"``.
+        reproducible: whether the same search finds the same program anywhere: False if the clock
+            ended a part of it.
+        pareto: time against memory, if asked for: from the least memory to the least time.
     """
 
     program: CheckedProgram
@@ -80,6 +80,6 @@ class SearchResult:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no program of one copy of the model is better, of those that keep what forwards
-        leave on the rank."""
+        """Whether no program of one copy of the model is better, of those that neither recompute
+        nor offload."""
         return self.gap <= 1e-9

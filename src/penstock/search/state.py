@@ -1,6 +1,10 @@
-"""What a search knows so far: programs, bounds, how much of its time is left.
+"""The state of a search: known programs and bounds, and the work and the time that are left.
 
-This module finds nothing itself; the methods of ``penstock.search.methods`` put in what they find.
+Work is counted in actions, so that a search chooses alike on any machine: a limit in seconds
+becomes a number of actions to be placed, at a rate that a slow machine keeps. The clock ends a
+search only if that rate is not kept; the result then says that it may differ from another run's.
+
+This module finds nothing itself; the methods of the search note what they find here.
 """
 
 from __future__ import annotations
@@ -13,31 +17,72 @@ from dataclasses import dataclass
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.search.budget import Budget
-from penstock.search.problem import Order, SearchProblem, program_of, slack
+from penstock.search.problem import Order, SearchProblem, slack
 from penstock.search.result import Point, Progress, SearchResult
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.simulation import Simulation, simulate
 
-__all__ = ["Found", "Known", "meets"]
+__all__ = ["Budget", "Candidate", "SearchState", "meets"]
 
+# Placing an action takes 1 to 2.5 µs on the machine that this was written on.
+ACTIONS_PER_S = 400_000
+# A deterministic second of CP-SAT takes 0.5 to 1.5 seconds there.
+SOLVER_S_PER_S = 0.5
 # Up to how many actions a program over the limit is simulated, too: it may be a start.
 _SMALL = 10_000
-# Seconds per action that the proof and the simulation of a program take at least.
+# Seconds per action that the check and the simulation of a program take at least.
 _CLOSING_S = 4e-6
 
 
+class Budget:
+    """The work and the time that are left.
+
+    Args:
+        limit_s: the time limit in seconds, from now on.
+
+    Attributes:
+        cut_short: whether the clock has ended anything.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._started = time.monotonic()
+        self.cut_short = False
+
+    @property
+    def actions(self) -> int:
+        """How many actions may be placed in all."""
+        return int(self.limit_s * ACTIONS_PER_S)
+
+    @property
+    def solver_s(self) -> float:
+        """The deterministic seconds of CP-SAT that fit into the limit."""
+        return self.limit_s * SOLVER_S_PER_S
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit; negative after it."""
+        return self.limit_s - (time.monotonic() - self._started)
+
+    def out_of_time(self, *, keep_s: float) -> bool:
+        """Whether no more than ``keep_s`` seconds are left; noted if so."""
+        if self.left_s <= keep_s:
+            self.cut_short = True
+            return True
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Candidate:
     """A program with all microbatches, simulated; within the limit or not.
 
     Args:
-        placement: how its stages lie.
+        placement: its placement.
         program: the program.
         value: the objective.
         peak: the most that a rank holds.
         method: what found it.
-        is_relieved: whether it recomputes or offloads.
+        is_reduced: whether it recomputes or offloads.
     """
 
     placement: Placement
@@ -45,24 +90,24 @@ class Found:
     value: float
     peak: float
     method: str
-    is_relieved: bool = False
+    is_reduced: bool = False
 
 
-class Known:
-    """What is known so far.
+class SearchState:
+    """The programs and bounds that are known so far.
 
     Args:
         problems: one per placement, with the same limit.
         budget: the work and the time.
-        progress: told now and then how far the search is.
-        relieved: whether programs may recompute or offload, so that a bound that a memory limit
-            gives is none for them.
+        progress: called now and then.
+        reduced: whether programs may recompute or offload, so that a bound from the memory limit
+            does not hold for them.
 
     Attributes:
         found: all programs, in the order in which they were found.
-        bounds: per placement and limit what no program can beat.
-        done_share: how much of the work is behind.
-        closing_s: the seconds that the proof of the winner will take.
+        bounds: per placement and limit a lower bound on the objective.
+        done_share: the share of the work that is done.
+        closing_s: the seconds that the check of the winner will take.
     """
 
     def __init__(
@@ -71,15 +116,15 @@ class Known:
         *,
         budget: Budget,
         progress: Callable[[Progress], None] | None,
-        relieved: bool = False,
+        reduced: bool = False,
     ) -> None:
         self.problems = list(problems)
         self.budget = budget
-        self.found: list[Found] = []
+        self.found: list[Candidate] = []
         self.bounds: dict[tuple[Placement, float], float] = {}
         self.done_share = 0.0
         self._progress = progress
-        self._relieved = relieved
+        self._reduced = reduced
         self.closing_s = _CLOSING_S * self.problems[0].size
 
     @property
@@ -87,28 +132,28 @@ class Known:
         """What a rank may hold now."""
         return self.problems[0].limit
 
-    def best(self) -> Found | None:
+    def best(self) -> Candidate | None:
         """The best within the limit; of equals, what holds less, then what was found first."""
         return min(filter(self.keeps, self.found), key=_merit, default=None)
 
-    def plain(self, placement: Placement | None = None) -> list[Found]:
-        """Programs within the limit that keep what forwards leave, the best first."""
+    def plain(self, placement: Placement | None = None) -> list[Candidate]:
+        """Programs within the limit that neither recompute nor offload, the best first."""
         found = [
             each
             for each in self.found
-            if self.keeps(each) and not each.is_relieved and placement in (None, each.placement)
+            if self.keeps(each) and not each.is_reduced and placement in (None, each.placement)
         ]
         return sorted(found, key=_merit)
 
-    def keeps(self, found: Found) -> bool:
+    def keeps(self, found: Candidate) -> bool:
         """Whether a program is within the limit."""
         return found.peak <= self.limit + slack(self.limit)
 
     def bound(self, problem: SearchProblem) -> float:
-        """What no program of this placement can beat within the limit."""
+        """A lower bound on the objective of programs of this placement within the limit."""
         key = problem.placement, problem.limit
         if key not in self.bounds:
-            unlimited = self._relieved or math.isinf(problem.limit)
+            unlimited = self._reduced or math.isinf(problem.limit)
             bounds = lower_bounds(
                 problem.costs,
                 ranks=problem.placement.num_ranks,
@@ -120,13 +165,13 @@ class Known:
         return self.bounds[key]
 
     def raise_bound(self, problem: SearchProblem, proven: float) -> None:
-        """Take in a bound for the programs of a placement that keep what forwards leave."""
-        if not self._relieved:
+        """Notes a bound on the programs of a placement that neither recompute nor offload."""
+        if not self._reduced:
             key = problem.placement, problem.limit
             self.bounds[key] = max(self.bound(problem), proven)
 
     def bound_of_all(self) -> float:
-        """What no program of any of the placements can beat."""
+        """A lower bound over all placements."""
         return min(map(self.bound, self.problems))
 
     def is_over(self) -> bool:
@@ -135,26 +180,23 @@ class Known:
         return best is not None and (meets(best.value, self.bound_of_all()) or self.is_late())
 
     def is_late(self, *, times: int = 1) -> bool:
-        """Whether the clock leaves no time to search on, once there is something to answer.
+        """Whether the clock leaves no time to search on; never before there is a program.
 
         Args:
-            times: for how many proofs of a winner there must be time.
+            times: for how many checks of a winner there must be time.
         """
         if self.best() is None:
             return False
         return self.budget.out_of_time(keep_s=times * self.closing_s)
 
-    def note(self, problem: SearchProblem, program: Program, method: str) -> Found | None:
-        """Simulate a program and keep it, with what it comes to.
-
-        A large one that is over the limit is not worth the time: None.
-        """
+    def note(self, problem: SearchProblem, program: Program, method: str) -> Candidate | None:
+        """Simulates and keeps a program; None for a large one that is over the limit."""
         peak = max(problem.peaks(program))
-        if peak > self.limit + slack(self.limit) and problem.size > _SMALL:
+        if peak > problem.most and problem.size > _SMALL:
             return None
         began = time.monotonic()
         result = simulate(program, problem.costs)
-        # The proof takes about as long, and the machine may have got slower by then.
+        # The check takes about as long, and the machine may have got slower by then.
         self.closing_s = max(self.closing_s, 3 * (time.monotonic() - began))
         return self.note_simulated(problem, result, peak, method)
 
@@ -165,13 +207,13 @@ class Known:
         peak: float,
         method: str,
         *,
-        is_relieved: bool = False,
-    ) -> Found:
-        """Keep a program that has been simulated."""
-        found = Found(
+        is_reduced: bool = False,
+    ) -> Candidate:
+        """Keeps a program that has been simulated."""
+        found = Candidate(
             placement=problem.placement,
             program=result.program,
-            is_relieved=is_relieved,
+            is_reduced=is_reduced,
             value=result.makespan if problem.objective == "makespan" else result.span,
             peak=peak,
             method=method,
@@ -179,12 +221,12 @@ class Known:
         self.found.append(found)
         return found
 
-    def note_order(self, problem: SearchProblem, order: Order, method: str) -> Found | None:
-        """The same with an order."""
-        return self.note(problem, program_of(problem, order, name="searched"), method)
+    def note_order(self, problem: SearchProblem, order: Order, method: str) -> Candidate | None:
+        """Simulates and keeps the program of an order."""
+        return self.note(problem, problem.program(order, name="searched"), method)
 
     def tell(self, share: float, method: str) -> None:
-        """Say how far this is."""
+        """Reports the progress."""
         if self._progress is not None:
             best = self.best()
             self._progress(
@@ -197,7 +239,7 @@ class Known:
             )
 
     def result(self, *, with_pareto: bool) -> SearchResult:
-        """What came of it, proven right."""
+        """The result, its programs checked."""
         best = self.best()
         assert best is not None
         self.tell(1.0, best.method)
@@ -213,9 +255,9 @@ class Known:
             pareto=tuple(map(_point, self.front())) if with_pareto else (),
         )
 
-    def front(self) -> tuple[Found, ...]:
+    def front(self) -> tuple[Candidate, ...]:
         """The programs that none beats in both time and memory, by memory."""
-        front: list[Found] = []
+        front: list[Candidate] = []
         for each in sorted(self.found, key=lambda found: (found.peak, found.value)):
             better = not front or each.value < front[-1].value * (1 - 1e-9)
             if better and self.keeps(each):
@@ -223,17 +265,15 @@ class Known:
         return tuple(front)
 
 
-def _point(found: Found) -> Point:
-    """A program, proven right."""
-    return Point(
-        program=check(found.program), value=found.value, peak=found.peak, method=found.method
-    )
+def _point(found: Candidate) -> Point:
+    program = check(found.program)
+    return Point(program=program, value=found.value, peak=found.peak, method=found.method)
 
 
-def _merit(found: Found) -> tuple[float, float]:
+def _merit(found: Candidate) -> tuple[float, float]:
     return found.value, found.peak
 
 
 def meets(value: float, bound: float) -> bool:
-    """Whether a value is as good as the bound, but for rounding."""
+    """Whether a value equals the bound, up to rounding."""
     return value <= bound * (1 + 1e-9)

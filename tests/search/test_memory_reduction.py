@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Op, ScheduleError, check, search, simulate
 from penstock.schedule.passes import recompute
+from penstock.search.memory_reduction import peaks_of
 from penstock.search.problem import SearchProblem
-from penstock.search.relief import peaks_of
 from penstock.search.result import SearchResult
 from tests.search.problems import problems
 
@@ -92,10 +92,10 @@ def test_a_front_of_programs_that_recompute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("relief", "least"), [({"recompute": True}, 1), ({"offload": True, "costs": COPIES}, 2)]
+    ("reduction", "least"), [({"recompute": True}, 1), ({"offload": True, "costs": COPIES}, 2)]
 )
-def test_a_front_where_nothing_fits_as_it_is(relief: dict[str, Any], least: int) -> None:
-    found = find(ranks=2, microbatches=4, virtual=3, memory_limit=2, pareto=True, **relief)
+def test_a_front_where_nothing_fits_as_it_is(reduction: dict[str, Any], least: int) -> None:
+    found = find(ranks=2, microbatches=4, virtual=3, memory_limit=2, pareto=True, **reduction)
     assert found.pareto and found.pareto[0].peak == least
     assert all(point.peak <= 2 for point in found.pareto)
     assert found.pareto[-1].value == found.value

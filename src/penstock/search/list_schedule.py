@@ -1,0 +1,202 @@
+"""List scheduling by priorities within a memory limit: a policy of the one list scheduler.
+
+    priorities   0F 0  1  2 ...      rank 0  0F0 0F1 0F2 ... 0I0 0F3 0W0
+                 0I 4  5  6 ...      rank 1  ... 1F0 1F1 1I0 1F2 1I1 1W0
+                 0W 5  6  7 ...
+
+A free rank runs its ready kind of the lowest priority value. A forward may start only if the
+microbatches in flight could still be finished one by one, in their order, within the limit on every
+rank: so no choice leads into a dead end. If W holds more than F left, forwards leave room for the
+most that one I may add, and a rank without that room runs one microbatch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
+
+from penstock.schedule.action import Op
+from penstock.schedule.list_schedule import ListScheduler
+from penstock.search.problem import SearchProblem, TimedOrder
+
+__all__ = ["schedule_by_priority"]
+
+
+def schedule_by_priority(
+    problem: SearchProblem,
+    priorities: Sequence[Sequence[float]],
+    *,
+    windows: Sequence[int] | None = None,
+    patience: float = 0.0,
+) -> TimedOrder:
+    """The order in which ranks always run their most urgent ready action.
+
+    Args:
+        problem: what to run.
+        priorities: for each kind the priority of each microbatch; the lowest goes first.
+        windows: for each stage the most microbatches that it may hold, at least 1, within the
+            limits of its rank; None for the limits alone.
+        patience: how long a rank waits for a more urgent action that is known to become ready; 0
+            to run what is ready.
+    """
+    scheduler = ListScheduler(
+        ranks=problem.ranks,
+        needs=problem.needs,
+        durations=problem.durations,
+        totals=[problem.num_microbatches] * problem.num_kinds,
+    )
+    scheduler.run(_ByPriority(scheduler, problem, priorities, windows, patience))
+    ends = scheduler.ends
+    assert all(len(done) == problem.num_microbatches for done in ends), "orders are finished"
+    return TimedOrder(
+        order=tuple(map(tuple, scheduler.order)),
+        value=problem.value(scheduler.free),
+        ends=tuple(map(tuple, ends)),
+    )
+
+
+class _ByPriority:
+    """The policy: what may run, and which of it matters most."""
+
+    __slots__ = (
+        "changes",
+        "coming",
+        "ends",
+        "patience",
+        "priorities",
+        "ranks",
+        "ready",
+        "rooms",
+        "stages",
+        "urgent",
+        "users",
+        "windows",
+    )
+
+    def __init__(
+        self,
+        scheduler: ListScheduler,
+        problem: SearchProblem,
+        priorities: Sequence[Sequence[float]],
+        windows: Sequence[int] | None,
+        patience: float,
+    ) -> None:
+        self.ends, self.ready = scheduler.ends, scheduler.ready
+        self.priorities, self.patience = priorities, patience
+        self.users = [[user for user, _ in users] for users in problem.users]
+        self.changes, self.stages = problem.changes, problem.placement.num_stages
+        self.ranks = problem.ranks
+        self.windows = [problem.num_microbatches] * self.stages if windows is None else windows
+        num_ranks = problem.placement.num_ranks
+        self.rooms = [_Room(problem, rank) for rank in range(num_ranks)]
+        # Of each rank, as heaps, its ready kinds: those to come, by time, and those that can run
+        # now, by priority.
+        self.coming: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
+        self.urgent: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
+        for kind, time in enumerate(self.ready):
+            if time < inf:
+                heappush(self.coming[self.ranks[kind]], (time, kind))
+
+    def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
+        """The most urgent kind that can run now; or None, and the time of the next one."""
+        coming, urgent = self.coming[rank], self.urgent[rank]
+        while coming and coming[0][0] <= now:
+            kind = heappop(coming)[1]
+            heappush(urgent, (self.priority(kind), kind))
+        without_room = []
+        while urgent and not self.has_room(urgent[0][1], rank):
+            without_room.append(heappop(urgent))
+        urgency, chosen = urgent[0] if urgent else (inf, None)
+        wake = coming[0][0] if coming else inf
+        until = now + self.patience
+        # A rank waits for the first of those that are more urgent.
+        if wake <= until and (
+            waits := [at for at, kind in coming if at <= until and self.priority(kind) < urgency]
+        ):
+            chosen, wake = None, min(waits)
+        elif urgent:
+            heappop(urgent)
+        for each in without_room:
+            heappush(urgent, each)
+        return chosen, wake
+
+    def started(self, kind: int, rank: int, now: float, end: float) -> None:
+        """Counts what the action holds, and queues what has become ready by it."""
+        self.rooms[rank].held += self.changes[kind]
+        ends, ready = self.ends, self.ready
+        number = len(ends[kind])
+        if ready[kind] < inf:
+            heappush(self.coming[rank], (ready[kind], kind))
+        for user in self.users[kind]:
+            # Only a user that waits for this very microbatch has become ready.
+            if len(ends[user]) == number - 1 and ready[user] < inf:
+                heappush(self.coming[self.ranks[user]], (ready[user], user))
+
+    def priority(self, kind: int) -> float:
+        """The priority of the next microbatch of a kind."""
+        return self.priorities[kind][len(self.ends[kind])]
+
+    def has_room(self, kind: int, rank: int) -> bool:
+        """Whether what one more of a kind leaves behind fits; W leaves nothing."""
+        if kind >= self.stages:
+            change = self.changes[kind]
+            return change <= 0 or self.rooms[rank].held + change <= self.rooms[rank].limit
+        in_flight = len(self.ends[kind]) - len(self.ends[kind + 2 * self.stages])
+        return in_flight < self.windows[kind] and self.rooms[rank].takes(kind, self.ends)
+
+
+class _Room:
+    """What a rank holds, and whether one more forward leaves a way to finish all."""
+
+    __slots__ = ("alone", "growing", "held", "limit", "rest", "safe", "sizes", "stages")
+
+    def __init__(self, problem: SearchProblem, rank: int) -> None:
+        self.limit = problem.most
+        self.stages = problem.placement.stages_of(rank)
+        self.sizes = [problem.changes[stage] for stage in self.stages]
+        # What a microbatch needs from each stage on.
+        self.rest = [sum(self.sizes[place:]) for place in range(len(self.stages))]
+        # Forwards may take so much that an I has its room once no W is left to run.
+        growths = [problem.growths[stage] for stage in self.stages]
+        self.safe = self.limit - max(growths)
+        self.alone = self.rest[0] > self.safe
+        self.growing = [
+            (more, problem.kind(Op.INPUT_GRAD, stage), problem.kind(Op.WEIGHT_GRAD, stage))
+            for more, stage in zip(growths, self.stages, strict=True)
+            if any(growths)
+        ]
+        self.held = 0.0
+
+    def takes(self, stage: int, ends: list[list[float]]) -> bool:
+        """Whether the forward of a stage may start: kinds of forwards are the stages."""
+        if self.limit == inf:
+            return True
+        stages, sizes = self.stages, self.sizes
+        chosen = stages.index(stage)
+        if self.held + sizes[chosen] > self.limit:
+            return False
+        if self.alone:
+            return all(len(ends[by_weight]) == len(ends[stage]) for *_, by_weight in self.growing)
+        grown = sum(
+            more * (len(ends[by_input]) - len(ends[by_weight]))
+            for more, by_input, by_weight in self.growing
+        )
+        if self.held - grown + sizes[chosen] > self.safe:
+            return False
+        first = len(ends[stages[0]]) + (chosen == 0)
+        held, passed = sizes[chosen], 0.0
+        for place, each in enumerate(stages):
+            # Done here; a later stage of the rank never has more forwards.
+            done = len(ends[each])
+            # The first microbatch that still needs this stage and those after it: all before it
+            # can be finished, and what they hold comes free; those from it on hold the stages
+            # that they have passed. Up to the chosen stage this forward adds nothing to that.
+            if place > chosen:
+                if done < first and self.rest[place] + held - done * passed > self.safe:
+                    return False
+                if not done:
+                    break
+            held += done * sizes[place]
+            passed += sizes[place]
+        return True

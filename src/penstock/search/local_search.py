@@ -1,0 +1,365 @@
+"""Local search: exchanges neighbours on the critical path of an order.
+
+    rank 0  F0 F1 F2 [I0 F3] W0 ...       the longest chain of actions goes through I0 and F3, one
+    rank 1  .. F0 F1  I0     I1 ...       right after the other: only another order of such
+                                          neighbours can make it shorter
+
+    rank 0   .. u v ..        end(a)    the end of action a, from the start of the step
+    rank 1   ..  a  ..        tail(a)   from the start of a to the end of the step
+
+If neighbours u and v are critical, then the longest way through the two after their exchange
+follows from the ends before them and the tails behind them, and no other way has got longer: the
+result of an exchange is known before it is made. Exchanges that make the step longer by little are
+accepted now and then, less and less often.
+
+    9 orders ─► 3 tenths of the work ─► 3 ─► 3 tenths ─► 1 ─► 4 tenths ─► the best
+
+Sources: Taillard, Parallel taboo search techniques for the job shop scheduling problem, 1994 (heads
+and tails); van Laarhoven, Aarts and Lenstra, Job shop scheduling by simulated annealing, 1992.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TypeAlias, TypeVar
+
+from penstock.search.problem import Order, SearchProblem
+from penstock.search.state import SearchState, meets
+
+__all__ = ["Exchanger", "ExchangedOrder", "exchange_in_rounds"]
+
+_NEAR = 1e-9
+# How much longer an order may get by one exchange at first, in mean actions.
+_HEAT = 0.3
+# The work of an exchange, per action of the step, and of a refusal: in actions placed.
+_TAKEN, _REFUSED = 0.15, 3
+# The part of the work of each round; how many orders of a kind enter the first, how much worse than
+# the best they may be, and which part of them goes on.
+_ROUNDS, _OF_A_KIND, _NEAR_BEST, _GO_ON = (0.3, 0.3, 0.4), 3, 1.1, 3
+# After how many exchanges the clock is read; from which part of the work on its rate counts.
+_LOOK, _TELLING = 64, 0.1
+
+_Arrows: TypeAlias = Iterable[tuple[int, float]]
+_T = TypeVar("_T")
+
+
+class ExchangedOrder:
+    """An order that changes by exchanges, with its ends and tails. Actions are integers, as
+    ``SearchProblem.ids`` numbers them.
+
+    Args:
+        problem: what to run.
+        order: for each rank, kinds; it does not deadlock, and is within the limit.
+
+    Attributes:
+        value: the objective.
+    """
+
+    def __init__(self, problem: SearchProblem, order: Order) -> None:
+        width = problem.num_microbatches
+        self._problem, self._width = problem, width
+        self._durations = _each(problem.durations, width)
+        self._changes = _each(problem.changes, width)
+        self._rank_of = _each(problem.ranks, width)
+        self._needs = _per_action(problem.needs, width)
+        self._users = _per_action(problem.users, width)
+        self._order = [problem.ids(kinds) for kinds in order]
+        self._place = [0] * problem.size
+        for acts in self._order:
+            for place, act in enumerate(acts):
+                self._place[act] = place
+        self._held = [self._held_before(acts) for acts in self._order]
+        played = problem.play(self._order)
+        assert played is not None, "the order does not deadlock"
+        self.value = problem.value([ends[-1] for ends in played.ends])
+        self._ends, self._tails = played.done, [0.0] * problem.size
+        # All actions by end, none before one that it needs; and the place of each of them.
+        runs = (self._order[rank][first:stop] for rank, first, stop in played.runs)
+        self._sequence = sorted((act for run in runs for act in run), key=self._ends.__getitem__)
+        self._index = [0] * problem.size
+        self._count_back(problem.size)
+
+    @property
+    def order(self) -> Order:
+        """For each rank, kinds."""
+        return tuple(tuple(act // self._width for act in acts) for acts in self._order)
+
+    def neighbours(self, random: Random) -> list[tuple[int, int]]:
+        """Neighbours of different kinds on one critical path.
+
+        Args:
+            random: chooses the path, if there are several.
+        """
+        ends, place_of = self._ends, self._place
+        late = [
+            ends[acts[-1]] - origin
+            for acts, origin in zip(self._order, self._problem.origins, strict=True)
+        ]
+        last = random.choice([r for r, time in enumerate(late) if time >= max(late) - _NEAR])
+        act = self._order[last][-1]
+        pairs = []
+        while True:
+            start = ends[act] - self._durations[act]
+            near = start - _NEAR * (1 + start)
+            waited_for = [need for need, delay in self._needs[act] if ends[need] + delay >= near]
+            place = place_of[act]
+            if place:
+                before = self._order[self._rank_of[act]][place - 1]
+                if ends[before] >= near and before not in waited_for:
+                    waited_for.append(before)
+                    if before // self._width != act // self._width:
+                        pairs.append((before, act))
+            if not waited_for:
+                return pairs
+            act = waited_for[0] if len(waited_for) == 1 else random.choice(waited_for)
+
+    def fits(self, first: int, second: int) -> bool:
+        """Whether the limit is kept if two neighbours change places."""
+        held = self._held[self._rank_of[first]][self._place[first]]
+        return held + self._changes[second] <= self._problem.most
+
+    def estimate(self, first: int, second: int) -> float:
+        """The longest way through two critical neighbours, once they have changed places.
+
+        The value is that, or still what it was, whichever is more.
+        """
+        ends, tails, durations = self._ends, self._tails, self._durations
+        rank, place = self._rank_of[first], self._place[first]
+        acts = self._order[rank]
+        start = _latest(self._needs[second], ends, ends[acts[place - 1]] if place else 0.0)
+        start_of_first = _latest(self._needs[first], ends, start + durations[second])
+        behind = place + 2
+        tail = tails[acts[behind]] if behind < len(acts) else -self._problem.origins[rank]
+        tail_of_first = _latest(self._users[first], tails, tail) + durations[first]
+        tail_of_second = _latest(self._users[second], tails, tail_of_first) + durations[second]
+        return max(start_of_first + tail_of_first, start + tail_of_second)
+
+    def exchange(self, first: int, second: int) -> bool:
+        """Lets two neighbours change places; False, and nothing changed, on a deadlock."""
+        since, until = self._index[first], self._index[second]
+        moved = self._moved(since, until)
+        if moved is None:
+            return False
+        self._sequence[since : until + 1] = moved
+        rank, place = self._rank_of[first], self._place[first]
+        self._order[rank][place : place + 2] = second, first
+        self._place[second], self._place[first] = place, place + 1
+        self._held[rank][place + 1] = self._held[rank][place] + self._changes[second]
+        self._count(since)
+        self._count_back(until)
+        return True
+
+    def _moved(self, since: int, until: int) -> list[int] | None:
+        """A part of the sequence in which its last action, and what that needs, come first.
+
+        None if that needs the first of the part.
+        """
+        part = self._sequence[since : until + 1]
+        first, second = part[0], part[-1]
+        needed = {second}
+        for act in reversed(part[:-1]):
+            acts, behind = self._order[self._rank_of[act]], self._place[act] + 1
+            follows = act != first and behind < len(acts) and acts[behind] in needed
+            if follows or any(user in needed for user, _ in self._users[act]):
+                if act == first:
+                    return None
+                needed.add(act)
+        ahead = [act for act in part if act in needed]
+        return [*ahead, first, *(act for act in part[1:] if act not in needed)]
+
+    def _held_before(self, acts: Sequence[int]) -> list[float]:
+        """What a rank holds before each of its actions."""
+        held, found = 0.0, []
+        for act in acts:
+            found.append(held)
+            held += self._changes[act]
+        return found
+
+    def _count(self, since: int) -> None:
+        """Updates the ends from a place of the sequence on, and the value."""
+        needs, durations, place_of = self._needs, self._durations, self._place
+        ends, order, rank_of = self._ends, self._order, self._rank_of
+        for act in self._sequence[since:]:
+            place = place_of[act]
+            start = ends[order[rank_of[act]][place - 1]] if place else 0.0
+            for need, delay in needs[act]:
+                if ends[need] + delay > start:
+                    start = ends[need] + delay
+            ends[act] = start + durations[act]
+        self.value = self._problem.value([ends[acts[-1]] for acts in order])
+
+    def _count_back(self, until: int) -> None:
+        """Updates the tails up to a place of the sequence, and all places in it."""
+        users, durations, rank_of = self._users, self._durations, self._rank_of
+        tails, index = self._tails, self._index
+        behind = [-origin for origin in self._problem.origins]
+        for place in range(len(tails) - 1, -1, -1):
+            act = self._sequence[place]
+            rank = rank_of[act]
+            if index[act] > until:
+                behind[rank] = tails[act]
+            else:
+                tail = behind[rank]
+                for user, delay in users[act]:
+                    if tails[user] + delay > tail:
+                        tail = tails[user] + delay
+                behind[rank] = tails[act] = tail + durations[act]
+            index[act] = place
+
+
+def _latest(arrows: _Arrows, times: Sequence[float], least: float) -> float:
+    """The latest of times at the other ends of arrows, with the arrows' own."""
+    for act, delay in arrows:
+        if times[act] + delay > least:
+            least = times[act] + delay
+    return least
+
+
+def _each(values: Sequence[_T], width: int) -> list[_T]:
+    return [value for value in values for _ in range(width)]
+
+
+def _per_action(arrows: Sequence[_Arrows], width: int) -> list[tuple[tuple[int, float], ...]]:
+    """The same arrows between the actions of each microbatch."""
+    return [
+        tuple((kind * width + microbatch, delay) for kind, delay in of_kind)
+        for of_kind in arrows
+        for microbatch in range(width)
+    ]
+
+
+class Exchanger:
+    """A search among orders, one exchange at a time.
+
+    Args:
+        problem: what to run.
+        start: an order to begin with, within the limit.
+        seed: of its random choices.
+        work: how much is to be done in all, in actions placed; towards the end only better orders
+            are accepted.
+
+    Attributes:
+        best: the best order so far.
+        value: its objective.
+        work: how much is to be done in all; may be lowered on the way.
+        worked: how much is done.
+    """
+
+    def __init__(self, problem: SearchProblem, start: Order, *, seed: int, work: float) -> None:
+        self._random = Random(seed)
+        self._heat = _HEAT * sum(problem.durations) / problem.num_kinds
+        self.work = work
+        self._size = problem.size
+        self._now = ExchangedOrder(problem, start)
+        self._pairs = self._now.neighbours(self._random)
+        self.best, self.value = start, self._now.value
+        self.worked = 0.0
+
+    def step(self) -> bool:
+        """Tries one exchange; False if there is none to try, or the work is done."""
+        if not self._pairs or self.worked >= self.work:
+            return False
+        first, second = self._random.choice(self._pairs)
+        self.worked += _REFUSED
+        if not (self._now.fits(first, second) and self._accepts(first, second)):
+            return True
+        self.worked += _TAKEN * self._size
+        if self._now.exchange(first, second):
+            self._pairs = self._now.neighbours(self._random)
+            if self._now.value < self.value * (1 - _NEAR):
+                self.best, self.value = self._now.order, self._now.value
+        return True
+
+    def _accepts(self, first: int, second: int) -> bool:
+        more = self._now.estimate(first, second) - self._now.value
+        if more <= _NEAR * self._now.value:
+            return True
+        heat = self._heat * (1 - self.worked / self.work)
+        return heat > 0 and self._random.random() < math.exp(-more / heat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entrant:
+    problem: SearchProblem
+    order: Order
+    value: float
+
+
+def exchange_in_rounds(
+    state: SearchState, *, share: float, keep_s: float, done_share: float, seed: int
+) -> None:
+    """Improves the best known orders of all placements: a little each, more those that gain most.
+
+    Which order leads furthest is not the one that is best to begin with.
+
+    Args:
+        state: the known programs; the results are noted there.
+        share: the share of all the work that this may take.
+        keep_s: seconds to leave for others.
+        done_share: the share of all the work that is done.
+        seed: of random choices.
+    """
+    entrants = _entrants(state)
+    left = sum(_ROUNDS)
+    for number, part in enumerate(_ROUNDS):
+        if not entrants or state.is_over():
+            return
+        state.tell(done_share + share * (1 - left), "local search")
+        work = state.budget.actions * share * part / len(entrants)
+        time_s = max(0.0, state.budget.left_s - keep_s) * part / left / len(entrants)
+        ended = [_improved(state, each, work, time_s, seed + number) for each in entrants]
+        ended.sort(key=lambda entrant: entrant.value)
+        state.note_order(ended[0].problem, ended[0].order, "local search")
+        entrants = ended[: -(-len(ended) // _GO_ON)]
+        left -= part
+
+
+def _entrants(state: SearchState) -> list[_Entrant]:
+    """The best orders of each kind within the limit, on placements that may hold a better one.
+
+    Orders of one kind are much alike; that of a registered schedule may be further from the best at
+    first, and lead nearer.
+    """
+    best = state.best()
+    assert best is not None
+    problems = {
+        problem.placement: problem
+        for problem in state.problems
+        if not meets(best.value, state.bound(problem))
+    }
+    entrants: dict[Order, _Entrant] = {}
+    entered: Counter[str] = Counter()
+    for found in state.plain():
+        problem, kind = problems.get(found.placement), found.method.partition(":")[0]
+        if found.value > best.value * _NEAR_BEST:
+            break
+        if problem is not None and entered[kind] < _OF_A_KIND:
+            order = problem.order(found.program)
+            if order not in entrants and problem.keeps_limit(order):
+                entered[kind] += 1
+                entrants[order] = _Entrant(problem=problem, order=order, value=found.value)
+    return list(entrants.values())
+
+
+def _improved(
+    state: SearchState, entrant: _Entrant, work: float, time_s: float, seed: int
+) -> _Entrant:
+    """An order after exchanges; less work if the machine is too slow for all of it."""
+    exchanger = Exchanger(entrant.problem, entrant.order, seed=seed, work=work)
+    began_s, tried = state.budget.left_s, 0
+    while exchanger.step():
+        tried += 1
+        if tried % _LOOK or exchanger.worked < _TELLING * exchanger.work:
+            continue
+        if state.is_late(times=2):
+            break
+        needed_s = (began_s - state.budget.left_s) * exchanger.work / exchanger.worked
+        if needed_s > 1.2 * time_s:
+            # An end that is cooled down is worth more than a longer way there.
+            exchanger.work = max(exchanger.worked, exchanger.work * time_s / needed_s)
+            state.budget.cut_short = True
+    return replace(entrant, order=exchanger.best, value=exchanger.value)

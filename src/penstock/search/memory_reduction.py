@@ -1,0 +1,218 @@
+"""Memory reduction: programs that hold less than others, because stages recompute or offload.
+
+    0F0 0F1 0F2 0I0 0W0 ...               rank 0 holds 3, the limit is 2
+    0F0 0F1 0F2 0RECOMPUTE0 0I0 0W0 ...   rank 0 holds what one microbatch needs
+
+Of each rank that holds too much, as few stages as possible do so, those first that hold the most.
+The programs are those of a search without a limit, and those within a larger one; passes change
+them, and the simulation gives their times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.errors import ScheduleError
+from penstock.schedule.passes.offload import offload
+from penstock.schedule.passes.recompute import recompute
+from penstock.schedule.program import Program
+from penstock.search.list_schedule import schedule_by_priority
+from penstock.search.problem import SearchProblem, slack
+from penstock.search.state import Candidate, SearchState
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulation import Simulation, simulate
+
+__all__ = [
+    "Reduction",
+    "allowed_reductions",
+    "can_offload",
+    "feasible_problems",
+    "least_reduced",
+    "peaks_of",
+    "reduce_memory",
+]
+
+_Pass: TypeAlias = Callable[[Program, frozenset[int]], Program]
+
+# How many programs of each placement are tried.
+_TRIED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A way to hold less.
+
+    Args:
+        name: the name of the method.
+        argument: the argument of ``search`` that allows it.
+        apply: the pass, for some stages of a program.
+    """
+
+    name: str
+    argument: str
+    apply: _Pass
+
+
+_RECOMPUTE = Reduction(
+    name="recomputation",
+    argument="recompute",
+    apply=lambda program, stages: recompute(program, stages=stages),
+)
+_OFFLOAD = Reduction(
+    name="offload",
+    argument="offload",
+    apply=lambda program, stages: offload(program, stages=stages),
+)
+
+
+def allowed_reductions(*, recompute: bool, offload: bool) -> tuple[Reduction, ...]:
+    """The reductions that are allowed."""
+    both = ((recompute, _RECOMPUTE), (offload, _OFFLOAD))
+    return tuple(reduction for allowed, reduction in both if allowed)
+
+
+def can_offload(costs: Costs) -> bool:
+    """Whether costs give the time of an offload."""
+    return any(each is not None for each in (costs.offload, costs.reload, costs.offload_bandwidth))
+
+
+def feasible_problems(
+    problems: Sequence[SearchProblem], allowed: Sequence[Reduction]
+) -> tuple[SearchProblem, ...]:
+    """The problems whose limit can be met; all of them if programs may be reduced.
+
+    Raises:
+        ScheduleError: no program meets the limit, on any placement.
+    """
+    limit = problems[0].limit
+    least = min(max(problem.least_memory) for problem in problems)
+    reduced = {reduction.name: least_reduced(problems, reduction) for reduction in allowed}
+    if min(least, *reduced.values(), least) > limit + slack(limit):
+        raise ScheduleError(_infeasible(problems, limit, least, reduced), parameter="memory_limit")
+    return tuple(problem for problem in problems if allowed or problem.is_feasible)
+
+
+def _infeasible(
+    problems: Sequence[SearchProblem], limit: float, least: float, reduced: Mapping[str, float]
+) -> str:
+    """The message for a limit that no program meets."""
+    text = (
+        f"search: no program meets memory_limit={limit:g}: on some rank one microbatch alone "
+        f"holds {least:g}"
+    )
+    for name, amount in reduced.items():
+        text += f", with {name} {amount:g}"
+    text += "; give at least that, or fewer stages per rank"
+    others = allowed_reductions(recompute=True, offload=can_offload(problems[0].costs))
+    for reduction in others:
+        would = least if reduction.name in reduced else least_reduced(problems, reduction)
+        if would < min(least, *reduced.values(), least):
+            text += f"; with {reduction.argument}=True, {would:g} would do"
+    return text
+
+
+def reduce_memory(
+    state: SearchState, starts: Sequence[Candidate], allowed: Sequence[Reduction]
+) -> None:
+    """Notes programs within the limit that come from others, by reducing ranks that hold too much.
+
+    Args:
+        state: the known programs; the new ones are noted there.
+        starts: programs within the limit or not.
+        allowed: the ways to hold less.
+    """
+    for problem in state.problems:
+        mine = sorted(
+            (each for each in starts if each.placement == problem.placement),
+            key=lambda found: found.value,
+        )
+        alone = problem.program(_one_by_one(problem), name="one by one")
+        for reduction in allowed:
+            # If that is too much, all is.
+            _reduce(state, problem, alone, reduction, "one by one")
+        for base, method in _bases(problem, mine[:_TRIED]):
+            for reduction in allowed:
+                if state.is_late(times=3):
+                    return
+                _reduce(state, problem, base, reduction, method)
+
+
+def least_reduced(problems: Iterable[SearchProblem], reduction: Reduction) -> float:
+    """What the fullest rank holds if microbatches run one by one and all stages are reduced."""
+    return min(_all_reduced(problem.resized(1), reduction) for problem in problems)
+
+
+def _all_reduced(problem: SearchProblem, reduction: Reduction) -> float:
+    program = problem.program(_one_by_one(problem), name="one by one")
+    reduced = reduction.apply(program, frozenset(range(program.num_stages)))
+    return max(peaks_of(simulate(reduced, problem.costs)))
+
+
+def _one_by_one(problem: SearchProblem) -> Sequence[Sequence[int]]:
+    """The order in which no stage holds more than one microbatch."""
+    wishes = [[float(n) for n in range(problem.num_microbatches)]] * problem.num_kinds
+    free = problem.limited(max(problem.least_memory))
+    windows = (1,) * problem.placement.num_stages
+    return schedule_by_priority(free, wishes, windows=windows).order
+
+
+def _bases(problem: SearchProblem, found: Sequence[Candidate]) -> Iterator[tuple[Program, str]]:
+    """Programs, and the same with each weight gradient right after its input gradient.
+
+    A recomputed activation is held from then on, so there is nothing to gain from weight gradients
+    that come later.
+    """
+    seen = set()
+    for each in found:
+        order = problem.order(each.program)
+        at_once = tuple(_weights_at_once(problem, kinds) for kinds in order)
+        for variant in (order, at_once):
+            if variant not in seen:
+                seen.add(variant)
+                yield problem.program(variant, name=each.program.name), each.method
+
+
+def _weights_at_once(problem: SearchProblem, kinds: Sequence[int]) -> tuple[int, ...]:
+    stages = problem.placement.num_stages
+    found: list[int] = []
+    for kind in kinds:
+        if kind < 2 * stages:
+            found.append(kind)
+        if stages <= kind < 2 * stages:
+            found.append(kind + stages)
+    return tuple(found)
+
+
+def _reduce(
+    state: SearchState, problem: SearchProblem, base: Program, reduction: Reduction, method: str
+) -> None:
+    """Reduces stages of the ranks that hold too much, one more of each at a time."""
+    sizes = problem.memory.activation
+    left = [
+        sorted(problem.placement.stages_of(rank), key=lambda stage: (-sizes[stage], stage))
+        for rank in range(base.num_ranks)
+    ]
+    chosen: set[int] = set()
+    program = base
+    while True:
+        result = simulate(program, problem.costs)
+        peaks = peaks_of(result)
+        full = [rank for rank, peak in enumerate(peaks) if peak > problem.most]
+        if not full:
+            if chosen:
+                method = f"{reduction.name}, after {method}"
+                state.note_simulated(problem, result, float(max(peaks)), method, is_reduced=True)
+            return
+        more = [left[rank].pop(0) for rank in full if left[rank]]
+        if not more:
+            return
+        chosen.update(more)
+        program = reduction.apply(base, frozenset(chosen))
+
+
+def peaks_of(result: Simulation) -> Sequence[float]:
+    """For each rank the most that it holds, in the unit of a memory limit."""
+    counted = result.costs.activation_bytes is None and result.costs.weight_grad_bytes is None
+    return result.peak_in_flight if counted else result.peak_bytes

@@ -1,0 +1,377 @@
+"""Periodic patterns: one microbatch's actions laid out in time, repeated with a period.
+
+P = 2, V = 1, period 3: the pattern of a microbatch, and the program of its repetitions
+
+    rank 0  F . . I W .           F0 .. .. F1 I0 W0 F2 I1 W1 ..
+    rank 1  . F I W . .           .. F0 I0 W0 F1 I1 W1 F2 I2 ..
+
+A rank's actions may lie anywhere, but no two at the same place of the period. The length of a
+pattern decides how many microbatches a stage holds at once: delays between its actions trade memory
+for time. Its start times serve as priorities of list scheduling, which closes the gaps of warm-up
+and cool-down.
+
+The search over patterns tries parameters that are good somewhere, then random ones, then changes of
+the best. With many microbatches it runs fewer: the steady state repeats the pattern, so a period,
+once found, extends to any number.
+
+Source: arXiv:2405.15362, sec. 3 (building blocks and their lifespans).
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import product
+from math import ceil
+from typing import Any, assert_never
+
+from penstock.schedule.action import Op
+from penstock.search.list_schedule import schedule_by_priority
+from penstock.search.problem import SearchProblem, TimedOrder
+from penstock.simulate.costs import Costs
+
+__all__ = ["CostView", "PatternParams", "PatternSearch", "few_microbatches", "lay_pattern"]
+__all__ += ["legs", "run_pattern"]
+
+_NEAR = 1e-9
+_POOL = 8
+# The values that random parameters take; those that are often good stand several times.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "stretch": (-1.0, -0.5, 0.0, 0.0, 0.0, 0.5, 1.0, 2.0),
+    "weight_delay": (0.0, 0.0, 0.5, 1.0, 2.0, 4.0),
+    "weight_slope": (0.0, 0.0, 1.0, 2.0, 4.0, 16.0),
+    "packed": (True, False),
+    "longer": (1.0, 1.0, 1.0, 1.05, 1.1, 1.2),
+    "cost_view": (),
+    "width": (None, 1.0, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0),
+    "extra": (0, 0, 0, 1, 2),
+    "patience": (0.0, 0.0, 0.0, 0.5, 1.0),
+}
+
+
+class CostView(Enum):
+    """The costs for which an order is made; its times always follow from the true ones.
+
+    Ranks that only keep to an order run more evenly than ranks that run whatever is ready, if
+    memory is tight and stages differ.
+    """
+
+    OWN = "own"
+    MEAN = "mean"
+    UNIT = "unit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternParams:
+    """The parameters of a pattern: few numbers, whatever the number of ranks.
+
+    Args:
+        stretch: for each leg (see ``legs``), what is added to each action of the chain before the
+            next one may come, as a share of its own time; above -1.
+        weight_delay: how long a weight gradient waits, in periods.
+        weight_slope: how much longer it waits on the last rank than on the first, in periods.
+        packed: whether actions avoid each other within the period; if not, offsets are wishes.
+        longer: the period, as a multiple of the busiest rank's work on a microbatch.
+        width: what stages may hold, as a multiple of what the pattern holds; None for the memory
+            limit alone.
+        extra: what they may hold beyond that.
+        cost_view: the costs for which the order is made.
+        patience: how long a rank waits for a more urgent action, in mean actions.
+    """
+
+    stretch: tuple[float, ...]
+    weight_delay: float = 0.0
+    weight_slope: float = 0.0
+    packed: bool = False
+    longer: float = 1.0
+    cost_view: CostView = CostView.OWN
+    width: float | None = None
+    extra: int = 0
+    patience: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindPattern:
+    """The start of each kind for one microbatch, and the time from one microbatch to the next.
+
+    Args:
+        problem: the problem of the kinds.
+        period: the time from one microbatch to the next.
+        offsets: for each kind, its start for the first microbatch.
+    """
+
+    problem: SearchProblem
+    period: float
+    offsets: tuple[float, ...]
+
+    def priorities(self) -> list[list[float]]:
+        """For each kind, the start of each microbatch."""
+        times = [number * self.period for number in range(self.problem.num_microbatches)]
+        return [[offset + time for time in times] for offset in self.offsets]
+
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage, how many microbatches it holds at once, from F to W."""
+        problem, found = self.problem, []
+        for stage in range(problem.placement.num_stages):
+            last = problem.kind(Op.WEIGHT_GRAD, stage)
+            life = self.offsets[last] + problem.durations[last] - self.offsets[stage]
+            found.append(max(1, ceil(life / self.period - _NEAR)) if self.period else 1)
+        return tuple(found)
+
+
+def legs(problem: SearchProblem) -> tuple[int, ...]:
+    """For each stage its number among the stages of its rank."""
+    count = [0] * problem.placement.num_ranks
+    found = []
+    for rank in problem.placement.stage_ranks:
+        found.append(count[rank])
+        count[rank] += 1
+    return tuple(found)
+
+
+def lay_pattern(problem: SearchProblem, params: PatternParams) -> KindPattern:
+    """The pattern of these parameters.
+
+    Actions of uneven length may overlap in it if no gap between the others is long enough.
+
+    Args:
+        problem: the kinds, their durations and needs.
+        params: ``stretch`` has a number for each forward leg, then one for each backward leg.
+    """
+    placement, durations = problem.placement, problem.durations
+    stages, num_ranks = placement.num_stages, placement.num_ranks
+    work = [0.0] * num_ranks
+    for rank, duration in zip(problem.ranks, durations, strict=True):
+        work[rank] += duration
+    period = max(work) * params.longer
+    leg_of = legs(problem)
+    num_legs = max(leg_of) + 1
+    busy: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
+    offsets = [0.0] * problem.num_kinds
+    weights = range(problem.num_kinds - 1, 2 * stages - 1, -1)
+    for kind in (*range(stages), *range(2 * stages - 1, stages - 1, -1), *weights):
+        start, rank = 0.0, problem.ranks[kind]
+        for before, delay in problem.needs[kind]:
+            leg = leg_of[before % stages] + (num_legs if before >= stages else 0)
+            stretch = params.stretch[leg] if kind < 2 * stages else 0.0
+            start = max(start, offsets[before] + durations[before] * (1 + stretch) + delay)
+        if kind >= 2 * stages:
+            share = rank / max(1, num_ranks - 1)
+            start += period * (params.weight_delay + params.weight_slope * share)
+        if params.packed and period:
+            fitted = _fit(busy[rank], start, durations[kind], period)
+            # An action that finds no gap keeps its wish.
+            if fitted is not None:
+                start = fitted
+                _occupy(busy[rank], start % period, durations[kind], period)
+        offsets[kind] = start
+    return KindPattern(problem=problem, period=period, offsets=tuple(offsets))
+
+
+def _fit(
+    busy: Sequence[tuple[float, float]], start: float, length: float, period: float
+) -> float | None:
+    """The first time from ``start`` on at which ``length`` is free in every period.
+
+    ``busy`` holds the pieces of the period that are taken, in order, no two of which touch.
+    """
+    if not length or not busy:
+        return start
+    phase = start % period
+    ahead = bisect_right(busy, phase + _NEAR, key=_end)
+    for place in range(ahead, ahead + len(busy) + 1):
+        turns, index = divmod(place, len(busy))
+        low, high = busy[index]
+        if low + turns * period >= phase + length - _NEAR:
+            return start
+        start += high + turns * period - phase
+        phase = high + turns * period
+    return None
+
+
+def _occupy(busy: list[tuple[float, float]], phase: float, length: float, period: float) -> None:
+    """Takes a piece of the period; what reaches into the next one is taken from the beginning."""
+    end = phase + length
+    for low, high in ((phase, min(end, period)), (0.0, end - period)):
+        if high > low + _NEAR:
+            since = bisect_left(busy, low - _NEAR, key=_end)
+            until = bisect_right(busy, high + _NEAR, key=_start)
+            touched = [(low, high), *busy[since:until]]
+            busy[since:until] = [(min(map(_start, touched)), max(map(_end, touched)))]
+
+
+def _start(piece: tuple[float, float]) -> float:
+    return piece[0]
+
+
+def _end(piece: tuple[float, float]) -> float:
+    return piece[1]
+
+
+def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
+    """The order that the pattern of these parameters gives."""
+    match params.cost_view:
+        case CostView.OWN:
+            return _run(problem, params)
+        case CostView.MEAN:
+            seen = problem.costing(_mean(problem))
+        case CostView.UNIT:
+            seen = problem.costing(Costs())
+        case _:
+            assert_never(params.cost_view)
+    replayed = problem.replay(_run(seen, params).order)
+    assert replayed is not None, "an order that runs at some costs runs at all"
+    return replayed
+
+
+def _run(problem: SearchProblem, params: PatternParams) -> TimedOrder:
+    pattern, windows = lay_pattern(problem, params), None
+    if params.width is not None:
+        scaled = (int(number * params.width + 0.5) for number in pattern.in_flight())
+        windows = [max(1, number) + params.extra for number in scaled]
+    return schedule_by_priority(
+        problem,
+        pattern.priorities(),
+        windows=windows,
+        patience=params.patience * sum(problem.durations) / problem.num_kinds,
+    )
+
+
+def _mean(problem: SearchProblem) -> Costs:
+    """The mean of each cost over the stages; of delays, over the messages between ranks."""
+    stages = problem.placement.num_stages
+    means = [sum(problem.durations[n : n + stages]) / stages for n in (0, stages, 2 * stages)]
+    delays = [
+        delay
+        for kind, users in enumerate(problem.users)
+        for user, delay in users
+        if problem.ranks[user] != problem.ranks[kind]
+    ]
+    latency = sum(delays) / len(delays) if delays else 0.0
+    forward, input_grad, weight_grad = means
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency)
+
+
+def few_microbatches(problem: SearchProblem) -> int:
+    """A number of microbatches that shows the steady state; all if that is not much less."""
+    few = max(24, 5 * problem.placement.num_ranks // 2)
+    return few if 2 * problem.num_microbatches > 3 * few else problem.num_microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedPattern:
+    """Parameters, and the objective with all microbatches as estimated from fewer."""
+
+    params: PatternParams
+    estimate: float
+
+
+class PatternSearch:
+    """A search for parameters, one step at a time.
+
+    Args:
+        problem: what to run, with all microbatches.
+        seed: of its random choices.
+
+    Attributes:
+        whole: the problem, with all microbatches.
+        best: the best so far, the best first, none twice.
+        placed: how many actions were placed.
+        tried: how many patterns were tried.
+        stale: how many of the last ones were no better than the best before.
+    """
+
+    def __init__(self, problem: SearchProblem, *, seed: int) -> None:
+        self.whole = problem
+        self._problem = problem.resized(few_microbatches(problem))
+        self._random = random.Random(seed)
+        self._legs = max(legs(problem)) + 1
+        self._views = tuple(CostView) if len(set(problem.durations)) > 1 else (CostView.OWN,)
+        self._seen: set[PatternParams] = set()
+        self._firsts = self._known()
+        self.tried = 0
+        self.best: list[TriedPattern] = []
+        self.placed = 0
+        self.stale = 0
+
+    def step(self) -> None:
+        """Tries one more pattern."""
+        # Known parameters are half of those tried, as long as they last, so few steps see both.
+        params = next(self._firsts, None) if self.tried % 2 == 0 or self.tried < 12 else None
+        self.tried += 1
+        self.stale += 1
+        if params is None:
+            params = self._random_params() if self.tried % 3 == 0 else self._changed()
+        if params in self._seen:
+            self.placed += self._problem.num_kinds
+            return
+        self._seen.add(params)
+        self.placed += self._problem.size
+        estimate = self._estimate(run_pattern(self._problem, params))
+        if not self.best or estimate < self.best[0].estimate * (1 - 1e-9):
+            self.stale = 0
+        self.best.append(TriedPattern(params=params, estimate=estimate))
+        self.best.sort(key=lambda tried: tried.estimate)
+        del self.best[_POOL:]
+
+    def _estimate(self, found: TimedOrder) -> float:
+        few, all_of_them = self._problem.num_microbatches, self.whole.num_microbatches
+        if few == all_of_them:
+            return found.value
+        # The middle third shows the steady state.
+        low, high = few // 3, 2 * few // 3
+        periods = [(ends[high] - ends[low]) / (high - low) for ends in found.ends]
+        return found.value + max(periods) * (all_of_them - few)
+
+    def _known(self) -> Iterator[PatternParams]:
+        """Parameters that are good somewhere: tight or loose, weight gradients early or late."""
+        for width, packed, (delay, slope), back, view in product(
+            (1.0, None, 1.5),
+            (True, False),
+            ((0.0, 0.0), (0.0, 4.0), (1.0, 16.0), (2.0, 2.0)),
+            (0.0, 1.0),
+            reversed(self._views),
+        ):
+            yield PatternParams(
+                stretch=(0.0,) * self._legs + (back,) * self._legs,
+                weight_delay=delay,
+                weight_slope=slope,
+                packed=packed,
+                width=width,
+                cost_view=view,
+            )
+
+    def _random_params(self) -> PatternParams:
+        choice, choices = self._random.choice, {**_CHOICES, "cost_view": self._views}
+        stretches = choices.pop("stretch")
+        stretch = tuple(choice(stretches) for _ in range(2 * self._legs))
+        drawn = {name: choice(values) for name, values in choices.items()}
+        return PatternParams(stretch=stretch, **drawn)
+
+    def _changed(self) -> PatternParams:
+        """One of the best, with one parameter changed."""
+        if not self.best:
+            return self._random_params()
+        params, other = self._random.choice(self.best).params, self._random_params()
+        turned = self._random.randrange(8)
+        if turned >= len(_TURNED):
+            leg = self._random.randrange(2 * self._legs)
+            stretch = list(params.stretch)
+            stretch[leg] = other.stretch[leg]
+            return replace(params, stretch=tuple(stretch))
+        changes: dict[str, Any] = {name: getattr(other, name) for name in _TURNED[turned]}
+        return replace(params, **changes)
+
+
+# Parameters that change together.
+_TURNED = (
+    ("weight_delay",),
+    ("weight_slope",),
+    ("packed", "longer"),
+    ("width", "extra"),
+    ("patience",),
+    ("cost_view",),
+)
