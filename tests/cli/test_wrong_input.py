@@ -155,9 +155,9 @@ def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.Mo
         (["compare", "1f1b", "gpipe", "--virtual", "4"], "none of 1f1b, gpipe can have --virtual"),
         (["compare", "1f1b:"], "option '': expected NAME=VALUE"),
         (["search", "--option", "group=4"], "No such option: --option"),
-        (["simulate", "1f1b", "-O", "ranks=3"], "ranks is no option of a schedule; give --ranks 3"),
-        (["compare", "1f1b:microbatches=3"], "option 'microbatches=3': microbatches is no option"),
-        (["compare", "1f1b", "zbv", "-O", "virtual=4"], "option of a schedule; give --virtual 4"),
+        (["simulate", "1f1b", "-O", "ranks=3"], "1f1b has no option 'ranks'; it has none"),
+        (["compare", "1f1b:microbatches=3"], "1f1b has no option 'microbatches'"),
+        (["compare", "1f1b", "zbv", "-O", "virtual=4"], "zbv has an option 'virtual'"),
         (["compare", "1f1b:name=x"], "1f1b has no option 'name'; it has none"),
         (["compare", "hanayo:costs=3"], "hanayo has no option 'costs'; its options are: waves"),
         (

@@ -33,16 +33,10 @@ class Per(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One schedule of the table.
-
-    Args:
-        label: name of the schedule or file.
-        share: stages among which a rank's costs were divided; 1 where costs are per stage.
-        result: the simulated step.
-    """
+    """One schedule of the table."""
 
     label: str
-    share: float
+    share: float  # the stages among which a rank's costs were divided; 1 where costs are a stage's
     result: Simulation
 
     @property

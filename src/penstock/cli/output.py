@@ -98,13 +98,7 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
 
 
 def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) -> Table:
-    """An empty table in the style of all subcommands.
-
-    Args:
-        columns: the headings.
-        numbers: headings of columns of numbers, which are aligned to the right.
-        title: a line above the table.
-    """
+    """An empty table; columns in ``numbers`` are aligned to the right."""
     made = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False
     )

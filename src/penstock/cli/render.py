@@ -97,13 +97,7 @@ def _simulated(measured: Trace, source: str) -> Simulation:
 
 
 def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | None = None) -> None:
-    """Write a page, a picture or a Perfetto file, by the file's suffix.
-
-    Args:
-        step: the step to draw.
-        output: the file.
-        beside: a simulation to draw beside the step.
-    """
+    """Write a page, a picture or a Perfetto file, by the file's suffix."""
     # The imports are slow, and only one of them is needed.
     trace = step if isinstance(step, Trace) else step.trace
     if output.suffix.lower() == ".html":

@@ -160,11 +160,7 @@ class Settings:
         return read_options(self.option or ())
 
     def costs(self) -> Costs:
-        """The costs, parsed.
-
-        Raises:
-            ScheduleError: a malformed number, or a number that is no cost.
-        """
+        """The costs, parsed."""
         return Costs(
             forward=read_cost("--forward", self.forward),
             input_grad=read_cost("--input-grad", self.input_grad),
@@ -175,11 +171,7 @@ class Settings:
         )
 
     def refuse_for_program(self, file: str) -> None:
-        """Refuse options that only build a schedule: a program in a file is already built.
-
-        Raises:
-            ScheduleError: ranks, microbatches, stages per rank, or options are given.
-        """
+        """Refuse options that only build a schedule: a program in a file is already built."""
         given = self._given("ranks", "microbatches", "virtual", "option")
         if given:
             raise ScheduleError(
@@ -188,11 +180,7 @@ class Settings:
             )
 
     def refuse_for_trace(self, file: str) -> None:
-        """Refuse every option but the memory limit: a recorded step has run already.
-
-        Raises:
-            ScheduleError: another option is given.
-        """
+        """Refuse every option but the memory limit: a recorded step has run already."""
         given = self._given(*(each.name for each in fields(self) if each.name != "memory"))
         if given:
             raise ScheduleError(
@@ -205,11 +193,7 @@ class Settings:
         return [_flag(name) for name in names if getattr(self, name) not in (defaults[name], [])]
 
     def simulate(self, program: Program, costs: Costs | None = None) -> Simulation:
-        """Simulate a program.
-
-        Args:
-            program: the program.
-            costs: used in place of the command line's; None for those.
+        """Simulate a program, at other costs than the command line's if given.
 
         Raises:
             ScheduleError: as ``penstock.simulate``; or a jitter so large that times overflow.

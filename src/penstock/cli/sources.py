@@ -69,17 +69,7 @@ def is_file(source: str) -> bool:
 
 
 def load_program(source: str, settings: Settings, *, lenient: bool = False) -> Program:
-    """Load or build a program, and check it.
-
-    Args:
-        source: a schedule's name, or a file with a program.
-        settings: the options of the command line.
-        lenient: leave out options that this schedule does not take; for one of several schedules.
-
-    Raises:
-        ScheduleError: an unknown schedule, an option that can't be, or an invalid program.
-        OSError: the file can't be read.
-    """
+    """Load or build a program, and check it; arguments and errors are those of ``load``."""
     found = load(source, settings, lenient=lenient)
     if isinstance(found, Trace):
         raise ScheduleError(f"{source}: a trace, expected a schedule or a file with a program")
@@ -92,10 +82,11 @@ def load(source: str, settings: Settings, *, lenient: bool = False) -> Program |
     Args:
         source: a schedule's name, or a file with a program or a trace.
         settings: the options of the command line.
-        lenient: as ``load_program`` takes it.
+        lenient: leave out options that this schedule does not take; for one of several schedules.
 
     Raises:
-        ScheduleError: as ``load_program``; or a file beside options that build a schedule.
+        ScheduleError: an unknown schedule, an option that can't be, an invalid file, or a file
+            beside options that build a schedule.
         OSError: the file can't be read.
     """
     if not is_file(source):
@@ -124,7 +115,7 @@ def _build(source: str, settings: Settings, lenient: bool) -> Program:
     if lenient:
         options = {key: value for key, value in options.items() if chosen.takes_option(key)}
         virtual = virtual if takes_virtual(chosen, virtual) else None
-    options |= read_options(own.split(","), sizes=["virtual"]) if colon else {}
+    options |= read_options(own.split(",")) if colon else {}
     virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
     refuse_options(chosen, options)
     return build_for(

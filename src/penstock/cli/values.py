@@ -32,7 +32,6 @@ OTHER_COSTS = tuple(each.name for each in fields(Costs) if each.name not in _WIT
 """The fields of ``Costs`` without an option of their own: given as ``--cost name=value``."""
 
 _SWITCHES = tuple(each.name for each in fields(Costs) if isinstance(each.default, bool))
-_SIZES = ("ranks", "microbatches", "virtual")
 _CONSTANTS: dict[str, object] = {"true": True, "false": False, "none": None}
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -73,15 +72,11 @@ def read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def read_options(texts: Sequence[str], *, sizes: Sequence[str] = ()) -> dict[str, object]:
+def read_options(texts: Sequence[str]) -> dict[str, object]:
     """Parse ``name=value`` texts as a schedule's options: integers, floats, true, false, or text.
 
-    Args:
-        texts: each as ``name=value``.
-        sizes: those of ranks, microbatches and virtual that are allowed, too.
-
     Raises:
-        ScheduleError: a missing or repeated name, or a size that has an option of its own.
+        ScheduleError: a missing or repeated name, or a missing value.
 
     Example:
         >>> read_options(["group=4", "tail=keep"])
@@ -92,10 +87,6 @@ def read_options(texts: Sequence[str], *, sizes: Sequence[str] = ()) -> dict[str
         name, value = _pair("option", text, found)
         if not (name and value):
             raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
-        if name in _SIZES and name not in sizes:
-            raise ScheduleError(
-                f"option {text!r}: {name} is no option of a schedule; give --{name} {value}"
-            )
         found[name] = _value(value)
     return found
 
@@ -113,10 +104,6 @@ def _value(text: str) -> object:
 
 def read_message_cost(flag: str, text: str) -> MessageCost:
     """Parse costs of edges, as ``1-2=5,2-3=1``, or what ``read_cost`` takes.
-
-    Args:
-        flag: the option, such as ``--latency``.
-        text: its value.
 
     Raises:
         ScheduleError: a malformed number or edge, or a repeated edge.
@@ -140,11 +127,7 @@ def read_message_cost(flag: str, text: str) -> MessageCost:
 
 
 def read_cost(flag: str, text: str) -> Cost:
-    """Parse one number, or one per stage as ``1,2,1``.
-
-    Args:
-        flag: the option, such as ``--forward``.
-        text: its value.
+    """Parse one number, or one per stage as ``1,2,1``; ``flag`` is named in errors.
 
     Raises:
         ScheduleError: a part that is not a number.

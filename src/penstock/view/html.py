@@ -64,11 +64,7 @@ def error_html(message: str) -> str:
 
 
 def figures_html(figures: Sequence[tuple[str, str]]) -> str:
-    """Figures in a row of cards.
-
-    Args:
-        figures: heading and figure of each card.
-    """
+    """A row of cards, each with a heading and a figure."""
     cards = "".join(
         f'<div style="{_CARD};min-width:104px;box-sizing:border-box">'
         f'<div style="font-size:11.5px;color:#66727f">{escape(name)}</div>'

@@ -54,24 +54,14 @@ _BOX_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """The layout of one step.
+    """The layout of one step."""
 
-    Args:
-        boxes: computations, and copies to the host and back; ``alpha`` is their opacity while the
-            critical path is shown.
-        blocks: frames around overlapped pairs.
-        path: frames around the critical path, and lines from each box to the next.
-        memory: points ``x`` and ``y`` of one outline, ranks separated by NaN.
-        peaks: peak memory per rank.
-        end: end of the last span.
-    """
-
-    boxes: Columns
-    blocks: Columns
-    path: Columns
-    memory: Columns
-    peaks: tuple[float, ...]
-    end: float
+    boxes: Columns  # computations and copies; alpha: opacity while the critical path is shown
+    blocks: Columns  # frames around overlapped pairs
+    path: Columns  # frames around the critical path, and lines from each box to the next
+    memory: Columns  # points x and y of one outline, ranks separated by NaN
+    peaks: tuple[float, ...]  # peak memory per rank
+    end: float  # end of the last span
 
 
 def trace_of(step: Drawable) -> Trace:
@@ -134,17 +124,11 @@ def arrange(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axes:
-    """Positions in a drawing.
+    """Positions in a drawing."""
 
-    Args:
-        origin: the time of the trace at x = 0.
-        scale: length of one unit of the trace's time.
-        top: top of boxes in their lane.
-    """
-
-    origin: float
-    scale: float
-    top: float
+    origin: float  # the time of the trace at x = 0
+    scale: float  # length of one unit of the trace's time
+    top: float  # top of boxes in their lane
 
     def x(self, time: float) -> float:
         """The position of a time."""
@@ -155,10 +139,7 @@ class _Axes:
     ) -> tuple[float, float, float, float]:
         """Top and foot of a box beside the memory, then without it.
 
-        Args:
-            rank: the rank.
-            op: the op.
-            share: index and number of boxes that divide the height of the lane.
+        ``share`` is the index and the number of the boxes that divide the height.
         """
         if op not in COMPUTE:
             top, foot = _RELOADS if op is Op.RELOAD else _OFFLOADS
@@ -279,13 +260,9 @@ def _activations(trace: Trace) -> tuple[Curve, ...]:
 
 
 def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -> Columns:
-    """The memory of all ranks as one outline: a single path is quick to draw.
+    """The memory of all ranks as one outline, which is quick to draw.
 
-    Args:
-        curves: per rank, the amount held from each time on.
-        axes: of the drawing.
-        end: end of the drawing.
-        highest: the amount that fills the height.
+    The amount ``highest`` fills the height.
     """
     xs: list[float] = []
     ys: list[float] = []

@@ -33,7 +33,6 @@ COLOURS: dict[Op, str] = {
     Op.OFFLOAD: "#8e6bbf",
     Op.RELOAD: "#d98ac0",
 }
-_OTHER_COLOUR = "#c9b28f"
 
 ANSI: dict[Op, tuple[str, str]] = {
     Op.FORWARD: ("blue", "bright_white"),
@@ -69,33 +68,18 @@ _NAMES: dict[Op, str] = {
 
 
 def name_of(op: Op) -> str:
-    """The name of an op in words.
-
-    Example:
-        >>> name_of(Op.INPUT_GRAD)
-        'input gradient'
-    """
+    """The name of an op in words, such as "input gradient"."""
     return _NAMES.get(op, op.value.lower().replace("_", " "))
 
 
 def letter_of(op: Op) -> str:
-    """The letter of an op, for labels of boxes.
-
-    Example:
-        >>> letter_of(Op.INPUT_GRAD), letter_of(Op.RECOMPUTE)
-        ('I', 'R')
-    """
+    """The letter of an op, for labels of boxes."""
     return op.value[0]
 
 
 def colour_of(op: Op) -> str:
-    """The colour of an op; ops that are not in ``COLOURS`` share one.
-
-    Example:
-        >>> colour_of(Op.FORWARD), colour_of(Op.SEND_F)
-        ('#4f86d9', '#c9b28f')
-    """
-    return COLOURS.get(op, _OTHER_COLOUR)
+    """The colour of an op; ops that are not in ``COLOURS`` share one."""
+    return COLOURS.get(op, "#c9b28f")
 
 
 def _channels(colour: str) -> list[int]:
@@ -103,12 +87,7 @@ def _channels(colour: str) -> list[int]:
 
 
 def shade(colour: str, step: int, num_steps: int) -> str:
-    """A shade of a colour for one of several stages of a rank, darkest for the first.
-
-    Args:
-        colour: as ``#rrggbb``.
-        step: index of the stage on its rank.
-        num_steps: number of stages on the rank.
+    """The shade of ``#rrggbb`` for one of several stages of a rank, darkest for the first.
 
     Example:
         >>> shade("#4f86d9", 0, 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op, Overlap
+from penstock.schedule.action import Overlap
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_action, parse_step
 from penstock.simulate.critical_path import makers, needed_by
@@ -26,15 +26,6 @@ __all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
 
 # Microseconds per unit. An abstract cost of 1 is shown as a millisecond.
 _SCALE = {"s": 1e6, "1": 1e3}
-
-# chrome://tracing colours events by these reserved names. Perfetto derives colours from the event's
-# name without digits, so that there, too, each op has one colour.
-_COLOUR_NAMES = {
-    Op.FORWARD: "thread_state_running",
-    Op.FULL_BACKWARD: "thread_state_runnable",
-    Op.INPUT_GRAD: "rail_response",
-    Op.WEIGHT_GRAD: "good",
-}
 
 _COMPUTE_LANE, _OTHER_LANE = 0, 1
 
@@ -169,7 +160,7 @@ def _complete_event(span: Span, scale: float, block: Overlap | None) -> dict[str
         args["microbatch"] = act.microbatch
     if block is not None:
         args["block"] = str(block)
-    event: dict[str, Any] = {
+    return {
         "ph": "X",
         "name": str(act),
         "cat": name_of(act.op),
@@ -179,9 +170,6 @@ def _complete_event(span: Span, scale: float, block: Overlap | None) -> dict[str
         "dur": (span.end - span.start) * scale,
         "args": args,
     }
-    if act.op in _COLOUR_NAMES:
-        event["cname"] = _COLOUR_NAMES[act.op]
-    return event
 
 
 def _arrows(trace: Trace, scale: float) -> list[dict[str, Any]]:

@@ -56,11 +56,7 @@ _Options = tuple[tuple[str, object], ...]
 
 
 class Playground:
-    """The widgets, plot and tables of one tab.
-
-    Args:
-        document: the tab's document.
-    """
+    """The widgets, plot and tables of one tab, added to its document."""
 
     def __init__(self, document: Document) -> None:
         names: list[Any] = [each.name for each in schedules()]
@@ -122,16 +118,8 @@ class Playground:
             self._draw_scheduled = True
             self.document.add_next_tick_callback(self._draw)
 
-    def _limit(self) -> float | None:
-        """The memory limit of a rank."""
-        return self.memory.value or None
-
     def _simulate(self, name: str) -> Simulation:
-        """Simulate a schedule; the stages per rank and options are those of the drawn one.
-
-        Raises:
-            ScheduleError: an option that can't be, or sizes that the schedule can't work with.
-        """
+        """Simulate a schedule; stages per rank and options go to the drawn one alone."""
         is_chosen = name == self.schedule.value
         costs = Costs(
             forward=self.forward.value,
@@ -187,7 +175,7 @@ class Playground:
         )
         self.heading.text = heading_html(program.name, subtitle)
         self.legend.text = legend_html([result.trace])
-        self.figures.text = figures_html(figures_of([result], limit=self._limit()))
+        self.figures.text = figures_html(figures_of([result], limit=self.memory.value or None))
 
     def _compare(self) -> None:
         """Simulate the schedules to compare, then show the table.
@@ -207,7 +195,7 @@ class Playground:
             return
         self._compare_scheduled = False
         self.comparison.text = comparison_html(
-            self._outcomes, memory=self._limit(), chosen=self.schedule.value
+            self._outcomes, memory=self.memory.value or None, chosen=self.schedule.value
         )
 
     def _layout(self) -> UIElement:
@@ -252,14 +240,7 @@ def _simulated(
 ) -> Simulation:
     """Simulate a schedule; cached, since one slider changes few of the compared schedules.
 
-    Args:
-        name: the schedule.
-        ranks: number of ranks.
-        microbatches: microbatches per step.
-        virtual: stages per rank; None for the schedule's default.
-        options: options of the schedule.
-        costs: the costs.
-        per_rank: costs are those of a rank's whole part of the model, not of a stage.
+    With ``per_rank``, costs are those of a rank's whole part of the model, not of a stage.
     """
     wanted = tuple(wanted_costs(costs, name).items())
     program = _built(name, ranks, microbatches, virtual, (*wanted, *options))

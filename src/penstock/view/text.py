@@ -71,43 +71,25 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One unit of time of one lane.
+    """One unit of time of one lane."""
 
-    Args:
-        span: the action that runs; None where the lane is idle.
-        begins: the span begins here.
-        joins: the span begins here and forms a pair with the span left of it.
-        text: the label, of the same length in all cells of a grid.
-    """
-
-    span: Span | None
+    span: Span | None  # None where the lane is idle
     begins: bool
-    joins: bool
-    text: str
+    joins: bool  # the span begins here, and forms a pair with the span left of it
+    text: str  # the label, of the same length in all cells of a grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A timeline in cells of equal time.
+    """A timeline in cells of equal time."""
 
-    Args:
-        heads: name of each lane, of equal length.
-        rows: the cells of each lane; a rank's copies follow the rank.
-        labelled: there was room for labels.
-    """
-
-    heads: tuple[str, ...]
+    heads: tuple[str, ...]  # names of the lanes, of equal length
     rows: tuple[tuple[Cell, ...], ...]
-    labelled: bool
+    labelled: bool  # there was room for labels
 
 
 def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
-    """The cells of a timeline.
-
-    Args:
-        trace: measured or simulated.
-        width: as ``to_text`` takes it.
-        brief: label cells with the microbatch alone and without gaps, for coloured views.
+    """The cells of a timeline; ``brief`` labels, for coloured views, are the microbatch alone.
 
     Raises:
         ValueError: ``width`` is too small.

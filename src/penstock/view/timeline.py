@@ -204,17 +204,7 @@ class Timeline:
         differences: dict[str, str] | None = None,
         title: str = "",
     ) -> Drawing:
-        """Replace the step that is drawn.
-
-        Args:
-            step: measured or simulated.
-            unit: as ``arrange`` takes it.
-            differences: as ``arrange`` takes it.
-            title: title of the plot.
-
-        Returns:
-            The layout that was drawn.
-        """
+        """Replace the step that is drawn; return its layout. Arguments are those of ``arrange``."""
         trace = trace_of(step)
         drawing = arrange(step, unit=unit, differences=differences)
         self._set_lanes(trace.num_ranks)
