@@ -115,8 +115,12 @@ class BoundProgram:
     def begin(self, step: StepState) -> None:
         """Begin a step on all ranks (see ``StepSync.begin``)."""
         self._sync.begin(step)
-        for runner in self.runners.values():
-            runner.begin(step, resend_metadata=self._sync.resends_metadata)
+        forget = self._sync.forgets_shapes
+        resends = [runner.begin(step, forget=forget) for runner in self.runners.values()]
+        # Receives that wait for metadata are posted late: a bounded sender could block for ever.
+        unbounded = self._config.dynamic_shapes or self._sync.has_new_shapes or any(resends)
+        for transport in self._transports:
+            transport.allow_unbounded_sends(unbounded)
 
     def run(self) -> None:
         """Run all actions."""
@@ -128,9 +132,8 @@ class BoundProgram:
 
     def end(self, step: StepState) -> Tensor | None:
         """End a step on all ranks; returns the losses (see ``StepSync.end``)."""
-        runners = self.runners.values()
-        losses = self._sync.end(step, sent_values=any(runner.sends_values for runner in runners))
-        for runner in runners:
+        losses = self._sync.end(step)
+        for runner in self.runners.values():
             runner.end()
         return losses
 

@@ -1,7 +1,8 @@
 """The shapes that have been seen: each distinct shape of inputs has an id, the same on all ranks.
 
 The rank of the first stage sees the inputs and assigns the ids; it broadcasts them at the start of
-each step. Stage runners cache boundary metadata by id. Boundary metadata also depends on *run
+each step. Stage runners cache boundary metadata by id. Plain values among the inputs count as part
+of their shapes; objects of other types get a new id each step. Metadata also depends on *run
 conditions*: autocast, the modules' training mode, which parameters require grad, and the shapes of
 keyword arguments on other ranks. Equal shapes under other conditions have another id.
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from penstock.stage.pytree import flatten
 from penstock.stage.stage import Stage
+from penstock.stage.tensor_meta import plain_tag
 
 __all__ = ["MAX_SHAPES", "ShapeCache", "run_conditions"]
 
@@ -40,7 +42,6 @@ class ShapeCache:
     """The ids assigned so far.
 
     Attributes:
-        saw_values: whether inputs have held leaves that are no tensors.
         was_cleared: whether ``learn`` has just forgotten all earlier ids.
     """
 
@@ -51,14 +52,15 @@ class ShapeCache:
         self._ids: dict[tuple[tuple[int, ...], tuple[Any, ...]], int] = {}
         self._known: set[int] = set()
         self._next, self._next_condition = count(), count()
-        self.saw_values = self.was_cleared = False
+        self._num_calls = 0
+        self.was_cleared = False
 
     def condition_id(
         self, condition: tuple[Any, ...], kwargs: Sequence[Mapping[str, Any]] = ()
     ) -> int:
         """The id of this rank's run conditions, with the shapes of ``kwargs`` per microbatch."""
         if any(kwargs):
-            condition = (*condition, *(_key((), named) for named in kwargs))
+            condition = (*condition, *(self._key((), named) for named in kwargs))
         if condition not in self._conditions:
             self._conditions[condition] = next(self._next_condition)
         self._last_condition = condition
@@ -72,16 +74,16 @@ class ShapeCache:
     ) -> list[int]:
         """Per microbatch the id of its inputs' shapes, under all ranks' conditions."""
         ids = self._ids
+        self._num_calls += 1
         found: list[int] = []
         last: tuple[Any, ...] = ()
         for positional, named in zip(args, kwargs, strict=True):
-            key = _key(positional, named)
+            key = self._key(positional, named)
             # Most microbatches are like the one before: comparing is quicker than hashing.
             if key != last:
                 if (conditions, key) not in ids:
                     ids[conditions, key] = next(self._next)
                 last, number = key, ids[conditions, key]
-                self.saw_values |= any(isinstance(part, type) for part in key)
             found.append(number)
         return found
 
@@ -104,13 +106,19 @@ class ShapeCache:
     def digest(self, ids: Sequence[int]) -> int:
         """A checksum of the shapes behind ``ids``, which other ranks may number differently."""
         keys = {number: key for (_, key), number in self._ids.items()}
-        shapes = [[part for part in keys[i] if isinstance(part, tuple)] for i in ids]
+        shapes = [[part for part in keys[i] if isinstance(part, torch.Size)] for i in ids]
         return zlib.crc32(repr(shapes).encode())
 
-
-def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-        return ((args[0].shape, args[0].dtype),)
-    leaves, tree = flatten((args, dict(kwargs)))
-    parts = [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
-    return (tree, *parts)
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            return (args[0].shape, args[0].dtype)
+        leaves, tree = flatten((args, dict(kwargs)))
+        parts: list[Any] = [tree]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                parts += (leaf.shape, leaf.dtype)
+            else:
+                # A value of another type may change without being another one.
+                is_plain = leaf is None or plain_tag(leaf) is not None
+                parts += (type(leaf), leaf if is_plain else self._num_calls)
+        return tuple(parts)

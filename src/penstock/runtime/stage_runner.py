@@ -60,7 +60,6 @@ class StageRunner:
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
-        sends_values: whether it has sent plain values, which do not follow from input shapes.
         rng: its part of the microbatches' random streams, with ``microbatch_rng``.
 
     Raises:
@@ -103,7 +102,6 @@ class StageRunner:
         streams = device_streams.streams_of(stage.device) if self._offloaded else None
         self._copy_streams = CopyStreams(streams) if streams is not None else None
         self.replicas: Replicas | None = None
-        self.sends_values = False
         self.rng = _make_rng(stage, program) if train and config.microbatch_rng else None
         # Between steps an empty step: the last one's tensors are the caller's again.
         self._no_step = StepState(program.num_microbatches)
@@ -112,24 +110,36 @@ class StageRunner:
         self._out_specs: dict[int, BoundarySpec] = {}
         self._grads_out: dict[int, tuple[bool, ...]] = {}
         self._grads_in: dict[int, tuple[bool, ...]] = {}
+        self._caches = ((self._in_specs, self._grads_out), (self._out_specs, self._grads_in))
         self.end()
 
-    def begin(self, step: StepState, *, resend_metadata: bool) -> None:
+    def begin(self, step: StepState, *, forget: bool = False) -> bool:
         """Begin a step.
+
+        Metadata that holds plain values is dropped at both ends of a boundary, to be sent again:
+        values do not follow from the inputs' shapes.
 
         Args:
             step: its data.
-            resend_metadata: whether all that is cached by shape id is stale, here and at peers.
+            forget: drop all that is cached by shape id.
+
+        Returns:
+            Whether metadata has been dropped.
         """
         self._step = step
         self._shape_ids, self._kwargs = step.shape_ids, step.kwargs
-        if resend_metadata:
-            for cache in (self._in_specs, self._out_specs, self._grads_out, self._grads_in):
-                cache.clear()
+        dropped = False
+        for specs, grads in self._caches:
+            for shape_id in [i for i, spec in specs.items() if forget or spec.holds_values]:
+                del specs[shape_id]
+                grads.pop(shape_id, None)
+                dropped = True
+        return dropped
 
     def end(self) -> None:
         """End a step: release its data."""
-        self.begin(self._no_step, resend_metadata=False)
+        self._step = self._no_step
+        self._shape_ids, self._kwargs = self._no_step.shape_ids, self._no_step.kwargs
 
     def reset(self) -> None:
         """Release what a broken step has left behind."""
@@ -292,7 +302,6 @@ class StageRunner:
         if spec is None or self._dynamic_shapes:
             spec = self._out_specs[shape_id] = describe(output)
             spec.check_static(self.stage.static_outputs, "output")
-            self.sends_values |= spec.holds_values
             if self._next_states is None:
                 state.metadata = spec.encode()
         self.stage.leave(state, output, spec)

@@ -3,9 +3,7 @@
     start   conditions of all ranks ─► shape ids of the first rank's inputs ─► all ranks
     end     losses of the last rank ─► all ranks; no rank leaves before all have finished
 
-Boundary metadata is cached per shape id. Where plain values can change it (values that cross a
-boundary or are inputs), it is *value-dependent*: all ranks learn this at the end of a step with new
-shapes, and from then on metadata is resent with each step's first microbatch.
+Stage runners cache boundary metadata per shape id; plain values among the inputs count as shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from penstock.runtime.shape_cache import ShapeCache, run_conditions
 from penstock.runtime.step import StepState
 from penstock.schedule.program import Program
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.pytree import flatten
 from penstock.stage.stage import Stage
 
 __all__ = ["StepSync"]
@@ -44,7 +41,7 @@ class StepSync:
         train: whether the program trains, or evaluates.
 
     Attributes:
-        resends_metadata: whether metadata that earlier steps have cached is stale.
+        has_new_shapes: whether this step has a shape id that was not seen before.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class StepSync:
         self._stages = stages
         self._transports = transports
         self._train = train
-        self._dynamic_shapes = config.dynamic_shapes
         self._has_loss = config.loss_fn is not None
         self._needs_target = train and needs_target(config.loss_fn)
         placement = program.placement
@@ -75,14 +71,14 @@ class StepSync:
             len(entry_ranks) > 1 and not self._is_alone and transports[0].rank in entry_ranks
         )
         self._shapes = ShapeCache()
-        self._has_new_shapes = self._is_value_dependent = False
+        self.has_new_shapes = False
         # By the shape id of the first microbatch, which is another one under autocast.
         self._loss_dtypes: dict[int, torch.dtype | None] = {}
 
     @property
-    def resends_metadata(self) -> bool:
-        """Whether metadata that earlier steps have cached is stale."""
-        return self._is_value_dependent or self._shapes.was_cleared
+    def forgets_shapes(self) -> bool:
+        """Whether all shape ids of earlier steps have just been dropped."""
+        return self._shapes.was_cleared
 
     # --- start -------------------------------------------------------------------------------
 
@@ -122,11 +118,7 @@ class StepSync:
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
                 "rank where the model's inputs enter passes the whole batch"
             )
-        self._has_new_shapes = self._shapes.learn(step.shape_ids)
-        # Receives are then posted late, and a bounded sender could wait for one for ever.
-        unbounded = self._has_new_shapes or self._is_value_dependent or self._dynamic_shapes
-        for transport in self._transports:
-            transport.allow_unbounded_sends(unbounded)
+        self.has_new_shapes = self._shapes.learn(step.shape_ids)
 
     def _check_targets(self, step: StepState) -> None:
         if not self._needs_target or step.targets is not None:
@@ -166,45 +158,28 @@ class StepSync:
 
     # --- end ---------------------------------------------------------------------------------
 
-    def end(self, step: StepState, *, sent_values: bool) -> Tensor | None:
+    def end(self, step: StepState) -> Tensor | None:
         """End a step: no rank leaves before all have finished, so that none misses a failure.
-
-        Args:
-            step: the step.
-            sent_values: whether plain values have crossed a boundary from here.
 
         Returns:
             The losses, shape (microbatches,), on every rank; None where none were computed.
         """
         computed = [loss for loss in step.losses if loss is not None]
         mine = torch.stack(computed) if computed else None
-        value_dependent = sent_values or self._has_values(step)
         if self._is_alone:
-            self._is_value_dependent |= value_dependent
             return mine
         (transport,) = self._transports
         if self._num_exit_ranks > 1 and step.keep_outputs:
             _exchange_outputs(step, self._program, transport, self._device)
         if not self._has_loss:
-            if self._has_new_shapes:
-                seen = torch.tensor([value_dependent], dtype=torch.int64, device="cpu")
-                transport.all_reduce(seen)
-                self._is_value_dependent |= bool(seen)
-            else:
-                transport.barrier()
+            transport.barrier()
             return None
         dtype = self._share_loss_dtype(step, mine, transport)
         # Float64 holds every narrower loss exactly. Built from tensors on the device: numbers
         # from the host would be waited for there.
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        rows = [zero if loss is None else loss.to(zero) for loss in step.losses]
-        if self._has_new_shapes:
-            rows.append(zero + value_dependent)
-        table = torch.stack(rows)
+        table = torch.stack([zero if loss is None else loss.to(zero) for loss in step.losses])
         transport.all_reduce(table)
-        if self._has_new_shapes:
-            self._is_value_dependent |= bool(table[-1])
-            table = table[:-1]
         return None if dtype is None else table.to(dtype)
 
     def _share_loss_dtype(
@@ -219,15 +194,6 @@ class StepSync:
             (code,) = transport.broadcast_ints([code], self._last_rank)
             self._loss_dtypes[shape_id] = _DTYPES[code] if code >= 0 else None
         return self._loss_dtypes[shape_id]
-
-    def _has_values(self, step: StepState) -> bool:
-        """Whether this rank's inputs hold plain values that stages use."""
-        given_beside = (
-            self._transports[0].rank != self._first_rank
-            and any(not isinstance(leaf, Tensor) for leaf in flatten(list(step.kwargs))[0])
-            and any(stage.reads_kwargs for stage in self._stages.values())
-        )
-        return self._shapes.saw_values or given_beside
 
 
 def _exchange_outputs(

@@ -26,7 +26,6 @@ from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import DTensorMeta, find_mesh, unknown_mesh
 from penstock.stage.microbatch_state import MicrobatchState
 from penstock.stage.pytree import flatten
-from penstock.stage.wrappers import unwrapped
 
 __all__ = ["Stage"]
 
@@ -103,11 +102,6 @@ class Stage:
     def is_last(self) -> bool:
         """Whether the loss is computed here."""
         return self.stage_index == self.num_stages - 1
-
-    @property
-    def reads_kwargs(self) -> bool:
-        """Whether keyword arguments count, also where the model's inputs do not enter."""
-        return self.is_first or not getattr(unwrapped(self.submod), "kwargs_come_along", False)
 
     # --- forward -----------------------------------------------------------------------------
 

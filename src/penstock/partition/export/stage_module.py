@@ -91,9 +91,6 @@ class StageModule(nn.Module):
         inplace: whether the stage writes in place into its inputs.
     """
 
-    # Later stages have keyword arguments from the one before: those passed to them are not read.
-    kwargs_come_along = True
-
     def __init__(
         self,
         *,

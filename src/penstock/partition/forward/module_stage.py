@@ -53,8 +53,6 @@ class ModuleStage(nn.Module):
         device: the device of the stage.
     """
 
-    # Later stages have keyword arguments from the stage before: those passed to them are not read.
-    kwargs_come_along = True
     _handler: StageCallHandler
     _tree: StageTree
 
