@@ -419,10 +419,10 @@ MISTAKES = {
         swapped_stages, (SCH, SCH), r"needs the stages \[\d\].*stage → rank: \(0, 1\)"
     ),
     "wrong order": Mistake(
-        wrong_order, (SCH, SCH), r"in the order \[2, 0\]; pass them in rising order", (0,)
+        wrong_order, (SCH, SCH), r"stage indices \[2, 0\]: pass each stage once", (0,)
     ),
     "doubled on a rank": Mistake(
-        doubled_on_a_rank, (SCH, SCH), r"given twice on one rank: \[1\]", (1,)
+        doubled_on_a_rank, (SCH, SCH), r"stage indices \[1, 1\]: pass each stage once", (1,)
     ),
     "missing stage": Mistake(
         missing_stage, (SCH, SCH), r"needs the stages \[1, 3\].*missing: \[3\]", (1,)

@@ -56,11 +56,11 @@ def make_pipe(**options: Any) -> Pipeline:
         ),
         (
             lambda: ScheduleInterleaved1F1B(make_stages([1, 0], 2), 4, mse),
-            r"in the order \[1, 0\]; pass them in rising order",
+            r"stage indices \[1, 0\]: pass each stage once, in rising order",
         ),
         (
             lambda: ScheduleInterleaved1F1B(make_stages([0, 0], 2), 4, mse),
-            r"given twice on one rank: \[0\]",
+            r"stage indices \[0, 0\]: pass each stage once",
         ),
         (
             lambda: ScheduleInterleaved1F1B(make_stages([0], 2), 4, mse),

@@ -13,7 +13,7 @@ order (``tests/streams.py``).
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,59 +24,7 @@ Stream: TypeAlias = Any
 Event: TypeAlias = Any
 
 
-class DeviceStreams(Protocol):
-    """The stream operations of a device."""
-
-    def current(self) -> Stream:
-        """The stream on which the calling thread's operations run."""
-        ...
-
-    def new(self) -> Stream:
-        """A stream beside all others."""
-        ...
-
-    def switch(self, stream: Stream) -> None:
-        """Run the calling thread's operations on ``stream`` from now on."""
-        ...
-
-    def event(self, *, timed: bool = False) -> Event:
-        """A new event; it may be marked repeatedly."""
-        ...
-
-    def mark(self, event: Event, stream: Stream) -> None:
-        """Record ``event`` on ``stream``."""
-        ...
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Let later work on ``stream`` wait for ``event``."""
-        ...
-
-    def follow(self, stream: Stream, other: Stream) -> None:
-        """Let later work on ``stream`` wait for all work so far on ``other``."""
-        ...
-
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Don't reuse the memory of ``tensor`` before ``stream`` is done with it."""
-        ...
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        """Pinned host memory."""
-        ...
-
-    def is_over(self, event: Event) -> bool:
-        """Whether ``event`` has completed; does not block."""
-        ...
-
-    def elapsed_s(self, first: Event, second: Event) -> float:
-        """The time between two completed events, in seconds."""
-        ...
-
-    def host_time_of(self, event: Event) -> float:
-        """The ``time.perf_counter`` of a timed event; synchronizes the device."""
-        ...
-
-
-class CudaStreams:
+class DeviceStreams:
     """The streams of one CUDA device.
 
     Args:
@@ -87,44 +35,56 @@ class CudaStreams:
         self._device = device
 
     def current(self) -> Stream:
+        """The calling thread's stream."""
         return torch.cuda.current_stream(self._device)
 
     def new(self) -> Stream:
+        """A new stream."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def switch(self, stream: Stream) -> None:
+        """Make ``stream`` the calling thread's stream."""
         before = torch.cuda.current_device()
         torch.cuda.set_stream(stream)  # makes the stream's device the current one, too
         if before != self._device.index:
             torch.cuda.set_device(before)
 
     def event(self, *, timed: bool = False) -> Event:
+        """A new event, which may be marked repeatedly."""
         return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
     def mark(self, event: Event, stream: Stream) -> None:
+        """Record ``event`` on ``stream``."""
         event.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
+        """Let later work on ``stream`` wait for ``event``."""
         stream.wait_event(event)
 
     def follow(self, stream: Stream, other: Stream) -> None:
+        """Let later work on ``stream`` wait for all work so far on ``other``."""
         stream.wait_stream(other)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """Don't reuse the memory of ``tensor`` before ``stream`` is done with it."""
         tensor.record_stream(stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
+        """Pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def is_over(self, event: Event) -> bool:
+        """Whether ``event`` has completed; does not block."""
         return bool(event.query())
 
     def elapsed_s(self, first: Event, second: Event) -> float:
+        """The time between two timed events, in seconds; waits for the second."""
         second.synchronize()
         elapsed_ms: float = first.elapsed_time(second)
         return elapsed_ms / 1e3
 
     def host_time_of(self, event: Event) -> float:
+        """The ``time.perf_counter`` of a timed event; synchronizes the device."""
         now = self.event(timed=True)
         torch.cuda.synchronize(self._device)
         self.mark(now, self.current())
@@ -139,7 +99,7 @@ def streams_of(device: torch.device) -> DeviceStreams | None:
         >>> streams_of(torch.device("cpu")) is None
         True
     """
-    return CudaStreams(device) if device.type == "cuda" else None
+    return DeviceStreams(device) if device.type == "cuda" else None
 
 
 def indexed(device: torch.device) -> torch.device:
