@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.cause import own_group, publishing_errors
+from penstock.compat.backward import full_backward, input_backward, weight_backward
 from penstock.compat.exchange import ExchangingStage
-from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
 from penstock.parallel.data_parallel import ReplicaStep
-from penstock.stage.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.stage.boundary import describe, static_spec
 from penstock.stage.microbatch_state import MicrobatchState, Phase
 from penstock.stage.pytree import map_tensors
@@ -313,7 +312,7 @@ class PipelineStage(ExchangingStage):
         with self._no_sync():
             if backward_type == "weight":
                 (param_groups,) = _taken(backward_type, bwd_kwargs, "param_groups")
-                grads = stage_backward_weight(self.submod.parameters(), param_groups)
+                grads = weight_backward(self.submod.parameters(), param_groups)
             elif backward_type in ("full", "input"):
                 graph = _taken(
                     backward_type, bwd_kwargs, "stage_output", "output_grads", "input_values"
@@ -322,12 +321,12 @@ class PipelineStage(ExchangingStage):
                     self._refuse_deferred()
                 if backward_type == "full" or self._replica_step.is_sharded:
                     # The graph of sharded parameters does not lead to the module's own.
-                    grads, groups = stage_backward(*graph), [] if backward_type == "input" else None
+                    grads, groups = full_backward(*graph), [] if backward_type == "input" else None
                 else:
                     output, output_grads, values = graph
                     outputs = (output,) if isinstance(output, Tensor) else output
                     weights = self.submod.parameters()
-                    grads, groups = stage_backward_input(outputs, output_grads, values, weights)
+                    grads, groups = input_backward(outputs, output_grads, values, weights)
             else:
                 raise StageError(
                     f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'"
@@ -393,11 +392,6 @@ class PipelineStage(ExchangingStage):
         """Forget all microbatches, and a step driven by hand that is not over."""
         self._states.clear()
         self._replica_step.end(reduce=False)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> None:
-            raise no_attribute(self, name, OF_STAGE)
 
 
 def _taken(backward_type: str, bwd_kwargs: dict[str, Any], *names: str) -> tuple[Any, ...]:
