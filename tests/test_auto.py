@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage, ScheduleError, auto, check
 from penstock.partition.balance.for_program import costs_of
-from penstock.partition.balance.profile import profile
+from penstock.partition.profile import profile
 from penstock.runtime.comm.link import Link, measure_link
 from penstock.schedule.action import Action, Op
 from penstock.testing.compare import plain_step

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.partition.balance.balance import balance
-    from penstock.partition.balance.profile import profile
     from penstock.partition.export.markers import SplitPoint, annotate_split_points, pipe_split
     from penstock.partition.export.pipe import Pipe, PipeInfo
     from penstock.partition.export.split_model import pipeline
     from penstock.partition.forward.by_module import split_by_module
     from penstock.partition.plan import Plan
+    from penstock.partition.profile import profile
     from penstock.pipeline import Pipeline
     from penstock.runtime.microbatch import (
         TensorChunkSpec,
@@ -94,7 +94,7 @@ _NAMES = {
         "InternalError"
     ),
     "penstock.partition.balance.balance": "balance",
-    "penstock.partition.balance.profile": "profile",
+    "penstock.partition.profile": "profile",
     "penstock.partition.export.markers": "SplitPoint annotate_split_points pipe_split",
     "penstock.partition.export.pipe": "Pipe PipeInfo",
     "penstock.partition.forward.by_module": "split_by_module",

@@ -40,6 +40,7 @@ __all__ = [
     "WRAPPERS_KEEP_UNDER",
     "WRAPPERS_STATE",
     "argument_effects",
+    "around_compiled",
     "as_fake",
     "autocast_enabled",
     "autocast_state",
@@ -72,6 +73,7 @@ __all__ = [
     "is_fsdp",
     "is_fsdp1",
     "is_lost_connection",
+    "is_metadata_assert",
     "is_random",
     "is_sequential",
     "is_shared",
@@ -995,14 +997,41 @@ def same_storage(left: Tensor, right: Tensor) -> bool:
     return left.untyped_storage() is right.untyped_storage()
 
 
-# -------------------- torch.export --------------------
-# torch.export is public; what follows is for its gaps. Seen on torch 2.6 to 2.10.
+# -------------------- torch.export and profiling --------------------
+# For gaps of torch.export, and the profiler.
 # Modules of torch with autograd functions of their own that a graph of operations would lose.
 LOST = ("torch.utils.checkpoint", "torch.nn.modules._functions")
 HOOK_KINDS = {
     "registers a hook on a tensor": "Tensor.register_hook()",
     "reads a tensor's grad_fn": "Tensor.grad_fn, a node that a captured stage does not have",
 }
+
+
+@contextmanager
+def around_compiled(
+    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
+) -> Iterator[bool]:
+    """Call hooks around a module that is compiled in place; yields False for any other module.
+
+    ``nn.Module.compile`` keeps the compiled call in ``_compiled_call_impl``, and compiles hooks
+    with it; there is no public way to run code around it.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        yield False
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(module, args, kwargs)
+        output = compiled(*args, **kwargs)
+        after(module, args, output)
+        return output
+
+    module._compiled_call_impl = call
+    try:
+        yield True
+    finally:
+        module._compiled_call_impl = compiled
 
 
 def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
@@ -1017,6 +1046,14 @@ def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
         return None
     marks = [(arg.name, arg.alias_info) for arg in schema.arguments]
     return [(name, mark is not None, bool(mark and mark.is_write)) for name, mark in marks]
+
+
+def is_metadata_assert(target: Any) -> bool:
+    """Whether an exported operation asserts dtype and device of a tensor.
+
+    ``aten._assert_tensor_metadata`` has no public name.
+    """
+    return target is torch.ops.aten._assert_tensor_metadata.default
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> Model
 
 
 def _balance(spec: PipelineSpec, program: Program) -> Plan:
-    from penstock.partition.balance.auto_split import balanced_plan  # imports the profiler
+    from penstock.partition.profile import balanced_plan  # imports the profiler
 
     def measure() -> str:
         return balanced_plan(

@@ -26,9 +26,9 @@ from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import costs_of
-from penstock.partition.balance.measuring import measure_model
 from penstock.partition.cutting import cut_model
 from penstock.partition.plan import Plan, split_by_counts
+from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
 from penstock.runtime.comm.link import Link, measure_link
 from penstock.runtime.comm.process_group import collective_call, from_first_rank, objects_group

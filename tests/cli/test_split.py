@@ -15,8 +15,7 @@ import penstock
 from penstock import PartitionError, Plan
 from penstock.cli.app import main
 from penstock.cli.values import bytes_text, parse_bytes
-from penstock.partition.balance.costs import BlockCosts, BlockKind, Profile
-from penstock.partition.balance.sample import repeat_layers
+from penstock.partition.balance.costs import BlockCosts, BlockKind, Profile, repeat_layers
 
 FACTORY = """
 from dataclasses import dataclass

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from penstock import PartitionError
 from penstock.partition.balance import shared_ranks
-from penstock.partition.balance.balance import Balance, balance
+from penstock.partition.balance.balance import Balance, SplitObjective, balance
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.terms import SplitObjective
 from penstock.schedule.placement import Placement, bidirectional, linear, looped, v_shape, wave
 from tests.pace import slowness
 

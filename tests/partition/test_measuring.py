@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.partition.balance import auto_split, measuring
+from penstock.partition import profile as profiling
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import balance_for
-from penstock.partition.balance.measuring import measure_model
+from penstock.partition.profile import measure_model
 from tests.partition.odd_models import DIM, NetBase
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_a_loss_that_takes_no_stand_in_is_left_out(caplog: pytest.LogCaptureFixt
     def picky(output: Any, target: Any) -> Tensor:
         raise ValueError("not this one")
 
-    with caplog.at_level(logging.WARNING, logger="penstock.partition.balance.measuring"):
+    with caplog.at_level(logging.WARNING, logger="penstock.partition.profile"):
         measured = measure_model(Shaped(5), (X,), device=CPU, loss_fn=picky)
     assert measured.blocks[-1].forward_s > 0
     assert ["so the last stage is measured without it" in text for text in caplog.messages] == [
@@ -189,7 +189,7 @@ def test_the_stages_of_a_rank_are_weighed_together(
         for name, x in long.items()
     ]
     costs = Profile(blocks=tuple(blocks))
-    monkeypatch.setattr(auto_split, "measure_model", lambda *args, **options: costs)
+    monkeypatch.setattr(profiling, "measure_model", lambda *args, **options: costs)
     pipe = Pipeline(
         Row(),
         schedule=schedule,
@@ -215,7 +215,7 @@ def test_a_layer_in_two_places_is_measured_in_both_on_another_device(
 ) -> None:
     measured: list[list[nn.Module]] = []
     monkeypatch.setattr(
-        measuring, "profile", lambda given, example, loss_fn: measured.append(given)
+        profiling, "profile", lambda given, example, loss_fn: measured.append(given)
     )
     layer = nn.Linear(DIM, DIM)
     measure_model([layer, nn.ReLU(), layer], X, device=torch.device("meta"))

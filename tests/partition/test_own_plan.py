@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.partition.balance.profile import profile
 from penstock.partition.blocks import find_blocks, find_trunks, leaf_modules
 from penstock.partition.forward.by_module import split_by_module
 from penstock.partition.huggingface import HFPipelinePlan
+from penstock.partition.profile import profile
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.real_models import REAL_MODELS, RealModel, own_loss

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, PipelineStage
 from penstock.partition.balance.balance import balance
-from penstock.partition.balance.clock import Arrivals
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.profile import profile
 from penstock.partition.blocks import gather, leaf_modules
 from penstock.partition.forward.by_module import split_by_module
+from penstock.partition.profile import profile
+from penstock.partition.profiled_model import Arrivals
 from penstock.schedule.placement import Placement, linear, looped, v_shape
 from tests.real_models import REAL_MODELS
 

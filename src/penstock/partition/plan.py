@@ -36,6 +36,7 @@ __all__ = [
     "read_table",
     "rules_refused",
     "split_by_counts",
+    "toml_path",
 ]
 
 FORMAT = 1

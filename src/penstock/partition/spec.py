@@ -195,6 +195,7 @@ def describe(value: Any) -> str:
     """Tensors by dtype and shape, an open size as a star; other values by their class.
 
     Example:
+        >>> import torch
         >>> describe({"x": torch.ones(2, 3), "scale": 1.0})
         'x: float32[2,3], scale: float'
     """

@@ -1,12 +1,11 @@
-"""Where to cut: the split of a chain of blocks into stages that is best for given costs.
+"""The best split of a chain of blocks into stages, for given costs.
 
-    terms.py           what is asked for, as a chain of loads, crossings and bytes
     chain.py           one stage on each rank: exact, by dynamic programming
-    shared_ranks.py    several: a search, and a proof as far as its budget reaches
+    shared_ranks.py    several: local search, and branch and bound within a budget
 
-A pipeline goes at the pace of its busiest rank, so that the least bottleneck is looked for, over
-all splits. What a rank may hold and what its transfers cost are part of the problem. Pure: it
-knows neither models nor devices, and imports no torch.
+A pipeline runs at the pace of its busiest rank: the least bottleneck is looked for. Memory limits
+and transfer times are part of the problem. This module knows neither models nor devices, and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -15,28 +14,43 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.chain import Chain, cheapest, least_bottleneck, level, shortest_step
-from penstock.partition.balance.costs import BlockCosts
+from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.shared_ranks import MutableSplit, SharedChain, best_split
-from penstock.partition.balance.terms import BlockTimes, SplitObjective, Terms, blocks_of, chain_of
+from penstock.partition.plan import StageCosts
 from penstock.schedule.placement import Placement
+from penstock.simulate.memory import held_bytes
 
-__all__ = ["Balance", "balance", "balanced", "weigh"]
+__all__ = ["Balance", "SplitObjective", "Terms", "balance", "balanced", "weigh"]
+
+BlockTimes: TypeAlias = Profile | Sequence[BlockCosts] | Sequence[float]
+
+
+class SplitObjective(Enum):
+    """The quantity that a split minimizes."""
+
+    BOTTLENECK = "max"
+    """The time of the busiest rank; among equals the sum of the stages' squared times."""
+    STEP = "step"
+    """The length of a step: microbatches - 1 times the busiest rank, and once through the pipe with
+    all its transfers. A cut that is cheap to cross may be worth a slower stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """A split of blocks into stages, and what it comes to.
+    """A split of blocks into stages, and its costs.
 
     Args:
         counts: the number of blocks per stage, in order.
         time_s: per stage its forward, backward and transfers of one microbatch.
         held_bytes: per stage its parameters and activations in flight.
         rank_time_s: per rank the time of its stages together, for one microbatch.
-        is_proven: whether no other split is better for sure: always with one stage on each rank.
+        is_proven: whether it is the best of all splits: always, with one stage on each rank.
     """
 
     counts: tuple[int, ...]
@@ -47,8 +61,111 @@ class Balance:
 
     @property
     def bottleneck_s(self) -> float:
-        """The time of the busiest rank: with one stage on each, of the slowest stage."""
+        """The time of the busiest rank."""
         return max(self.rank_time_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The constraints of a split, and its objective: the arguments of ``balance``."""
+
+    num_stages: int
+    placement: Placement | None = None
+    objective: SplitObjective = SplitObjective.BOTTLENECK
+    memory_limit: float | Sequence[float] | None = None
+    in_flight: Sequence[int] | None = None
+    state_factor: float = 1.0
+    bandwidth: float | None = None
+    latency_s: float = 0.0
+    microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        num, placement, limit = self.num_stages, self.placement, self.memory_limit
+        _require(num >= 1, f"num_stages is {num}, expected at least 1")
+        _require(
+            self.bandwidth is None or self.bandwidth > 0,
+            f"bandwidth is {self.bandwidth}, expected bytes per second > 0, or None",
+        )
+        for name in ("latency_s", "state_factor"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"{name} is {value}, expected a number ≥ 0")
+        is_step = self.objective is SplitObjective.STEP
+        _require(
+            not is_step or (self.microbatches or 0) >= 1,
+            f'objective="step" with microbatches={self.microbatches}: say how many a step has',
+        )
+        _require(
+            self.microbatches is None or self.microbatches >= 1,
+            f"microbatches is {self.microbatches}, expected at least 1",
+        )
+        _require(
+            placement is None or placement.num_model_stages == num,
+            f"the placement is one of {placement and placement.num_model_stages} stages, but "
+            f"num_stages is {num}",
+        )
+        per = "rank" if self.shares_ranks else "stage"
+        _require(
+            not isinstance(limit, Sequence) or len(limit) == self.num_ranks,
+            f"memory_limit has {len(self.limits_given)} numbers for "
+            f"{self.num_ranks} {per}s; give one per {per}, or one for all",
+        )
+        _require(
+            all(each > 0 for each in self.limits), f"memory_limit is {limit}, expected bytes > 0"
+        )
+        flights = self.in_flight
+        _require(
+            flights is None or (len(flights) == num and min(flights) >= 0),
+            f"in_flight is {flights and list(flights)}, expected {num} numbers ≥ 0, one per stage",
+        )
+
+    @property
+    def limits_given(self) -> tuple[float, ...]:
+        """The memory limits as given, one per rank; infinite without."""
+        if isinstance(self.memory_limit, Sequence):
+            return tuple(self.memory_limit)
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        return (limit,) * self.num_ranks
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.num_stages if self.placement is None else self.placement.num_ranks
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether a rank holds several stages."""
+        placement = self.placement
+        return placement is not None and placement.num_stages > placement.num_ranks
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The memory limit of each rank; in order of the stages, if each has a rank of its own."""
+        limits = self.limits_given
+        if self.placement is None or self.shares_ranks:
+            return limits
+        return tuple(limits[rank] for rank in self.placement.stage_ranks)
+
+    @property
+    def flights(self) -> tuple[int, ...]:
+        """The microbatches in flight of each stage: those of 1F1B by default."""
+        if self.in_flight is not None:
+            return tuple(self.in_flight)
+        most = self.num_stages if self.microbatches is None else self.microbatches
+        return tuple(min(self.num_stages - stage, most) for stage in range(self.num_stages))
+
+    def held_bytes(self, costs: BlockCosts | StageCosts, in_flight: int) -> float:
+        """The bytes held by a block or a stage."""
+        resident = self.state_factor * costs.parameter_bytes
+        return held_bytes(in_flight, activation=costs.activation_bytes, resident=resident)
+
+    def crossing_s(self, sent_bytes: float) -> float:
+        """The time to send activations forward, and their gradient back."""
+        return 2 * (self.latency_s + (sent_bytes / self.bandwidth if self.bandwidth else 0.0))
+
+
+def _require(fine: bool, message: str) -> None:
+    if not fine:
+        raise PartitionError(message)
 
 
 def balance(
@@ -67,33 +184,31 @@ def balance(
 ) -> Balance:
     """The best split of a chain of blocks into stages.
 
-    With one stage on each rank it is the best of all. Where ranks hold several stages, a rank is
-    as busy as its stages together, and finding the best split is NP-hard: up to some thirty
-    blocks on four ranks it is found and proven, beyond that a good one is found (within 2 % of
-    the best wherever that is known); ``is_proven`` says which.
+    With one stage on each rank it is the best of all. With several, finding the best is NP-hard:
+    up to some thirty blocks on four ranks it is found and proven; beyond, a good one is found
+    (within 2 % of the best wherever that is known). ``is_proven`` says which.
 
     Args:
         costs: a profile, the costs of its blocks, or one number per block, in order.
         num_stages: how many stages to make, none of them empty.
         memory_limit: the bytes that a rank may hold, one number for all or one per rank:
-            ``state_factor`` times its parameters, and its activations times what is in flight.
+            ``state_factor`` times its parameters, and its activations times those in flight.
         objective: ``"max"``, the busiest rank, or ``"step"``, the length of a step.
-        placement: which rank holds which stages, as in ``program.placement``; if None, each stage
-            has a rank of its own.
+        placement: the ranks of the stages, as in ``program.placement``; if None, each stage has a
+            rank of its own.
         in_flight: per stage the microbatches whose activations it holds at once; if None as in
             1F1B, ``num_stages - stage``, and no more than ``microbatches``.
         state_factor: bytes held per byte of parameters: 2 with gradients, 4 with Adam's moments.
-        bandwidth: bytes per second between ranks. A cut is crossed twice per microbatch, by
-            activations and by their gradients, and keeps the ranks on both its sides busy; within
-            a rank it costs nothing. None: the bytes cost no time.
-        latency_s: what each crossing takes beside its bytes.
+        bandwidth: bytes per second between ranks. A cut is crossed twice per microbatch, and keeps
+            the ranks on both its sides busy; within a rank it costs nothing. None: no time.
+        latency_s: the time of each crossing beside its bytes.
         microbatches: microbatches per step; needed by ``"step"``.
-        slack: where ranks hold several stages, by what share of the objective a split may be worse
-            whose stages are more even: a schedule that runs like stages side by side waits for
-            the slowest of them.
+        slack: with several stages on a rank, the share of the objective by which a split may be
+            worse whose stages are more even: a schedule that runs like stages side by side waits
+            for the slowest of them.
 
     Returns:
-        The split. Where ``is_proven``, none has a lower value of the objective, ``slack`` apart.
+        The split. If ``is_proven``, none has a lower value of the objective, ``slack`` apart.
 
     Raises:
         PartitionError: there are more stages than blocks, or no split keeps to the memory limit;
@@ -111,10 +226,13 @@ def balance(
 
     Source: arXiv:1806.03377 (PipeDream), sec. 3.1, for the dynamic program over a chain of layers.
     """
+    names = [known.value for known in SplitObjective]
+    if not isinstance(objective, SplitObjective) and objective not in names:
+        raise PartitionError(f"objective {objective!r} is unknown; known are {names}")
     terms = Terms(
         num_stages=num_stages,
         placement=placement,
-        objective=objective_of(objective),
+        objective=SplitObjective(objective),
         memory_limit=memory_limit,
         in_flight=in_flight,
         state_factor=state_factor,
@@ -122,36 +240,78 @@ def balance(
         latency_s=latency_s,
         microbatches=microbatches,
     )
-    if not 0 <= slack < math.inf:
-        raise PartitionError(f"slack is {slack}, expected a share ≥ 0, such as 0.02")
+    _require(0 <= slack < math.inf, f"slack is {slack}, expected a share ≥ 0, such as 0.02")
     return balanced(costs, terms, slack)
 
 
 def balanced(costs: BlockTimes, terms: Terms, slack: float = 0.0) -> Balance:
     """The best split under these terms; see ``balance``."""
-    blocks = blocks_of(costs)
-    chain = chain_of(blocks, terms)
+    blocks = _blocks_of(costs)
+    chain = _chain_of(blocks, terms)
     if terms.shares_ranks:
-        ends, is_proven = shared_ends(chain, terms, slack)
+        ends, is_proven = _shared_ends(chain, terms, slack)
     else:
-        ends, is_proven = own_ends(chain, terms), True
-    return balance_of(blocks, chain, terms, ends, is_proven)
+        ends, is_proven = _own_ends(chain, terms), True
+    return _balance_of(blocks, chain, terms, ends, is_proven)
 
 
-def objective_of(objective: str | SplitObjective) -> SplitObjective:
-    """The objective of this name."""
-    try:
-        return SplitObjective(objective)
-    except ValueError as error:
-        names = [known.value for known in SplitObjective]
-        raise PartitionError(f"objective {objective!r} is unknown; known are {names}") from error
+def weigh(costs: BlockTimes, counts: Sequence[int], *, placement: Placement) -> Balance:
+    """The costs of a given split on ranks that hold several stages.
+
+    Args:
+        costs: as ``balance`` takes them.
+        counts: the number of blocks per stage, in order.
+        placement: the ranks of the stages.
+    """
+    terms = Terms(num_stages=len(counts), placement=placement)
+    blocks = _blocks_of(costs)
+    ends = list(accumulate(counts, initial=0))
+    return _balance_of(blocks, _chain_of(blocks, terms), terms, ends, is_proven=False)
 
 
-def own_ends(chain: Chain, terms: Terms) -> list[int]:
-    """Where the stages end, each of which has a rank of its own."""
+def _blocks_of(costs: BlockTimes) -> Sequence[BlockCosts]:
+    if isinstance(costs, Profile):
+        return costs.blocks
+    return [
+        each
+        if isinstance(each, BlockCosts)
+        else BlockCosts(modules=(f"block {i}",), forward_s=each)  # type: ignore[arg-type]
+        for i, each in enumerate(costs)
+    ]
+
+
+def _chain_of(blocks: Sequence[BlockCosts], terms: Terms) -> Chain:
+    if len(blocks) < terms.num_stages:
+        raise PartitionError(
+            f"{len(blocks)} blocks can't make {terms.num_stages} stages, since no stage may be "
+            f"empty; the most that works is num_stages={len(blocks)}"
+        )
+    held = ((terms.held_bytes(block, flight) for block in blocks) for flight in terms.flights)
+    times = tuple(accumulate((block.time_s for block in blocks), initial=0.0))
+    cuts = (terms.crossing_s(block.sent_bytes) for block in blocks[:-1])
+    return Chain(
+        num_blocks=len(blocks),
+        num_stages=terms.num_stages,
+        loads=(times,) * terms.num_stages,
+        crossings=(0.0, *cuts, 0.0),
+        held=tuple(tuple(accumulate(each, initial=0.0)) for each in held),
+        limits=terms.limits,
+    )
+
+
+def _own_ends(chain: Chain, terms: Terms) -> list[int]:
+    """The ends of stages that each have a rank of their own."""
     pace = least_bottleneck(chain)
     if pace is None:
-        raise no_room(chain, terms, "the least that works", fullest_share(chain))
+        # The same search, with the share of its limit that a stage fills in place of its time.
+        shares = tuple(
+            tuple(held / limit for held in prefix)
+            for prefix, limit in zip(chain.held, chain.limits, strict=True)
+        )
+        free, none = (math.inf,) * chain.num_stages, (0.0,) * (chain.num_blocks + 1)
+        share = least_bottleneck(replace(chain, loads=shares, crossings=none, limits=free))
+        assert share is not None, "a split into stages of any size"
+        raise _no_room(chain, terms, "the least that works", share)
     # Sums of the same numbers in another order differ in their last bits.
     pace *= 1 + 1e-12
     if terms.objective is SplitObjective.STEP and terms.microbatches is not None:
@@ -159,46 +319,30 @@ def own_ends(chain: Chain, terms: Terms) -> list[int]:
     return cheapest(chain, pace, level)
 
 
-def shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], bool]:
-    """Where the stages end that share ranks, and whether that is proven to be the best."""
+def _shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], bool]:
+    """The ends of stages that share ranks, and whether they are proven to be the best."""
     assert terms.placement is not None, "it says which ranks they share"
-    pace, toll = 1.0, 0.0
+    pace, communication = 1.0, 0.0
     if terms.objective is SplitObjective.STEP and terms.microbatches is not None:
-        pace, toll = float(terms.microbatches - 1), 1.0
-    problem = SharedChain.of(chain, terms.placement, pace=pace, toll=toll)
-    # To begin with, the stages among themselves.
+        pace, communication = float(terms.microbatches - 1), 1.0
+    problem = SharedChain.of(chain, terms.placement, pace=pace, communication_weight=communication)
+    # The search starts from the best split for stages on ranks of their own.
     free = replace(chain, limits=(math.inf,) * chain.num_stages)
-    level_pace = least_bottleneck(free)
-    assert level_pace is not None, "without limits there is a split"
-    begin = cheapest(free, level_pace * (1 + 1e-12), level)
+    bottleneck = least_bottleneck(free)
+    assert bottleneck is not None, "without limits there is a split"
+    begin = cheapest(free, bottleneck * (1 + 1e-12), level)
     ends, is_proven = best_split(problem, begin, slack)
     fullest, _, _ = MutableSplit(problem, ends).value()
     if fullest > 1:
-        raise no_room(chain, terms, "the least found to work", fullest)
+        raise _no_room(chain, terms, "the least found to work", fullest)
     return ends, is_proven
 
 
-def weigh(costs: BlockTimes, counts: Sequence[int], *, placement: Placement) -> Balance:
-    """What a given split comes to on ranks that hold several stages; nothing is proven of it.
-
-    Args:
-        costs: as ``balance`` takes them.
-        counts: the number of blocks per stage, in order.
-        placement: which rank holds which stages.
-    """
-    terms = Terms(num_stages=len(counts), placement=placement)
-    blocks = blocks_of(costs)
-    ends = list(accumulate(counts, initial=0))
-    return balance_of(blocks, chain_of(blocks, terms), terms, ends, is_proven=False)
-
-
-def balance_of(
+def _balance_of(
     blocks: Sequence[BlockCosts], chain: Chain, terms: Terms, ends: list[int], is_proven: bool
 ) -> Balance:
-    """What the stages that end there come to."""
     spans = list(pairwise(ends))
     ranks = range(chain.num_stages) if terms.placement is None else terms.placement.stage_ranks
-    copies = 1 if terms.placement is None else terms.placement.copies
     loads: list[list[float]] = [[] for _ in range(terms.num_ranks)]
     time_s = []
     for stage, rank in enumerate(ranks):
@@ -209,44 +353,26 @@ def balance_of(
                 parts.append(chain.crossings[cut])
         time_s.append(math.fsum(parts))
         loads[rank] += parts
+    # A microbatch passes one of the placement's directions.
+    directions = len(ranks) // chain.num_stages
     return Balance(
         counts=tuple(j - i for i, j in spans),
         time_s=tuple(time_s[: chain.num_stages]),
         held_bytes=tuple(chain.held[s][j] - chain.held[s][i] for s, (i, j) in enumerate(spans)),
-        # A microbatch passes one of the copies.
-        rank_time_s=tuple(math.fsum(load) / copies for load in loads),
+        rank_time_s=tuple(math.fsum(load) / directions for load in loads),
         is_proven=is_proven,
     )
 
 
-# --- where nothing fits ------------------------------------------------------------------------
-
-
-def fullest_share(chain: Chain) -> float:
-    """The least share of its limit that the fullest stage can have."""
-    # The same search, with the share of its limit that a stage fills in place of its time.
-    shares = tuple(
-        tuple(held / limit for held in prefix)
-        for prefix, limit in zip(chain.held, chain.limits, strict=True)
-    )
-    free = (math.inf,) * chain.num_stages
-    none = (0.0,) * (chain.num_blocks + 1)
-    share = least_bottleneck(replace(chain, loads=shares, crossings=none, limits=free))
-    assert share is not None, "a split into stages of any size"
-    return share
-
-
-def no_room(chain: Chain, terms: Terms, told: str, share: float) -> PartitionError:
-    """The error of a limit that no split keeps to: how much of it would do."""
+def _no_room(chain: Chain, terms: Terms, known: str, share: float) -> PartitionError:
+    """The error of a limit that no split keeps to; ``share`` of it would do."""
     # Back from shares to bytes, which are whole numbers but for the last bits.
     least = [math.ceil(limit * share * (1 - 4 * sys.float_info.epsilon)) for limit in terms.limits]
-    asked, works = (
-        (f"{terms.limits[0]:.0f}", f"{least[0]}")
-        if len(set(terms.limits)) == 1
-        else (f"{[round(limit) for limit in terms.limits]}", f"{least}")
-    )
+    given, works = f"{[round(limit) for limit in terms.limits]}", f"{least}"
+    if len(set(terms.limits)) == 1:
+        given, works = f"{terms.limits[0]:.0f}", f"{least[0]}"
     return PartitionError(
         f"no split of {chain.num_blocks} blocks into {chain.num_stages} stages keeps to "
-        f"memory_limit={asked} bytes with {list(terms.flights)} microbatches in flight; {told} is "
+        f"memory_limit={given} bytes with {list(terms.flights)} microbatches in flight; {known} is "
         f"{works}; or make more stages, or smaller microbatches, or recompute activations"
     )

@@ -1,18 +1,18 @@
-"""What the blocks of a model cost, as data.
+"""The costs of a model's blocks, as data.
 
     block       E     t     t     t     L          a block is never cut; a model of n blocks has
-    cut            │     │     │     │             n - 1 cuts, each with what crosses it
+    cut            │     │     │     │             n - 1 cuts, each with the tensors that cross it
 
-Times are per microbatch and in seconds, sizes in bytes. This module measures nothing
-(`profile` does) and solves nothing (`balance` does); it imports no torch.
+Times are per microbatch and in seconds, sizes in bytes. This module measures nothing (`profile`
+does) and solves nothing (`balance` does); it imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,23 @@ from penstock.partition.plan import (
     split_by_counts,
 )
 
-__all__ = ["BlockCosts", "BlockKind", "Profile"]
+__all__ = ["LEAST_SAMPLE", "BlockCosts", "BlockKind", "Profile", "repeat_layers"]
 
 FORMAT = 1
+LEAST_SAMPLE = 3
+NUMBERS = (
+    "forward_s",
+    "input_grad_s",
+    "weight_grad_s",
+    "activation_bytes",
+    "parameters",
+    "parameter_bytes",
+    "sent_bytes",
+)
 
 
 class BlockKind(Enum):
-    """What a block is to its model; the letter that layout strings have for it."""
+    """The role of a block in its model; the letter is that of layout strings."""
 
     EMBEDDING = "E"
     LAYER = "t"
@@ -47,19 +57,19 @@ class BlockKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCosts:
-    """What one block costs per microbatch.
+    """The costs of one block per microbatch.
 
     Args:
         modules: the qualified names of its modules, in the order in which they run.
-        kind: what it is to the model.
+        kind: its role in the model.
         classes: the class name of each module.
         forward_s: its forward F.
         input_grad_s: the input-gradient part I of its backward.
         weight_grad_s: the weight-gradient part W of its backward.
-        activation_bytes: what autograd keeps of a microbatch from F to the end of its backward.
-        parameters: how many numbers its parameters hold; shared ones count in every block.
+        activation_bytes: the bytes that autograd keeps of a microbatch from F to its backward.
+        parameters: the number of elements in its parameters; shared ones count in every block.
         parameter_bytes: their bytes.
-        sent_bytes: what crosses the cut behind the block, one way.
+        sent_bytes: the bytes that cross the cut behind the block, one way.
         sends: the tensors that cross it, as ``"float32[2,128,64]"``.
 
     Raises:
@@ -84,11 +94,7 @@ class BlockCosts:
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise PartitionError(f"{name} of {self.name} is {value!r}, expected a number")
-            if not 0 <= value < float("inf"):
-                raise PartitionError(f"{name} of {self.name} is {value}, expected a number ≥ 0")
+            read_number(getattr(self, name), f"{name} of {self.name}")
 
     @property
     def name(self) -> str:
@@ -101,14 +107,9 @@ class BlockCosts:
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 
-TIMES = ("forward_s", "input_grad_s", "weight_grad_s")
-SIZES = ("activation_bytes", "parameters", "parameter_bytes", "sent_bytes")
-NUMBERS = (*TIMES, *SIZES)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What every block of a model costs, and where that was measured.
+    """The costs of all blocks of a model.
 
     Args:
         blocks: the blocks in the order in which they run.
@@ -132,11 +133,11 @@ class Profile:
 
     @property
     def time_s(self) -> float:
-        """One microbatch's forward and backward through the whole model."""
+        """The time of one microbatch's forward and backward through the whole model."""
         return sum(block.time_s for block in self.blocks)
 
     def plan(self, counts: Sequence[int], *, made: str = "") -> Plan:
-        """The plan that puts so many blocks into each stage.
+        """The plan with these numbers of blocks per stage.
 
         Args:
             counts: the number of blocks per stage, in order.
@@ -162,25 +163,18 @@ class Profile:
             ),
             model=self.model,
             made=made,
-            costs=tuple(stage_costs(group) for group in groups),
+            costs=tuple(_stage_costs(group) for group in groups),
         )
 
     # --- files ---------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the profile to a JSON file.
-
-        Args:
-            path: where to.
-        """
+        """Write the profile to a JSON file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file.
-
-        Args:
-            path: where from.
 
         Raises:
             PartitionError: there is no such file, or it holds no profile.
@@ -191,42 +185,31 @@ class Profile:
     def to_json(self) -> str:
         """The profile as JSON."""
         blocks = [dataclasses.asdict(block) | {"kind": block.kind.value} for block in self.blocks]
-        data = {
-            "penstock_profile": FORMAT,
-            "model": self.model,
-            "machine": self.machine,
-            "example": self.example,
-            "blocks": blocks,
-        }
-        return json.dumps(data, indent=2) + "\n"
+        texts = {"model": self.model, "machine": self.machine, "example": self.example}
+        return json.dumps({"penstock_profile": FORMAT, **texts, "blocks": blocks}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """The profile that ``to_json`` wrote.
+        """Read the text of ``to_json``.
 
         Raises:
-            PartitionError: it is no JSON, or no profile.
+            PartitionError: the text is not JSON, or no profile.
         """
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PartitionError(f"not JSON: {error}") from error
-        known = {"penstock_profile", "model", "machine", "example", "blocks"}
-        data = read_table(found, "the profile", known)
+        texts = ("model", "machine", "example")
+        data = read_table(found, "the profile", {"penstock_profile", "blocks", *texts})
         check_format(data.get("penstock_profile"), FORMAT, "the profile", "measure")
         blocks = data.get("blocks")
         if not isinstance(blocks, list):
             raise PartitionError("the profile has no list of blocks; measure anew")
-        words = {
-            name: read_string(data.get(name, ""), f"{name} of the profile")
-            for name in ("model", "machine", "example")
-        }
-        read = (block_from(item, f"block {i}") for i, item in enumerate(blocks))
-        return cls(blocks=tuple(read), **words)
+        read = {name: read_string(data.get(name, ""), f"{name} of the profile") for name in texts}
+        return cls(blocks=tuple(_block_from(b, f"block {i}") for i, b in enumerate(blocks)), **read)
 
 
-def stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
-    """What a stage of these blocks costs."""
+def _stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
     return StageCosts(
         time_s=sum(block.time_s for block in blocks),
         parameters=sum(block.parameters for block in blocks),
@@ -237,10 +220,8 @@ def stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
     )
 
 
-def block_from(data: object, where: str) -> BlockCosts:
-    """The block that stands in a profile's file."""
-    known = {field.name for field in dataclasses.fields(BlockCosts)}
-    entry = read_table(data, where, known)
+def _block_from(data: object, where: str) -> BlockCosts:
+    entry = read_table(data, where, {field.name for field in dataclasses.fields(BlockCosts)})
     letters = [kind.value for kind in BlockKind]
     if entry.get("kind") not in letters:
         raise PartitionError(f"{where} is of kind {entry.get('kind')!r}, not of {letters}")
@@ -253,3 +234,55 @@ def block_from(data: object, where: str) -> BlockCosts:
     for name in ("modules", "classes", "sends"):
         given[name] = read_names(entry.get(name, []), f"{name} of {where}")
     return BlockCosts(kind=BlockKind(entry["kind"]), **given)
+
+
+# --- a large model from a few of its layers -----------------------------------------------------
+
+
+def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Profile:
+    """The profile of a model whose trunks are longer than those measured.
+
+        measured     E  0  1  2  L          three layers, of a model made with three
+        the whole    E  0  1  1  1  2  L    the first and the last, which hold what opens or ends a
+                                            trunk, and those between again and again
+
+    Args:
+        measured: the profile of the short model.
+        trunks: of each trunk, the names of its layers in the long model.
+
+    Raises:
+        PartitionError: a trunk was measured with fewer than three layers.
+
+    Example:
+        >>> blocks = [BlockCosts(modules=(f"h.{i}",), forward_s=i) for i in range(3)]
+        >>> long = repeat_layers(Profile(blocks=blocks), {"h": [f"h.{i}" for i in range(5)]})
+        >>> [(block.name, block.forward_s) for block in long.blocks]
+        [('h.0', 0), ('h.1', 1), ('h.2', 1), ('h.3', 1), ('h.4', 2)]
+    """
+    blocks: list[BlockCosts] = []
+    rest = list(measured.blocks)
+    order = {name: i for i, block in enumerate(rest) for name in block.modules}
+    for layers in sorted(trunks.values(), key=lambda names: order.get(names[0], 0)):
+        places = [i for i, b in enumerate(rest) if not set(layers).isdisjoint(b.modules)]
+        if len(places) >= len(layers):
+            continue  # a trunk that is not longer
+        if len(places) < LEAST_SAMPLE:
+            raise PartitionError(
+                f"{len(places)} layers of {layers[0]} to {layers[-1]} were measured, expected at "
+                f"least {LEAST_SAMPLE}: the first, the last and one between them"
+            )
+        first, last = places[0], places[-1]
+        inner = rest[first + 1 : last]
+        blocks += rest[: first + 1]
+        blocks += (
+            _renamed(inner[i % len(inner)], layers, name) for i, name in enumerate(layers[1:-1])
+        )
+        blocks.append(_renamed(rest[last], layers, layers[-1]))
+        del rest[: last + 1]
+    return replace(measured, blocks=tuple(blocks + rest))
+
+
+def _renamed(block: BlockCosts, layers: Sequence[str], name: str) -> BlockCosts:
+    """The block with its layer called ``name``."""
+    old = next(each for each in block.modules if each in layers)
+    return replace(block, modules=tuple(name if each == old else each for each in block.modules))

@@ -1,18 +1,15 @@
-"""The split that is best for a program: of several, the one whose simulated step is the shortest.
+"""The split for a program: of several, the one whose simulated step is the shortest.
 
-                                  zbv, 2 ranks       interleaved 1F1B, 2 ranks
-    the slowest stage quickest        10.1 s             10.4 s
-    the busiest rank quickest          9.5 s             10.9 s
-    ... and its stages even,           9.4 s              9.9 s
-        for 2 % of slack
-
+                                        zbv, 2 ranks       interleaved 1F1B, 2 ranks
+    the slowest stage quickest              10.1 s             10.4 s
+    the busiest rank quickest                9.5 s             10.9 s
+    ... with even stages, 2 % slack          9.4 s              9.9 s
     from the best of these, blocks
-        moved while that helps       9.4 s              9.8 s
+        moved while that helps               9.4 s              9.8 s
 
-(GPT-2 with its head of five layers, 12 microbatches.) A zero-bubble schedule fills the gaps that
-uneven stages leave, so that a rank's total is what counts; interleaved 1F1B runs like stages side
-by side, and waits for the slowest of them. Which it is, the simulator knows. This module cuts
-and measures nothing, and imports no torch.
+(GPT-2 with a head of five layers, 12 microbatches.) A zero-bubble schedule fills the gaps of uneven
+stages, so that a rank's total counts; interleaved 1F1B runs like stages side by side, and waits
+for the slowest. The simulator tells. This module measures nothing, and imports no torch.
 """
 
 from __future__ import annotations
@@ -30,19 +27,18 @@ from penstock.simulate.simulation import simulate
 __all__ = ["balance_for", "costs_of", "step_s"]
 
 SLACK = 0.02
-# Simulated actions: about a second.
-CLIMBING = 200_000
+# Budget of the local search, in simulated actions: about a second.
+MOVING = 200_000
 
 
 def balance_for(measured: Profile, program: Program) -> Balance:
-    """The split of a model whose step is the shortest of those that are tried.
+    """The split of a model with the shortest simulated step of those tried.
+
+    With several stages on a rank nothing is proven of it.
 
     Args:
         measured: the costs of its blocks.
-        program: what the stages run.
-
-    Returns:
-        The split; with several stages on a rank nothing is proven of it.
+        program: the program of the stages.
 
     Raises:
         PartitionError: there are more stages than blocks.
@@ -53,20 +49,20 @@ def balance_for(measured: Profile, program: Program) -> Balance:
     tried = (
         balance(measured, num_stages, placement=placement),
         balance(measured, num_stages, placement=placement, slack=SLACK),
-        weigh(measured, balance(measured, num_stages).counts, placement=placement),
+        balance(measured, num_stages),
     )
-    best = min(tried, key=lambda found: step_s(measured, found.counts, program))
-    return weigh(measured, climbed(measured, best.counts, program), placement=placement)
+    best = min((found.counts for found in tried), key=lambda c: step_s(measured, c, program))
+    return weigh(measured, _move_blocks(measured, best, program), placement=placement)
 
 
-def climbed(measured: Profile, counts: Sequence[int], program: Program) -> tuple[int, ...]:
-    """The split that is reached by moves of a block from one stage to another, while these help.
+def _move_blocks(measured: Profile, counts: Sequence[int], program: Program) -> tuple[int, ...]:
+    """Move a block from one stage to another while that helps.
 
     The stages between the two keep their number of blocks, each of which moves up by one.
     """
     best, best_s = tuple(counts), step_s(measured, counts, program)
     moves = list(permutations(range(len(counts)), 2))
-    budget = CLIMBING // sum(1 for _ in program.actions())
+    budget = MOVING // sum(1 for _ in program.actions())
     since_better = 0
     for giver, taker in islice(cycle(moves), budget):
         if since_better == len(moves):
@@ -84,13 +80,15 @@ def climbed(measured: Profile, counts: Sequence[int], program: Program) -> tuple
 
 
 def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
-    """How long a step takes with so many blocks per stage; transfers take no time."""
-    stages = split_by_counts(measured.blocks, counts) * program.placement.copies
+    """The length of a step with these blocks per stage; transfers take no time."""
+    placement = program.placement
+    directions = placement.num_stages // placement.num_model_stages
+    stages = split_by_counts(measured.blocks, counts) * directions
     return simulate(program, costs_of(stages)).makespan
 
 
 def costs_of(stages: Sequence[Sequence[BlockCosts]]) -> Costs:
-    """What stages of these blocks cost, in seconds and bytes; messages take no time."""
+    """The costs of stages of these blocks, in seconds and bytes; messages take no time."""
 
     def summed(name: str) -> list[float]:
         return [sum(float(getattr(block, name)) for block in stage) for stage in stages]
@@ -101,7 +99,7 @@ def costs_of(stages: Sequence[Sequence[BlockCosts]]) -> Costs:
         input_grad=summed("input_grad_s"),
         weight_grad=summed("weight_grad_s"),
         activation_bytes=summed("activation_bytes"),
-        # A stage that is recomputed keeps what it received; the first one, the batch that is there.
+        # A recomputed stage keeps its input; of the first one, that is the batch.
         recompute_bytes=[0.0, *sent[:-1]],
         message_bytes=sent,
     )

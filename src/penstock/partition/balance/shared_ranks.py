@@ -4,17 +4,14 @@
                rank 1   stages 1 and 2         stages   0     1  2      3
                                                rank 0   2 + 6    rank 1   4 + 6
 
-With one stage per rank the best split is found in steps (``chain.py``). Here it is not: what is
-best for the stages so far depends on what their ranks get later, and for ranks of any number of
-stages the question is NP-hard (it holds PARTITION). So a good split is looked for first, and then
-every split that might be better, as far as a budget reaches; whether it reached is told.
+The dynamic program of ``chain.py`` does not apply: the best start depends on what the ranks get
+later, and the problem is NP-hard (it contains PARTITION). So a good split is searched for, and then
+every split that might be better, within a budget.
 
-    descend     move a cut, or several neighbouring ones, by a block while that helps
-    shake       ... from splits near to the best so far, again and again, always the same ones
-    prove       depth first over all cuts, left as soon as no better split can come of them
-    level       make the stages even, as far as the ranks stay as quick
-
-It knows loads, crossings and bytes as plain numbers, and not what they stand for.
+    descend             move a cut, or several neighbouring ones, by a block while that helps
+    perturb             ... from random splits near the best so far
+    branch and bound    depth first over all cuts, pruned when no better split can follow
+    even_out            make the stages even, as long as the ranks stay as quick
 """
 
 from __future__ import annotations
@@ -29,74 +26,62 @@ from typing import TypeAlias
 from penstock.partition.balance.chain import Chain
 from penstock.schedule.placement import Placement
 
-__all__ = ["SharedChain", "MutableSplit", "best_split"]
+__all__ = ["MutableSplit", "SharedChain", "best_split"]
 
-# Loads looked at: some tenths of a second each.
-SHAKING = 400_000
+# Budgets, in loads of ranks that are looked at: some tenths of a second each.
+PERTURBING = 400_000
 PROVING = 1_500_000
 # Sums of the same numbers in another order differ in their last bits.
 LESS = 1 - 1e-12
 
 Value: TypeAlias = tuple[float, float, float]
-"""What a split is judged by: how much too full the fullest rank is, the goal, unevenness of ranks,
-or of stages where the goal is good enough."""
+"""The value of a split: how much too full the fullest rank is, the goal, and unevenness of ranks,
+or of stages if the goal is good enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedChain:
-    """A chain of blocks to be cut into stages that share ranks.
+    """A chain of blocks to cut into stages that share ranks.
 
-    The goal is ``pace`` × the busiest rank's load + ``toll`` × what all ranks pay for crossings.
+    The goal is ``pace`` × the busiest rank's load + ``communication_weight`` × all crossings.
 
     Args:
         chain: the blocks; its ``limits`` are the ranks'.
-        holders: per stage the ranks that hold it, one for each copy of the model.
-        payers: per stage the ranks that pay for the cut before it: both sides in each copy, and
-            none where both sides are one rank.
+        holders: per stage the ranks that hold it, one for each direction of the placement.
+        communicating: per stage the ranks that take part in the transfer before it: both sides in
+            each direction, and none if both sides are one rank.
         pace: the weight of the busiest rank.
-        toll: the weight of crossings.
-        good_enough: the goal below which stages count that are even; 0 to reach the least.
+        communication_weight: the weight of crossings.
+        good_enough: the goal below which the evenness of stages counts; 0 to reach the least.
     """
 
     chain: Chain
     holders: tuple[tuple[int, ...], ...]
-    payers: tuple[tuple[int, ...], ...]
+    communicating: tuple[tuple[int, ...], ...]
     pace: float
-    toll: float
+    communication_weight: float
     good_enough: float = 0.0
 
     @classmethod
     def of(
-        cls, chain: Chain, placement: Placement, *, pace: float = 1.0, toll: float = 0
+        cls, chain: Chain, placement: Placement, *, pace: float, communication_weight: float
     ) -> SharedChain:
-        """The problem of stages that lie so.
-
-        Args:
-            chain: the blocks; its ``limits`` are the ranks'.
-            placement: where the stages lie.
-            pace: the weight of what the busiest rank does for a microbatch.
-            toll: the weight of a microbatch's crossings.
-        """
-        copies, num = placement.copies, placement.num_model_stages
-        ranks = placement.stage_ranks
-        places = [[stage + copy * num for copy in range(copies)] for stage in range(num)]
-        payers: list[tuple[int, ...]] = [()]
+        """The problem of a placement; weights are those of one microbatch."""
+        ranks, num = placement.stage_ranks, placement.num_model_stages
+        directions = len(ranks) // num
+        places = [[stage + d * num for d in range(directions)] for stage in range(num)]
+        communicating: list[tuple[int, ...]] = [()]
         for stages in places[1:]:
             sides = [(ranks[stage - 1], ranks[stage]) for stage in stages]
-            payers.append(tuple(rank for a, b in sides if a != b for rank in (a, b)))
-        # A microbatch passes one of the copies, and each crossing is paid for on both sides.
+            communicating.append(tuple(rank for a, b in sides if a != b for rank in (a, b)))
+        # A microbatch passes one of the directions, and each crossing is counted on both sides.
         return cls(
             chain=chain,
             holders=tuple(tuple(ranks[stage] for stage in stages) for stages in places),
-            payers=tuple(payers),
-            pace=pace / copies,
-            toll=toll / copies / 2,
+            communicating=tuple(communicating),
+            pace=pace / directions,
+            communication_weight=communication_weight / directions / 2,
         )
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self.chain.limits)
 
 
 def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[list[int], bool]:
@@ -104,46 +89,43 @@ def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[lis
 
     Args:
         problem: the problem.
-        ends: a split to begin with: where the stages end, with a 0 in front.
-        slack: by what share of the goal a split may be worse whose stages are more even.
+        ends: a split to begin with: the ends of its stages, with a 0 in front.
+        slack: the share of the goal by which a split may be worse whose stages are more even.
 
     Returns:
-        Where the stages end, and whether it is proven that no split reaches a lower goal, or, if
-        ranks are too full, none keeps to the limits.
+        The ends of its stages, and whether it is proven that no split reaches a lower goal, or, if
+        ranks are too full, that none keeps to the limits.
     """
     best = MutableSplit(problem, ends)
     descend(best)
-    best = shaken(best, SHAKING // 10)
-    better, is_proven = proven(best)
-    if better is not None:
-        best = MutableSplit(problem, better)
+    best = perturb(best, PERTURBING // 10)
+    search = BranchAndBound(best)
+    is_proven = search.run()
+    if search.found is not None:
+        best = MutableSplit(problem, search.found)
         descend(best)
     if not is_proven:
-        best = shaken(best, SHAKING)
-    return leveled(best, slack).ends, is_proven
-
-
-def leveled(best: MutableSplit, slack: float) -> MutableSplit:
-    """The split with the evenest stages that is found among those as good as the best."""
+        best = perturb(best, PERTURBING)
     goal = best.value()[1] * (1 + slack) / LESS
-    even = MutableSplit(replace(best.problem, good_enough=goal), best.ends)
-    looks = descend(even, SHAKING)
-    return shaken(even, SHAKING // 10 - looks)
+    even = MutableSplit(replace(problem, good_enough=goal), best.ends)
+    looks = descend(even, PERTURBING)
+    return perturb(even, PERTURBING // 10 - looks).ends, is_proven
 
 
 class MutableSplit:
-    """A split that changes, and what its ranks have to bear.
+    """A split that moves, with the loads of its ranks.
 
     Args:
         problem: the problem.
-        ends: where the stages end, with a 0 in front.
+        ends: the ends of the stages, with a 0 in front.
     """
 
     def __init__(self, problem: SharedChain, ends: list[int]) -> None:
         self.problem = problem
         self.ends = list(ends)
-        self.loads = [0.0] * problem.num_ranks
-        self.held = [0.0] * problem.num_ranks
+        num_ranks = len(problem.chain.limits)
+        self.loads = [0.0] * num_ranks
+        self.held = [0.0] * num_ranks
         self._is_limited = min(problem.chain.limits) < math.inf
         self.crossed = 0.0
         self.squares = 0.0  # of the stages' loads
@@ -154,15 +136,15 @@ class MutableSplit:
             for rank in problem.holders[stage]:
                 self.loads[rank] += loads[j] - loads[i]
                 self.held[rank] += held[j] - held[i]
-            self._pay(stage, chain.crossings[i])
+            self._cross(stage, chain.crossings[i])
 
-    def _pay(self, stage: int, price: float) -> None:
-        for rank in self.problem.payers[stage]:
-            self.loads[rank] += price
-            self.crossed += price
+    def _cross(self, stage: int, time_s: float) -> None:
+        for rank in self.problem.communicating[stage]:
+            self.loads[rank] += time_s
+            self.crossed += time_s
 
     def value(self) -> Value:
-        """What it is judged by; less is better."""
+        """Its value; less is better."""
         problem = self.problem
         fullest = 0.0
         if self._is_limited:
@@ -175,14 +157,15 @@ class MutableSplit:
 
     def better(self, than: Value) -> Value | None:
         """Its value, if that is lower than another one by more than rounding."""
-        # Most moves make it worse, which the goal alone tells where memory is no matter.
+        # Most moves make it worse, as the goal alone tells without limits.
         if not self._is_limited and self._goal() > than[1] / LESS:
             return None
         value = self.value()
         return value if is_less(value, than) else None
 
     def _goal(self) -> float:
-        return self.problem.pace * max(self.loads) + self.problem.toll * self.crossed
+        problem = self.problem
+        return problem.pace * max(self.loads) + problem.communication_weight * self.crossed
 
     def move(self, stage: int, by: int) -> None:
         """Move the cut before a stage by one block: on (1) or back (-1)."""
@@ -198,11 +181,11 @@ class MutableSplit:
             for rank in problem.holders[grows]:
                 self.loads[rank] += sign * (loads[new] - loads[old])
                 self.held[rank] += sign * (held[new] - held[old])
-        self._pay(stage, chain.crossings[new] - chain.crossings[old])
+        self._cross(stage, chain.crossings[new] - chain.crossings[old])
 
 
 def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
-    """Move runs of cuts by one block while that helps; returns how many loads were looked at."""
+    """Move runs of cuts by one block while that helps; returns the number of loads looked at."""
     num_stages, ends = split.problem.chain.num_stages, split.ends
     best, looks, is_better = split.value(), 0, True
     while is_better and looks < most_looks:
@@ -220,7 +203,7 @@ def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
                     moved += 1
                     if ends[cut + 1] == ends[cut]:
                         continue
-                    looks += split.problem.num_ranks
+                    looks += len(split.loads)
                     better = split.better(best)
                     if better is not None:
                         best, kept, is_better = better, moved, True
@@ -239,8 +222,8 @@ def is_less(value: Value, other: Value) -> bool:
     return False
 
 
-def shaken(best: MutableSplit, most_looks: int) -> MutableSplit:
-    """The best of several descents, each from near to the best so far."""
+def perturb(best: MutableSplit, most_looks: int) -> MutableSplit:
+    """The best of several descents from random splits near the best so far; deterministic."""
     problem, draw = best.problem, random.Random(0)
     num_stages = problem.chain.num_stages
     if num_stages == 1:
@@ -252,42 +235,35 @@ def shaken(best: MutableSplit, most_looks: int) -> MutableSplit:
             cut = draw.randrange(1, num_stages)
             ends[cut] = draw.randint(ends[cut - 1] + 1, ends[cut + 1] - 1)
         other = MutableSplit(problem, ends)
-        looks += num_stages * problem.num_ranks + descend(other)
+        looks += num_stages * len(other.loads) + descend(other)
         found = other.value()
         if not is_less(value, found):  # an equal one leads to other places
             best, value = other, found
     return best
 
 
-def proven(known: MutableSplit) -> tuple[list[int] | None, bool]:
-    """A split of a lower goal than a known one, if there is one, and whether all were looked at."""
-    search = Proof(known)
-    try:
-        search.go(0, 0, 0.0)
-    except OutOfBudget:
-        return search.found, False
-    return search.found, True
-
-
 class OutOfBudget(Exception):
-    """More splits to look at than there is time for."""
+    """The budget of the search is used up."""
 
 
-class Proof:
-    """Looks through all splits that may be better than a known one.
+class BranchAndBound:
+    """Search all splits that may be better than a known one.
 
     Args:
         known: the split to beat.
+
+    Attributes:
+        found: the best split found that is better; None if there is none.
     """
 
     def __init__(self, known: MutableSplit) -> None:
         fullest, goal, _ = known.value()
         self.problem = known.problem
-        self.goal = goal * LESS if fullest <= 1 else float("inf")
         self.found: list[int] | None = None
+        self._goal = goal * LESS if fullest <= 1 else math.inf
         self._ends = [0]
-        self._loads = [0.0] * self.problem.num_ranks
-        self._held = [0.0] * self.problem.num_ranks
+        self._loads = [0.0] * len(known.loads)
+        self._held = [0.0] * len(known.loads)
         self._looks = 0
         holders = self.problem.holders
         self._later = [
@@ -295,7 +271,15 @@ class Proof:
             for stage in range(len(holders))
         ]
 
-    def go(self, stage: int, start: int, crossed: float) -> None:
+    def run(self) -> bool:
+        """Search; returns whether the budget was enough."""
+        try:
+            self._cut(0, 0, 0.0)
+        except OutOfBudget:
+            return False
+        return True
+
+    def _cut(self, stage: int, start: int, crossed: float) -> None:
         """Try all ends of a stage that begins at block ``start``."""
         problem, chain = self.problem, self.problem.chain
         ranks = problem.holders[stage]
@@ -305,7 +289,7 @@ class Proof:
         for end in chain.ends(stage):
             if end <= start:
                 continue
-            self._looks += problem.num_ranks
+            self._looks += len(self._loads)
             if self._looks > PROVING:
                 raise OutOfBudget
             self._loads, self._held = list(before[0]), list(before[1])
@@ -317,27 +301,28 @@ class Proof:
                 self._loads[rank] >= most or self._held[rank] > chain.limits[rank] for rank in ranks
             ):
                 break  # either only grows with more blocks
-            paid = crossed
-            for rank in () if last else problem.payers[stage + 1]:
+            now = crossed
+            for rank in () if last else problem.communicating[stage + 1]:
                 self._loads[rank] += chain.crossings[end]
-                paid += chain.crossings[end]
-            if self._is_hopeless(stage, end, paid):
+                now += chain.crossings[end]
+            if self._is_hopeless(stage, end, now):
                 continue
             self._ends.append(end)
             if last:
                 self.found = list(self._ends)
-                self.goal = LESS * (problem.pace * max(self._loads) + problem.toll * paid)
+                weighed = problem.communication_weight * now
+                self._goal = LESS * (problem.pace * max(self._loads) + weighed)
             else:
-                self.go(stage + 1, end, paid)
+                self._cut(stage + 1, end, now)
             self._ends.pop()
 
     def _most(self, crossed: float) -> float:
         """The load below which every rank has to stay."""
-        left = self.goal - self.problem.toll * crossed
-        return left / self.problem.pace if self.problem.pace else (float("inf") if left > 0 else 0)
+        left = self._goal - self.problem.communication_weight * crossed
+        return left / self.problem.pace if self.problem.pace else (math.inf if left > 0 else 0)
 
     def _is_hopeless(self, stage: int, end: int, crossed: float) -> bool:
-        """Whether a rank is too busy already, or what is left can't find room."""
+        """Whether a rank is too busy already, or the blocks left find no room."""
         most = self._most(crossed)
         if max(self._loads) >= most:
             return True

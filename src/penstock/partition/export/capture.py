@@ -29,7 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._torch_compat import has_backward_hooks, quietly, refusing, registries, shape_check
+from penstock._torch_compat import (
+    has_backward_hooks,
+    is_metadata_assert,
+    quietly,
+    refusing,
+    registries,
+    shape_check,
+)
 from penstock.errors import PartitionError
 from penstock.partition.export.call_form import CallForm, OutputForm
 from penstock.partition.export.regions import Region, region_of
@@ -289,7 +296,7 @@ class _FlatGraph:
                 value = operator.attrgetter(node.target)(module)
                 env[node] = value if isinstance(value, fx.GraphModule) else self._constant(value)
                 continue
-            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            if is_metadata_assert(node.target):
                 continue  # would tie tensors to the device of the capture
             region = region_of(node.target, node.args)
             if region is not None:

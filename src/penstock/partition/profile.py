@@ -1,0 +1,364 @@
+"""Measure the costs of a model's blocks on the machine at hand.
+
+    blocks.py            leaf modules, the modules that no cut goes through
+    profiled_model.py    runs of the model: what each keeps for the backward, times of F, I and W
+    forward/             a trace on shapes: the tensors that stages send
+
+Everything is measured within the running model, so that the code between its modules and the
+modules' effects on each other's caches count.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import platform
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock._torch_compat import children
+from penstock.compat.stage import PipelineStage
+from penstock.errors import PartitionError
+from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.balance.for_program import balance_for
+from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
+from penstock.partition.forward.by_module import tensors_between
+from penstock.partition.huggingface import HFPipelinePlan
+from penstock.partition.plan import Plan
+from penstock.partition.profiled_model import (
+    Chained,
+    ProfiledModel,
+    ProfileRun,
+    Times,
+    measure_times,
+    run_profiled,
+)
+from penstock.partition.sequential import is_sequence
+from penstock.partition.spec import Example, describe
+from penstock.schedule.program import Program
+from penstock.stage.pytree import map_tensors, tensors_of
+from penstock.stage.rng import undrawn
+
+__all__ = ["OnProgress", "balanced_plan", "measure_model", "profile"]
+
+logger = logging.getLogger(__name__)
+
+OnProgress: TypeAlias = Callable[[int, int, str], None]
+
+
+def profile(
+    model_or_stages: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage],
+    example: Example,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    runs: int = 5,
+    progress: OnProgress | None = None,
+) -> Profile:
+    """Measure what each block of a model costs, per microbatch, where the model lives.
+
+    Args:
+        model_or_stages: a model on one device, or a list of layers or stages, each of which is a
+            block. The model runs in the mode, training or evaluation, that it is in.
+        example: one microbatch: a tuple of positional or a dict of keyword arguments, or the one
+            tensor that the model takes.
+        loss_fn: from the model's output to the loss, counted with the last block. If None, the
+            output's ``loss`` if it has one, else the sum of all outputs.
+        runs: the number of measurements, of which the median counts. One more comes before, to
+            warm up.
+        progress: called with the steps done, the steps in all, and the name of the next one.
+
+    Returns:
+        The costs of all blocks, in the order in which they run. Where the model can't be cut by
+        module, the sent tensors of a block are those that its last module returns.
+
+    Raises:
+        PartitionError: there is nothing to cut between, the model runs none of its blocks, or its
+            output takes no gradient.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> costs = profile(model, torch.ones(3, 4), runs=1)
+        >>> [block.modules for block in costs.blocks]
+        [('0',), ('1',), ('2',)]
+        >>> costs.blocks[0].parameter_bytes, costs.blocks[0].sends
+        (160, ('float32[3,8]',))
+    """
+    if runs < 1:
+        raise PartitionError(f"runs is {runs}, expected at least 1")
+    report = progress if progress is not None else lambda done, total, what: None
+    model, name, leaves = _as_model(model_or_stages)
+    profiled = ProfiledModel.of(model, leaves, example, loss_fn)
+    with profiled.attributes_restored():
+        run, measured = _measure(profiled, runs, report)
+    report(runs + 2, runs + 2, "done")
+    medians = [
+        tuple(statistics.median(times) for times in zip(*each, strict=True))
+        for each in zip(*measured[1:], strict=True)
+    ]
+    blocks = gather(leaves, run.order)
+    between = _sent_by_module(profiled, blocks) if not is_sequence(model_or_stages) else []
+    held = {id(param) for leaf in leaves for param in leaf.module.parameters()}
+    loose = [name for name, param in model.named_parameters() if id(param) not in held]
+    costs = []
+    for i, block in enumerate(blocks):
+        sent = between[i] if i < len(between) else None
+        last = i == len(blocks) - 1
+        costs.append(_costs_of(block, () if i else loose, run, medians, sent, is_last=last))
+    return Profile(
+        blocks=tuple(costs),
+        model=name,
+        machine=_machine(profiled.device),
+        example=describe(example),
+    )
+
+
+def _measure(
+    profiled: ProfiledModel, runs: int, report: OnProgress
+) -> tuple[ProfileRun, list[tuple[Times, Times, Times]]]:
+    """One run without a clock, and the times of several, the first of which warms up."""
+    report(0, runs + 2, "which blocks run when")
+    with undrawn(profiled.device), torch.enable_grad():
+        run = profiled.on_own_state(lambda: run_profiled(profiled))
+        above = profiled.on_own_state(lambda: _hold_memory(profiled))
+    measured = []
+    for i in range(runs + 1):
+        report(i + 1, runs + 2, f"run {i} of {runs}" if i else "warm-up")
+        with undrawn(profiled.device), torch.enable_grad():
+            measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
+    del above
+    return run, measured
+
+
+def _hold_memory(profiled: ProfiledModel) -> object:
+    """Free the memory of forwards below that of another one, which is returned.
+
+    Within a training step the memory of one microbatch goes to the next. With nothing held above,
+    the C library returns it to the system, and a forward takes up to twice as long to get it back
+    page by page.
+    """
+    if profiled.device.type != "cpu":
+        return None
+    return [profiled.forward() for _ in range(3)][-1]
+
+
+def _as_model(given: Any) -> tuple[nn.Module, str, Sequence[LeafModule]]:
+    """The argument of ``profile`` as one model, its name, and its leaf modules."""
+    if isinstance(given, nn.Module):
+        HFPipelinePlan.of(given).log(type(given).__name__)
+        return given, type(given).__name__, leaf_modules(given)
+    modules = [each.submod if isinstance(each, PipelineStage) else each for each in given]
+    odd = [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]
+    if odd or not modules:
+        raise PartitionError(
+            f"expected a model, or a list of modules or stages, got a list of {odd or 'nothing'}"
+        )
+    leaves = [LeafModule(name=str(i), module=m, trunk="") for i, m in enumerate(modules)]
+    return Chained(modules), "list", leaves
+
+
+Sent: TypeAlias = tuple[int, tuple[str, ...]]
+"""Bytes sent, and the tensors, described."""
+
+
+def _sent_by_module(profiled: ProfiledModel, blocks: Sequence[Block]) -> list[Sent | None]:
+    """The tensors that stages cut by module send; None where the model can't be cut so."""
+    names = [[leaf.name for leaf in block.leaves] for block in blocks]
+    example = profiled.kwargs or profiled.args
+    found: list[Sent | None] = []
+    for metas in tensors_between(profiled.model, names, example, profiled.device):
+        tensors = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas or ()]
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        found.append(None if metas is None else (size, tuple(map(describe, tensors))))
+    return found
+
+
+def _costs_of(
+    block: Block,
+    loose: Sequence[str],
+    run: ProfileRun,
+    medians: Sequence[Times],
+    sent: Sent | None,
+    *,
+    is_last: bool,
+) -> BlockCosts:
+    place = {name: segment for segment, name in enumerate(run.order)}
+    segments = [place[leaf.name] for leaf in block.leaves if leaf.name in place]
+    if sent is None:
+        sent = run.output_bytes[max(segments)], run.outputs[max(segments)]
+    sent_bytes, sends = (0, ()) if is_last else sent
+    params = {id(p): p for leaf in block.leaves for p in leaf.module.parameters()}.values()
+    forward_s, input_grad_s, weight_grad_s = (
+        sum(times[segment] for segment in segments) for times in medians
+    )
+    return BlockCosts(
+        modules=(*loose, *(leaf.name for leaf in block.leaves)),
+        kind=block.kind,
+        classes=tuple(type(leaf.module).__name__ for leaf in block.leaves),
+        forward_s=forward_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s,
+        activation_bytes=sum(run.kept_bytes[segment] for segment in segments),
+        parameters=sum(p.numel() for p in params),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in params),
+        sent_bytes=sent_bytes,
+        sends=sends,
+    )
+
+
+def _machine(device: torch.device) -> str:
+    """The machine and the version of torch, for people to read."""
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"{device.type} ({platform.machine()}), {torch.get_num_threads()} threads"
+    return f"{where}, torch {torch.__version__}"
+
+
+# --- as Pipeline measures -----------------------------------------------------------------------
+
+
+def balanced_plan(
+    model: nn.Module | Sequence[nn.Module],
+    program: Program,
+    example: Example | None,
+    *,
+    device: torch.device,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Plan:
+    """The plan of ``split="auto"``: measured on this machine, balanced for a program.
+
+    Args:
+        model: the model, on one device.
+        program: the program of the stages.
+        example: one microbatch.
+        device: where the stages will live; the model is measured there.
+        loss_fn: see ``measure_model``.
+
+    Raises:
+        PartitionError: there is no example to measure with, or there are too few blocks.
+    """
+    if example is None:
+        raise PartitionError(
+            "split='auto' measures the model: pass example=, one microbatch as a tuple of "
+            "positional or a dict of keyword arguments"
+        )
+    measured = measure_model(model, example, device=device, loss_fn=loss_fn)
+    found = balance_for(measured, program)
+    logger.info(
+        "split='auto': %d blocks into %s; the busiest rank takes %.3g s per microbatch, all "
+        "together %.3g s",
+        len(measured.blocks),
+        list(found.counts),
+        found.bottleneck_s,
+        sum(found.rank_time_s),
+    )
+    return measured.plan(found.counts, made=f"balanced on this machine, for {program.name}")
+
+
+def measure_model(
+    model: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage],
+    example: Example,
+    *,
+    device: torch.device,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Profile:
+    """Measure a model as ``Pipeline`` is given it: on its stages' device, and with its loss.
+
+    Args:
+        model: the model, or a list of layers or stages; a copy is measured if it lives elsewhere.
+        example: one microbatch, on any device.
+        device: where to measure.
+        loss_fn: from output, or output and target, to a scalar, or ``(scalar, metrics)``: counted
+            with the last block. If None, the model's own, if it has one.
+
+    Raises:
+        PartitionError: it can't be measured.
+    """
+    loss = None if loss_fn is None else TargetlessLoss(loss_fn)
+    if isinstance(model, nn.Module):
+        whole = model
+    else:
+        whole = Chained([e.submod if isinstance(e, PipelineStage) else e for e in model])
+    places = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
+    if places <= {device.type} or "meta" in places:
+        return profile(model, example, loss_fn=loss)
+    there = copy.deepcopy(whole).to(device)
+    given = there if whole is model else [stage for _, stage in children(there)]
+    moved = map_tensors(lambda tensor: tensor.to(device), example)
+    return profile(given, moved, loss_fn=loss)
+
+
+def _zeros(shape: Sequence[int], output: Tensor) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int64, device=output.device)
+
+
+TARGETS: tuple[Callable[[Tensor], tuple[Any, ...]], ...] = (
+    lambda output: (),
+    lambda output: (_zeros(output.shape[:-1], output),),
+    lambda output: (_zeros((*output.shape[:1], *output.shape[2:]), output),),
+    lambda output: (torch.zeros_like(output),),
+    lambda output: (None,),
+)
+"""Targets to try: none; class 0 for each row or token; class 0 for each place of a picture (with
+classes along the second dimension); zeros like the output; None."""
+
+
+class TargetlessLoss:
+    """A loss of the output alone: with the first of ``TARGETS`` that the loss function takes.
+
+    A loss over a large vocabulary takes as long as a layer or two, whichever classes are right. If
+    the loss function takes none, the loss is left out, and the log says so.
+
+    Args:
+        loss_fn: the loss function. A module is copied, so that its buffers stay as they are.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self._loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+        self._call: Callable[[Any], Tensor] | None = None
+
+    def __call__(self, output: Any) -> Tensor:
+        """The loss of an output; the sum of its tensors if no target fits."""
+        if self._call is None:
+            self._call = self._first_that_works(output)
+        return self._call(output)
+
+    def _with(self, target: Callable[[Tensor], tuple[Any, ...]], output: Any) -> Tensor:
+        loss = self._loss_fn(output, *target(next(_differentiable(output))))
+        found = loss[0] if isinstance(loss, tuple) else loss
+        if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+            raise TypeError(f"the loss function returned {type(loss).__name__}, expected a scalar")
+        return found
+
+    def _first_that_works(self, output: Any) -> Callable[[Any], Tensor]:
+        for target in TARGETS:
+            try:
+                # Inner hooks on saved tensors, so that those of the profiler see one call alone.
+                with warnings.catch_warnings(), saved_tensors_hooks(_same, _same):
+                    warnings.simplefilter("error")  # as of shapes that were broadcast to fit
+                    self._with(target, output)
+            except Exception as error:  # whatever the user's function raises on a wrong target
+                logger.debug("a target for the loss was refused: %s", error)
+            else:
+                return partial(self._with, target)
+        logger.warning(
+            "the loss function takes none of the targets that were tried, so the last stage is "
+            "measured without it; to count it, measure with penstock.profile(model, example, "
+            "loss_fn=lambda output: ...), and pass the plan as split="
+        )
+        return lambda output: torch.stack([t.sum() for t in _differentiable(output)]).sum()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _differentiable(output: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_of(output) if tensor.requires_grad)
