@@ -88,7 +88,7 @@ def test_a_wrong_program_is_refused_when_it_is_built() -> None:
 
     with pytest.raises(ScheduleError, match="1B0 needs 1F0, which comes only at step 1"):
         penstock.build("wrong", ranks=2, microbatches=1)
-    with pytest.raises(ScheduleError, match="wrong made a program for 2 ranks and 1 microbatch,"):
+    with pytest.raises(ScheduleError, match="wrong made a program of 2 ranks, 1 microbatch,"):
         penstock.build("wrong", ranks=2, microbatches=2)
 
     @penstock.schedule("wrong")  # type: ignore[type-var]
@@ -189,7 +189,7 @@ def test_what_its_function_raises_names_the_schedule_and_keeps_the_cause() -> No
             raise ValueError("four ranks, no more")
         return one_at_a_time(ranks=ranks, microbatches=microbatches)
 
-    message = r"four: its function failed for 3 ranks and 1 microbatch \(ValueError: four ranks,"
+    message = r"four: its function failed for 3 ranks, 1 microbatch \(ValueError: four ranks,"
     with pytest.raises(ScheduleError, match=message) as raised:
         penstock.build("four", ranks=3, microbatches=1)
     assert isinstance(raised.value.__cause__, ValueError)
@@ -201,7 +201,7 @@ def test_an_option_without_a_default_must_be_given() -> None:
     def sized(*, ranks: int, microbatches: int, size: int) -> Program:
         return one_at_a_time(ranks=ranks, microbatches=microbatches * size)
 
-    with pytest.raises(ScheduleError, match="sized is built only with a value for its size"):
+    with pytest.raises(ScheduleError, match=r"sized: its function failed .*missing .*'size'"):
         penstock.build("sized", ranks=2, microbatches=2)
     assert penstock.build("sized", ranks=2, microbatches=2, size=1).num_ranks == 2
 
@@ -252,7 +252,7 @@ def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
 
     assert penstock.build("deaf", ranks=2, microbatches=2).num_stages == 2
     with pytest.raises(
-        ScheduleError, match="deaf made a program of 2 stages on 2 ranks, asked for 4"
+        ScheduleError, match=r"deaf made a program of .* 2 stages in .* asked for .* 8 stages"
     ):
         penstock.build("deaf", ranks=2, microbatches=2, virtual=4)
 
@@ -261,7 +261,7 @@ def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
         return penstock.build("zbv", ranks=ranks, microbatches=microbatches)
 
     with pytest.raises(
-        ScheduleError, match=r"asked for 1 on each; tell @penstock.schedule\('two'\)"
+        ScheduleError, match=r" 4 stages in .* 2 stages in .*; virtual= and .*schedule\('two'\)"
     ):
         penstock.build("two", ranks=2, microbatches=2)
 
@@ -271,21 +271,13 @@ def test_two_copies_of_a_model_must_be_told() -> None:
         return penstock.build("dualpipe", ranks=ranks, microbatches=microbatches)
 
     penstock.schedule("mine")(mine)
-    with pytest.raises(ScheduleError, match="2 copies of the model, but its arrangement, linear,"):
+    with pytest.raises(ScheduleError, match=r"in 2 copies .* asked for .* in 1 copy .*BIDIR"):
         penstock.build("mine", ranks=2, microbatches=4)
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(mine)
     assert penstock.build("mine", ranks=2, microbatches=4).placement.copies == 2
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(one_at_a_time)
-    with pytest.raises(ScheduleError, match=r"1 copy of the model, .*; register it without"):
+    with pytest.raises(ScheduleError, match=r"in 1 copy of the model, asked for .* in 2 copies"):
         penstock.build("mine", ranks=2, microbatches=4)
-
-
-def test_an_option_can_not_be_called_as_what_build_takes() -> None:
-    with pytest.raises(ScheduleError, match="an option can't be called 'name'"):
-
-        @penstock.schedule("mine")
-        def mine(*, ranks: int, microbatches: int, name: str = "x") -> Program:
-            raise NotImplementedError
 
 
 def test_any_even_number_of_stages_per_rank_is_any() -> None:

@@ -200,7 +200,10 @@ JSON = json.loads(to_json(parse_csv("0F0\n1F0\n")))
         (json.dumps(JSON | {"num_microbatches": True}), "'num_microbatches': expected"),
         (json.dumps(JSON | {"stage_ranks": [0, "1"]}), "'stage_ranks': expected"),
         (json.dumps(JSON | {"stage_ranks": [0, 0]}), "ranks without a stage [1]"),
-        (json.dumps(JSON | {"ranks": [["0F0"], "1F0"]}), "row 2 of 'ranks'"),
+        (
+            json.dumps(JSON | {"ranks": [["0F0"], "1F0"]}),
+            "'ranks': expected a list of texts",
+        ),
         (json.dumps(JSON | {"ranks": [["0F0"], ["1F0", "junk"]]}), "row 2, column 2: 'junk'"),
         (json.dumps(JSON | {"extra": 1}), "unknown fields ['extra']"),
         (json.dumps(JSON | {"num_ranks": 0}), "'num_ranks': expected a whole number from 1 on"),

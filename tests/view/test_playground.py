@@ -55,7 +55,7 @@ def test_a_schedule_of_ones_own_that_fails_is_told_on_the_page() -> None:
         settled(document)
     finally:
         registry.remove("only-four")
-    assert "only-four: its function failed for 4 ranks and 8 microbatches" in page.error.text
+    assert "only-four: its function failed for 4 ranks, 8 microbatches" in page.error.text
     assert "its function failed" in page.comparison.text and "gpipe" in page.comparison.text
 
 

@@ -247,55 +247,28 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
     """
     indexed = index_program(program)
     index, width = indexed.index, program.num_microbatches
-    target = _targets(index)
-    awaited = _awaited_sends(index)
+    ops = [op for op, _ in index.rows()]
+    # By row: the rank that a send goes to; the offsets of the sends that an action waits for.
+    target = [t[0] if t is not None and t[2] else None for t in _transfers(index)]
+    awaited = [
+        [offset for offset in offsets if ops[(row * width + offset) // width] in SENDS]
+        for row, offsets in enumerate(index.blocking())
+    ]
     orders = [[part for step in queue for part in indexed.parts(step)] for queue in indexed.queues]
-    own = orders[rank]
-    arrived: list[dict[int, int]] = []
+    # By send of a peer: how many of this rank's messages the peer has waited for by then.
+    arrived: dict[int, int] = {}
     for peer, order in enumerate(orders):
-        sent = (number for number in own if target[number // width] == peer != rank)
+        sent = (number for number in orders[rank] if target[number // width] == peer != rank)
         place = {number: count for count, number in enumerate(sent, 1)}
-        arrived.append(_arrived_at_sends(order, place, target, awaited, width))
-    found: dict[Action, int] = {}
-    for number in own:
-        for offset in awaited[number // width]:
-            send = number + offset
-            sender = index.placement.rank_of(index.op_and_stage(send // width)[1])
-            found[index.action(number)] = arrived[sender].get(send, 0)
-    return found
-
-
-def _arrived_at_sends(
-    order: list[int],
-    place: dict[int, int],
-    target: list[int | None],
-    awaited: list[tuple[int, ...]],
-    width: int,
-) -> dict[int, int]:
-    """For each send of a rank, how many of the numbered messages it has waited for by then."""
-    known: dict[int, int] = {}
-    arrived = 0
-    for number in order:
-        if target[number // width] is not None:
-            known[number] = arrived
-        for offset in awaited[number // width]:
-            # Messages between two ranks arrive in order: one acknowledges all before it.
-            arrived = max(arrived, place.get(number + offset, 0))
-    return known
-
-
-def _targets(index: ActionIndex) -> list[int | None]:
-    """For each row of a send, the rank that it sends to; None for all other rows."""
-    peers = (index.peer(op, stage) if op in SENDS else None for op, stage in index.rows())
-    return [None if peer is None else index.placement.rank_of(peer[1]) for peer in peers]
-
-
-def _awaited_sends(index: ActionIndex) -> list[tuple[int, ...]]:
-    """For each row, the offsets of the sends on other ranks that its actions wait for."""
-    table = []
-    for (op, stage), receives in zip(index.rows(), index.receives(), strict=True):
-        first = index.id(op, stage)
-        rows = ((first + offset) // index.num_microbatches for offset in receives)
-        peers = (index.peer(*index.op_and_stage(row)) for row in rows)
-        table.append(tuple(index.offset(op, stage, peer) for peer in peers if peer is not None))
-    return table
+        known = 0
+        for number in order if place else ():
+            if target[number // width] == rank:
+                arrived[number] = known
+            for offset in awaited[number // width]:
+                # Messages between two ranks arrive in order: one acknowledges all before it.
+                known = max(known, place.get(number + offset, 0))
+    return {
+        index.action(number): arrived.get(number + offset, 0)
+        for number in orders[rank]
+        for offset in awaited[number // width]
+    }

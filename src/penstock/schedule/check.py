@@ -54,7 +54,6 @@ __all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_step
 _SHOWN = 20
 # op → the state of the activations that it needs, and the state that it leaves.
 _ACTIVATIONS = {
-    Op.FORWARD: ("not made yet", "kept"),
     Op.RECOMPUTE: ("dropped", "kept"),
     Op.OFFLOAD: ("kept", "away"),
     Op.RELOAD: ("away", "kept"),
@@ -149,10 +148,8 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
     replay = blocking_replay(indexed, channels, transfers=transfers)
     if not replay.play():
         found += stuck_problems(program, replay, index)
-    if Op.UNSHARD in used or Op.RESHARD in used:
-        found += _sharding_problems(program)
-    if used & {Op.RECOMPUTE, *COPIES}:
-        found += _activation_problems(program)
+    if used & {Op.UNSHARD, Op.RESHARD, Op.RECOMPUTE, *COPIES}:
+        found += _state_problems(program)
     if Op.REDUCE_GRAD in used:
         found += _reduction_problems(program)
     return tuple(found)
@@ -332,52 +329,46 @@ def _missing(act: Action, index: ActionIndex, present: Container[Action]) -> str
     return f"{act} is missing: rank {rank} needs the {value} of stage {maker}"
 
 
-def _sharding_problems(program: Program) -> Iterator[Problem]:
-    """The steps whose stage is sharded where it must be whole, or the other way round."""
-    managed = {a.stage for a in program.actions() if a.op in (Op.UNSHARD, Op.RESHARD)}
-    for rank, steps in enumerate(program.ranks):
-        present: set[int] = set()
-        for number, step in enumerate(steps):
-            for act in step.parts:
-                message = None
-                if act.op is Op.UNSHARD:
-                    if act.stage in present:
-                        message = f"stage {act.stage} is unsharded already"
-                    present.add(act.stage)
-                elif act.op is Op.RESHARD:
-                    if act.stage not in present:
-                        message = f"stage {act.stage} is not unsharded here"
-                    present.discard(act.stage)
-                elif act.op in COMPUTE and act.stage in managed and act.stage not in present:
-                    message = f"{act} needs the parameters: put {act.stage}UNSHARD before it"
-                if message is not None:
-                    yield problem_at(program, (rank, number), message)
-        for stage in sorted(present):
-            text = f"{stage}RESHARD"
-            message = f"stage {stage} is left unsharded; put {text} at the end"
-            yield Problem(rank=rank, step=None, action=text, message=message)
+def _state_problems(program: Program) -> Iterator[Problem]:
+    """The steps that find the parameters or the activations of their stage in a wrong state.
 
-
-def _activation_problems(program: Program) -> Iterator[Problem]:
-    """The steps whose activations are recomputed or offloaded, and not present when needed.
-
-    F ──► kept ──OFFLOAD──► away ──RELOAD──► kept ──► I or B
-    F ──► dropped ──RECOMPUTE──► kept ──► I or B
+    parameters    sharded ──UNSHARD──► whole ──RESHARD──► sharded
+    activations   F ──► kept ──OFFLOAD──► away ──RELOAD──► kept ──► I or B
+                  F ──► dropped ──RECOMPUTE──► kept ──► I or B
     """
-    dropped = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
+    acts = list(program.actions())
+    sharded = {a.stage for a in acts if a.op in (Op.UNSHARD, Op.RESHARD)}
+    dropped = {(a.stage, a.microbatch) for a in acts if a.op is Op.RECOMPUTE}
+    whole: set[int] = set()
     states: dict[tuple[int, int | None], str] = {}
     for act, place in places_of(program):
-        if act.op not in _ACTIVATIONS:
-            continue
-        key = (act.stage, act.microbatch)
-        state = states.get(key, "not made yet")
-        wanted, states[key] = _ACTIVATIONS[act.op]
+        key = act.stage, act.microbatch
+        if act.op is Op.UNSHARD:
+            if act.stage in whole:
+                yield problem_at(program, place, f"stage {act.stage} is unsharded already")
+            whole.add(act.stage)
+        elif act.op is Op.RESHARD:
+            if act.stage not in whole:
+                yield problem_at(program, place, f"stage {act.stage} is not unsharded here")
+            whole.discard(act.stage)
+        elif act.op in COMPUTE and act.stage in sharded - whole:
+            message = f"{act} needs the parameters: put {act.stage}UNSHARD before it"
+            yield problem_at(program, place, message)
         if act.op is Op.FORWARD:
             states[key] = "dropped" if key in dropped else "kept"
-        elif state != wanted:
-            name = f"{act.stage}F{act.microbatch}"
-            message = f"the activations of {name} are {state} here; {act} needs them {wanted}"
-            yield problem_at(program, place, message)
+        elif act.op in _ACTIVATIONS:
+            state = states.get(key, "not made yet")
+            wanted, states[key] = _ACTIVATIONS[act.op]
+            if state != wanted:
+                message = (
+                    f"the activations of {act.stage}F{act.microbatch} are {state} here; {act} "
+                    f"needs them {wanted}"
+                )
+                yield problem_at(program, place, message)
+    for stage in sorted(whole):
+        text, rank = f"{stage}RESHARD", program.placement.rank_of(stage)
+        message = f"stage {stage} is left unsharded; put {text} at the end"
+        yield Problem(rank=rank, step=None, action=text, message=message)
 
 
 def _reduction_problems(program: Program) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family, refuse_sizes
-from penstock.schedule.messages import number_of
+from penstock.schedule.messages import number_of, numbers_of
 from penstock.schedule.program import Program
 
 __all__ = ["build", "family", "refuse_options", "remove", "schedule", "schedules"]
@@ -188,10 +188,9 @@ def schedule(
         ...     return parse_csv(",".join(f"0F{m},0B{m}" for m in range(microbatches)))
         >>> " ".join(map(str, build("doctest-one-rank", ranks=1, microbatches=2).ranks[0]))
         '0F0 0B0 0F1 0B1'
-        >>> build("doctest-one-rank", ranks=2, microbatches=2)
+        >>> build("doctest-one-rank", ranks=2, microbatches=2)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        penstock.errors.ScheduleError: doctest-one-rank made a program for 1 rank and 2 \
-microbatches, asked for 2 and 2
+        penstock.errors.ScheduleError: doctest-one-rank made a program of 1 rank, 2 microbatches...
         >>> remove("doctest-one-rank")
     """
     _refuse_no_name(name)
@@ -228,7 +227,7 @@ microbatches, asked for 2 and 2
             options={each: "" for each in by_name if each not in _GIVEN},
             any_option=any(each.kind is each.VAR_KEYWORD for each in parameters.values()),
         )
-        _add(replace(new, builder=_verified(new, parameters)))
+        _add(replace(new, builder=_verified(new)))
         return builder
 
     return register
@@ -310,83 +309,56 @@ def _discover() -> tuple[str, ...]:
 def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
     """The parameters of a decorated function; refuses those that ``build`` can't call."""
     try:
-        found = inspect.signature(builder).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise ScheduleError(
-            f"schedule {name!r}: {builder!r} is no function whose parameters can be read; put "
-            f"@penstock.schedule({name!r}) above a function of ranks and microbatches that returns "
-            "a Program"
-        ) from error
-    by_name = [key for key, each in found.items() if each.kind in _BY_NAME]
-    missing = [each for each in _GIVEN[:2] if each not in by_name]
+        found = dict(inspect.signature(builder).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        found = {}
+    missing = [n for n in _GIVEN[:2] if n not in found or found[n].kind not in _BY_NAME]
     if missing:
         raise ScheduleError(
-            f"schedule {name!r}: its function must take ranks and microbatches by name, and "
-            f"takes no {' and no '.join(missing)}"
-        )
-    if "name" in by_name:
-        raise ScheduleError(
-            f"schedule {name!r}: an option can't be called 'name', which build takes for the "
-            "schedule's; call the parameter something else"
+            f"schedule {name!r}: {builder!r} takes no {' and no '.join(missing)}; put "
+            f"@penstock.schedule({name!r}) above a function that takes ranks and microbatches by "
+            "name, and returns a Program"
         )
     return found
 
 
-def _verified(
-    family: Family, parameters: Mapping[str, inspect.Parameter]
-) -> Callable[..., Program]:
+def _verified(family: Family) -> Callable[..., Program]:
     """The family's builder, with programs that are right and of the sizes asked for."""
     name = family.name
-    needed = [key for key in family.options if parameters[key].default is inspect.Parameter.empty]
 
     @functools.wraps(family.builder)
     def build(*, ranks: int, microbatches: int, **more: Any) -> Program:
-        missing = [key for key in needed if key not in more]
-        if missing:
-            raise ScheduleError(
-                f"{name} is built only with a value for its {', '.join(missing)}, which its "
-                "function has no default for"
-            )
         try:
             made: object = family.builder(ranks=ranks, microbatches=microbatches, **more)
         except (PenstockError, MemoryError):
             raise
         except Exception as error:  # whatever the user's function raises
             raise ScheduleError(
-                f"{name}: its function failed for {number_of(ranks, 'rank')} and "
-                f"{number_of(microbatches, 'microbatch')} ({type(error).__name__}: {error})"
+                f"{name}: its function failed for {numbers_of(rank=ranks, microbatch=microbatches)}"
+                f" ({type(error).__name__}: {error})"
             ) from error
         if not isinstance(made, Program):
             raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
-        whole = made.num_whole_microbatches
-        if (made.num_ranks, whole) != (ranks, microbatches):
+        stages, virtual = made.placement.num_model_stages, more.get("virtual")
+        # Without a choice of virtual, a rank may hold more stages than another.
+        wanted = (
+            stages
+            if virtual is None and stages % ranks
+            else ranks * (family.default_virtual if virtual is None else virtual)
+        )
+        got = _sizes(made.num_ranks, made.num_whole_microbatches, stages, made.placement.copies)
+        asked = _sizes(ranks, microbatches, wanted, family.copies)
+        if got != asked:
             raise ScheduleError(
-                f"{name} made a program for {number_of(made.num_ranks, 'rank')} and "
-                f"{number_of(whole, 'microbatch')}, asked for {ranks} and {microbatches}"
+                f"{name} made a program of {got}, asked for {asked}; virtual= and arrangement= of "
+                f"@penstock.schedule({name!r}) say what it makes (Arrangement.BIDIRECTIONAL: 2 "
+                "copies)"
             )
-        _refuse_other_stages(family, made, more.get("virtual", family.default_virtual))
         return check(replace(made, name=name))
 
     return build
 
 
-def _refuse_other_stages(family: Family, made: Program, virtual: int) -> None:
-    """Refuse a program of other stages than the family says, for which models are cut."""
-    name, copies = family.name, made.placement.copies
-    if copies != family.copies:
-        told = "with" if copies > 1 else "without"
-        raise ScheduleError(
-            f"{name} made a program with {number_of(copies, 'copy')} of the model, but its "
-            f"arrangement, {family.arrangement.value}, has {family.copies}; register it "
-            f"{told} arrangement=Arrangement.BIDIRECTIONAL (of penstock.schedule.family)"
-        )
-    stages, ranks = made.placement.num_model_stages, made.num_ranks
-    several = family.virtuals is None
-    # Where a rank holds more stages than another, no number of them per rank was to be given.
-    if stages != ranks * virtual and (several or stages % ranks == 0):
-        right = stages // ranks
-        hint = "" if several else f"; tell @penstock.schedule({name!r}) that virtual is {right}"
-        raise ScheduleError(
-            f"{name} made a program of {number_of(stages, 'stage')} on "
-            f"{number_of(ranks, 'rank')}, asked for {virtual} on each{hint}"
-        )
+def _sizes(ranks: int, microbatches: int, stages: int, copies: int) -> str:
+    sizes = numbers_of(rank=ranks, microbatch=microbatches, stage=stages)
+    return f"{sizes} in {number_of(copies, 'copy')} of the model"

@@ -13,15 +13,15 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.messages import number_of, quoted, runs_of
+from penstock.schedule.messages import is_count, number_of, quoted, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, WHOLE_STAGE
@@ -45,23 +45,34 @@ _ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(_NAMES, key=len, reverse=True)
 _JSON_FORMAT = "penstock program 1"
 # Fields that older files lack, and their values there.
 _JSON_DEFAULTS: dict[str, object] = {"copies": 1, "num_splits": 1}
-_JSON_COUNTS = ("num_ranks", "copies", "num_microbatches", "num_splits")
-_JSON_FIELDS = {"format", "name", "num_microbatches", "num_ranks", "stage_ranks", "ranks"}
-_KINDS: dict[type, str] = {int: "a whole number", str: "a text", list: "a list"}
+_COUNT = "a whole number from 1 on", is_count
+# Field → the value that is expected, in words and as a test.
+_JSON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "format": ("a text", lambda value: isinstance(value, str)),
+    "name": ("a text", lambda value: isinstance(value, str)),
+    "num_microbatches": _COUNT,
+    "num_splits": _COUNT,
+    "num_ranks": _COUNT,
+    "copies": _COUNT,
+    "stage_ranks": ("a list of whole numbers", lambda value: _is_list(value, int)),
+    "ranks": (
+        "a list of texts for each rank",
+        lambda value: _is_list(value, list) and all(_is_list(row, str) for row in value),
+    ),
+}
 
 # No program counts further: Python reads numbers of more digits slowly, beyond 4300 not at all.
 _MOST_DIGITS = 18
 # Stages or microbatches that may be missing by mistake; the checker lists them.
 _MAY_BE_MISSING = 1000
 
-T = TypeVar("T")
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def parse_action(text: str) -> Action:
-    """Read one action.
-
-    Args:
-        text: such as ``"2F3"`` or ``"0UNSHARD"``; blanks around it are allowed.
+    """Read one action, such as ``"2F3"`` or ``"0UNSHARD"``; blanks around it are allowed.
 
     Raises:
         ScheduleError: not an action, a microbatch too many or missing, or trailing text.
@@ -94,10 +105,7 @@ def parse_action(text: str) -> Action:
 
 
 def parse_step(text: str) -> Step:
-    """Read one step: an action, or an overlapped pair.
-
-    Args:
-        text: such as ``"2F3"`` or ``"(0F3;1B2)OVERLAP_F_B"``; blanks around it are allowed.
+    """Read one step: an action, or an overlapped pair as ``"(0F3;1B2)OVERLAP_F_B"``.
 
     Raises:
         ScheduleError: not a step, or trailing text.
@@ -219,13 +227,7 @@ def to_json(program: Program) -> str:
 
 
 def from_json(text: str) -> Program:
-    """Read a program from JSON.
-
-    Args:
-        text: made by ``to_json``.
-
-    Returns:
-        The program, not checked.
+    """Read a program from JSON, as ``to_json`` wrote it; it is not checked.
 
     Raises:
         ScheduleError: not JSON, not a program's fields, numbers of ranks, stages or microbatches
@@ -240,37 +242,29 @@ def from_json(text: str) -> Program:
         raise ScheduleError("not JSON: brackets in brackets without end") from error
     if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
         raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
-    unknown = sorted(document.keys() - _JSON_FIELDS - _JSON_DEFAULTS.keys())
+    document = {**_JSON_DEFAULTS, **document}
+    unknown = sorted(document.keys() - _JSON_FIELDS.keys())
     if unknown:
         raise ScheduleError(f"not a program: unknown fields {unknown}")
-    document = {**_JSON_DEFAULTS, **document}
-    rows = _field(document, "ranks", list)
-    for row, cells in enumerate(rows):
-        if not isinstance(cells, list) or not all(isinstance(cell, str) for cell in cells):
-            raise ScheduleError(f"row {row + 1} of 'ranks': expected a list of texts")
-    stage_ranks = _field(document, "stage_ranks", list)
-    if not all(type(rank) is int for rank in stage_ranks):
-        raise ScheduleError("'stage_ranks': expected a list of whole numbers")
-    counts = {name: _field(document, name, int) for name in _JSON_COUNTS}
-    for name, number in counts.items():
-        if number < 1:
-            raise ScheduleError(f"{name!r}: expected a whole number from 1 on, got {number}")
-    ranks = tuple(_read_row(row, cells, source="") for row, cells in enumerate(rows))
-    if counts["num_ranks"] > len(stage_ranks):
+    for name, (expected, fits) in _JSON_FIELDS.items():
+        value = document.get(name)
+        if not fits(value):
+            raise ScheduleError(f"{name!r}: expected {expected}, got {quoted(json.dumps(value))}")
+    ranks = tuple(_read_row(row, cells, source="") for row, cells in enumerate(document["ranks"]))
+    stage_ranks, num_ranks = tuple(document["stage_ranks"]), document["num_ranks"]
+    if num_ranks > len(stage_ranks):
         raise ScheduleError(
-            f"'num_ranks': {counts['num_ranks']}, but 'stage_ranks' is of "
+            f"'num_ranks': {num_ranks}, but 'stage_ranks' is of "
             f"{number_of(len(stage_ranks), 'stage')}; every rank holds a stage"
         )
-    _refuse_far_counts(ranks, len(stage_ranks), counts["num_microbatches"], source="")
+    _refuse_far_counts(ranks, len(stage_ranks), document["num_microbatches"], source="")
     return Program(
-        name=_field(document, "name", str),
+        name=document["name"],
         placement=Placement(
-            num_ranks=counts["num_ranks"],
-            stage_ranks=tuple(stage_ranks),
-            copies=counts["copies"],
+            num_ranks=num_ranks, stage_ranks=stage_ranks, copies=document["copies"]
         ),
-        num_microbatches=counts["num_microbatches"],
-        num_splits=counts["num_splits"],
+        num_microbatches=document["num_microbatches"],
+        num_splits=document["num_splits"],
         ranks=ranks,
     )
 
@@ -279,13 +273,6 @@ def _whole(text: str) -> int:
     if len(text) > _MOST_DIGITS:
         raise ScheduleError(f"not a program: it has a number of {len(text)} digits")
     return int(text)
-
-
-def _field(document: dict[str, object], name: str, kind: type[T]) -> T:
-    value = document.get(name)
-    if type(value) is not kind:
-        raise ScheduleError(f"{name!r}: expected {_KINDS[kind]}, got {quoted(json.dumps(value))}")
-    return value
 
 
 def _parse(

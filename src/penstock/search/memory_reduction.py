@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.schedule.passes.offload import offload
-from penstock.schedule.passes.recompute import recompute
+from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
 from penstock.search.list_schedule import schedule_by_priority
 from penstock.search.problem import SearchProblem, slack

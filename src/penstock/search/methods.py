@@ -20,7 +20,7 @@ from itertools import product
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.check import problems
-from penstock.schedule.passes.merge_backward import merge_backward
+from penstock.schedule.passes import merge_backward
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS

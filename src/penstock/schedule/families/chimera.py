@@ -28,6 +28,7 @@ from __future__ import annotations
 from math import inf
 
 from penstock.schedule.action import Action, Op, action
+from penstock.schedule.families.common import program_of
 from penstock.schedule.list_schedule import ListScheduler, kind_needs
 from penstock.schedule.placement import Placement, bidirectional
 from penstock.schedule.program import Program
@@ -48,10 +49,6 @@ def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
 def chimera(*, ranks: int, microbatches: int) -> Program:
     """Both directions, scheduled slot by slot.
 
-    Args:
-        ranks: number of ranks, even.
-        microbatches: number of microbatches, at least 2.
-
     Example:
         >>> " ".join(map(str, chimera(ranks=2, microbatches=4).ranks[0]))
         '0F0 3F1 3B1 0B0 0F2 3F3 3B3 0B2'
@@ -68,12 +65,7 @@ def chimera(*, ranks: int, microbatches: int) -> Program:
     )
     policy = _Slots(scheduler, placement)
     scheduler.run(policy)
-    return Program(
-        name="chimera",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(map(tuple, policy.steps)),
-    )
+    return program_of("chimera", placement, microbatches, policy.steps)
 
 
 class _Slots:

@@ -6,7 +6,7 @@ This module knows no family: each of those says in its own file which of these i
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ __all__ = [
     "in_turn",
     "looped_order",
     "phased",
+    "program_of",
     "split_in_loops",
     "trailing",
 ]
@@ -37,6 +38,18 @@ Kind: TypeAlias = tuple[Op, int]
 
 Pattern: TypeAlias = Sequence[Kind | tuple[Kind, Kind] | Op]
 """Kinds in order; a pair of kinds is one block; a lone ``Op.WEIGHT_GRAD`` is that of any loop."""
+
+
+def program_of(
+    name: str, placement: Placement, microbatches: int, ranks: Iterable[Sequence[Step]]
+) -> Program:
+    """The program of these steps."""
+    return Program(
+        name=name,
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(map(tuple, ranks)),
+    )
 
 
 def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Action]:
@@ -144,26 +157,18 @@ def in_turn(name: str, *, microbatches: int, warmups: Sequence[int]) -> Program:
     """One stage per rank: some forwards, then one forward and one full backward in turn.
 
     Args:
-        name: the family's.
-        microbatches: number of microbatches.
         warmups: for each rank, how many forwards it starts with.
     """
     order = [(0, microbatch) for microbatch in range(microbatches)]
-    return Program(
-        name=name,
-        placement=linear(len(warmups)),
-        num_microbatches=microbatches,
-        ranks=tuple(
-            tuple(
-                alternate(
-                    chunks(Op.FORWARD, order, stages=(rank,)),
-                    chunks(Op.FULL_BACKWARD, order, stages=(rank,)),
-                    warmup=warmup,
-                )
-            )
-            for rank, warmup in enumerate(warmups)
-        ),
+    steps = (
+        alternate(
+            chunks(Op.FORWARD, order, stages=(rank,)),
+            chunks(Op.FULL_BACKWARD, order, stages=(rank,)),
+            warmup=warmup,
+        )
+        for rank, warmup in enumerate(warmups)
     )
+    return program_of(name, linear(len(warmups)), microbatches, steps)
 
 
 def trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list[Action]:
@@ -231,12 +236,8 @@ def first_microbatches(
         >>> " ".join(map(str, program.ranks[0]))
         '0F0 0B0'
     """
-    return Program(
-        name=name,
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(tuple(_kept(steps, microbatches)) for steps in ranks),
-    )
+    kept = (tuple(_kept(steps, microbatches)) for steps in ranks)
+    return program_of(name, placement, microbatches, kept)
 
 
 def _kept(steps: Sequence[Step], microbatches: int) -> Iterator[Step]:

@@ -30,7 +30,7 @@ Source: arXiv:2412.19437, sec. 3.2.1 (DualPipe).
 from __future__ import annotations
 
 from penstock.schedule.action import Action, Overlap, Step, action
-from penstock.schedule.families.common import phased
+from penstock.schedule.families.common import phased, program_of
 from penstock.schedule.families.dualpipev import phases
 from penstock.schedule.placement import Placement, bidirectional
 from penstock.schedule.program import Program
@@ -52,10 +52,6 @@ def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
 def dualpipe(*, ranks: int, microbatches: int) -> Program:
     """The phases of DualPipeV on both halves of the ranks, the halves in opposite directions.
 
-    Args:
-        ranks: number of ranks, even.
-        microbatches: number of microbatches, even, at least 2·``ranks``.
-
     Example:
         >>> " ".join(map(str, dualpipe(ranks=2, microbatches=4).ranks[0]))
         '0F0 3F1 0F2 3B1 (3F3;0B0)OVERLAP_F_B 3B3 0I2 0W2'
@@ -69,12 +65,7 @@ def dualpipe(*, ranks: int, microbatches: int) -> Program:
         place = min(rank, ranks - 1 - rank)
         steps = phased(phases(place, ranks // 2, microbatches // 2), stages=stages)
         programs.append(tuple(_numbered(step, placement) for step in steps))
-    return Program(
-        name="dualpipe",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(programs),
-    )
+    return program_of("dualpipe", placement, microbatches, programs)
 
 
 def _numbered(step: Step, placement: Placement) -> Step:

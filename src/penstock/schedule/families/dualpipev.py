@@ -38,10 +38,6 @@ _W = Op.WEIGHT_GRAD
 def dualpipev(*, ranks: int, microbatches: int) -> Program:
     """The phases of every rank, from its place in the V.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, dualpipev(ranks=1, microbatches=2).ranks[0]))
         '0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1'

@@ -28,10 +28,6 @@ __all__ = ["eager_1f1b"]
 def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
     """2(P - 1 - r) forwards on rank r, then one forward and one backward in turn.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, eager_1f1b(ranks=2, microbatches=4).ranks[0]))
         '0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3'

@@ -24,7 +24,7 @@ Source: the forward half of arXiv:2104.04473, sec. 2.2.
 from __future__ import annotations
 
 from penstock.schedule.action import Op
-from penstock.schedule.families.common import chunks, even_groups, looped_order
+from penstock.schedule.families.common import chunks, even_groups, looped_order, program_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -34,11 +34,6 @@ __all__ = ["forward_only"]
 def forward_only(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """Forwards of every microbatch over a looped placement.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        virtual: stages per rank.
-
     Example:
         >>> program = forward_only(ranks=2, microbatches=2, virtual=1)
         >>> " ".join(map(str, program.ranks[1]))
@@ -47,12 +42,5 @@ def forward_only(*, ranks: int, microbatches: int, virtual: int) -> Program:
     placement = looped(ranks, virtual)
     groups = even_groups(microbatches=microbatches, group=ranks)
     order = looped_order(virtual=virtual, groups=groups)
-    return Program(
-        name="forward-only",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(
-            tuple(chunks(Op.FORWARD, order, stages=placement.stages_of(rank)))
-            for rank in range(ranks)
-        ),
-    )
+    steps = (chunks(Op.FORWARD, order, stages=placement.stages_of(rank)) for rank in range(ranks))
+    return program_of("forward-only", placement, microbatches, steps)

@@ -53,9 +53,6 @@ def gis(*, ranks: int, microbatches: int, virtual: int, group: int | None = None
     """Groups of P microbatches, each weight gradient at once.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        virtual: stages per rank.
         group: the most microbatches that go round together; None for ``ranks``.
 
     Raises:
@@ -72,9 +69,6 @@ def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = No
     """Groups of ⌈P / 2⌉ microbatches, each weight gradient at once.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        virtual: stages per rank.
         group: the most microbatches that go round together; None for half of ``ranks``, rounded
             up.
 

@@ -17,7 +17,7 @@ Source: arXiv:1811.06965, sec. 2.3.
 from __future__ import annotations
 
 from penstock.schedule.action import Op
-from penstock.schedule.families.common import chunks
+from penstock.schedule.families.common import chunks, program_of
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
@@ -27,24 +27,13 @@ __all__ = ["gpipe"]
 def gpipe(*, ranks: int, microbatches: int) -> Program:
     """All forwards, then all backwards, on one stage per rank.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, gpipe(ranks=2, microbatches=2).ranks[1]))
         '1F0 1F1 1B0 1B1'
     """
     order = [(0, microbatch) for microbatch in range(microbatches)]
-    return Program(
-        name="gpipe",
-        placement=linear(ranks),
-        num_microbatches=microbatches,
-        ranks=tuple(
-            (
-                *chunks(Op.FORWARD, order, stages=(rank,)),
-                *chunks(Op.FULL_BACKWARD, order, stages=(rank,)),
-            )
-            for rank in range(ranks)
-        ),
+    steps = (
+        chunks(Op.FORWARD, order, stages=(rank,)) + chunks(Op.FULL_BACKWARD, order, stages=(rank,))
+        for rank in range(ranks)
     )
+    return program_of("gpipe", linear(ranks), microbatches, steps)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
+from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import chain_pattern
 from penstock.schedule.family import refuse_sizes
 from penstock.schedule.list_schedule import list_schedule
@@ -34,8 +35,6 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
     """Groups of P microbatches over a wave placement.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         virtual: stages per rank, twice the number of waves.
         waves: number of waves; None for what follows from ``virtual``. It overrides ``virtual``
             where that is the default, 2.
@@ -64,12 +63,7 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
         for order in pattern
     ]
     scheduled = list_schedule(placement, orders, limit=limit, spare=0)
-    return Program(
-        name="hanayo",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=scheduled.ranks,
-    )
+    return program_of("hanayo", placement, microbatches, scheduled.ranks)
 
 
 def _pattern(placement: Placement, group: int, limit: int) -> tuple[tuple[Action, ...], ...]:

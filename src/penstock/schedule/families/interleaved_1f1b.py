@@ -50,9 +50,6 @@ def interleaved_1f1b(
     """One forward and one backward in turn, over ``virtual`` stages per rank.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        virtual: stages per rank.
         group: the most microbatches that go round together; None for ``ranks`` or as few more as
             keep every rank busy.
 

@@ -28,7 +28,7 @@ Source: arXiv:2401.10241, sec. 2.2 (ZB-H1), over the loops of arXiv:2104.04473, 
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import even_groups, split_in_loops
+from penstock.schedule.families.common import even_groups, program_of, split_in_loops
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -38,11 +38,6 @@ __all__ = ["interleaved_zb"]
 def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """Forwards and input gradients in turn, with weight gradients r behind on rank r.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        virtual: stages per rank.
-
     Example:
         >>> program = interleaved_zb(ranks=2, microbatches=3, virtual=1)
         >>> " ".join(map(str, program.ranks[1]))
@@ -51,9 +46,4 @@ def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
     placement = looped(ranks, virtual)
     groups = even_groups(microbatches=microbatches, group=ranks)
     steps = split_in_loops(placement, groups=groups, behind=range(ranks))
-    return Program(
-        name="interleaved-zb",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(map(tuple, steps)),
-    )
+    return program_of("interleaved-zb", placement, microbatches, steps)

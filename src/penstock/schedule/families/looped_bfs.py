@@ -21,7 +21,7 @@ Source: arXiv:2211.05953, sec. 3.
 from __future__ import annotations
 
 from penstock.schedule.action import Op
-from penstock.schedule.families.common import chunks, looped_order
+from penstock.schedule.families.common import chunks, looped_order, program_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -31,11 +31,6 @@ __all__ = ["looped_bfs"]
 def looped_bfs(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """All forwards loop by loop, then all backwards loop by loop.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        virtual: stages per rank.
-
     Example:
         >>> program = looped_bfs(ranks=2, microbatches=2, virtual=2)
         >>> " ".join(map(str, program.ranks[1]))
@@ -44,15 +39,9 @@ def looped_bfs(*, ranks: int, microbatches: int, virtual: int) -> Program:
     order = looped_order(virtual=virtual, groups=(microbatches,))
     backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
     placement = looped(ranks, virtual)
-    return Program(
-        name="looped-bfs",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(
-            (
-                *chunks(Op.FORWARD, order, stages=placement.stages_of(rank)),
-                *chunks(Op.FULL_BACKWARD, backward, stages=placement.stages_of(rank)),
-            )
-            for rank in range(ranks)
-        ),
+    steps = (
+        chunks(Op.FORWARD, order, stages=placement.stages_of(rank))
+        + chunks(Op.FULL_BACKWARD, backward, stages=placement.stages_of(rank))
+        for rank in range(ranks)
     )
+    return program_of("looped-bfs", placement, microbatches, steps)

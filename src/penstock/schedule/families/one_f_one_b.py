@@ -23,10 +23,6 @@ __all__ = ["one_f_one_b"]
 def one_f_one_b(*, ranks: int, microbatches: int) -> Program:
     """P - 1 - r forwards on rank r, then one forward and one backward in turn.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, one_f_one_b(ranks=2, microbatches=2).ranks[0]))
         '0F0 0F1 0B0 0B1'

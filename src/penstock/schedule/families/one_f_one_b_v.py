@@ -41,8 +41,6 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
     """A block whose passes follow one another as closely as can be, with full backwards.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         limit: the most activations that a rank may hold; None for 2⌊(2P + 2) / 3⌋. What is above
             that by more than one is not used.
 

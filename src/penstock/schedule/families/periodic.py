@@ -25,6 +25,7 @@ from operator import itemgetter
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
+from penstock.schedule.families.common import program_of
 from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import Placement, v_shape
 from penstock.schedule.program import Program
@@ -200,9 +201,6 @@ def v_program(
     """A pattern over a V, repeated every six units (two forwards and backwards), then scheduled.
 
     Args:
-        name: the family's name.
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         legs: the gaps from rank to rank: of forwards on the way down, of forwards on the way up,
             and of backwards along each of them.
         turns: the gaps where both actions are on one rank: at the foot of the V, at the model's
@@ -226,6 +224,4 @@ def v_program(
     pattern = chain_pattern(placement, gaps=gaps, period=6, backward=backward)
     orders = pattern.orders(placement, microbatches=microbatches, backward=backward)
     scheduled = list_schedule(placement, orders, limit=limit, spare=spare, overtake=overtake)
-    return Program(
-        name=name, placement=placement, num_microbatches=microbatches, ranks=scheduled.ranks
-    )
+    return program_of(name, placement, microbatches, scheduled.ranks)

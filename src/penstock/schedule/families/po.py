@@ -38,7 +38,7 @@ from dataclasses import replace
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.families.gis import gis
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
-from penstock.schedule.passes.offload import offload
+from penstock.schedule.passes import offload
 from penstock.schedule.placement import Placement, looped
 from penstock.schedule.program import Program
 
@@ -49,8 +49,6 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
     """The activations of the earlier half of each rank's stages are offloaded.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         virtual: stages per rank; of an odd number, the greater half.
         ahead: how many computations a reload is asked for ahead of its backward.
 
@@ -78,9 +76,6 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
     """GIS, all activations offloaded but those that are needed again at once.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        virtual: stages per rank.
         ahead: how many computations a reload is asked for ahead of its backward.
 
     Raises:

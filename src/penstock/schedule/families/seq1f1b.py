@@ -30,8 +30,6 @@ def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
     """P - 2 - r + k forwards of pieces on rank r, then one forward and one backward in turn.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         splits: k, into how many pieces each sequence is split; 1 would be 1F1B.
 
     Raises:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
 from inspect import getdoc
 from sys import maxsize, modules
+from typing import Any
 
 from penstock.schedule.families.chimera import chimera
 from penstock.schedule.families.chimera import nearest as nearest_chimera
@@ -35,15 +35,35 @@ from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
 from penstock.schedule.families.zbv import zbv
 from penstock.schedule.family import Arrangement, Family
+from penstock.schedule.program import Program
 
 __all__ = ["FAMILIES"]
 
-_linear = partial(Family, arrangement=Arrangement.LINEAR, default_virtual=1, virtuals=(1,))
-_looped = partial(Family, arrangement=Arrangement.LOOPED, default_virtual=2, virtuals=None)
-_v_shaped = partial(Family, arrangement=Arrangement.V_SHAPE, default_virtual=2, virtuals=(2,))
-_both_ways = partial(
-    Family, arrangement=Arrangement.BIDIRECTIONAL, default_virtual=1, virtuals=(1,)
-)
+
+def _rows_of(
+    arrangement: Arrangement, virtual: int, virtuals: Sequence[int] | None
+) -> Callable[..., Family]:
+    """A function that makes rows of one arrangement."""
+
+    def row(
+        name: str, builder: Callable[..., Program], summary: str, source: str, **more: Any
+    ) -> Family:
+        fields: dict[str, Any] = {"arrangement": arrangement, "default_virtual": virtual}
+        fields["virtuals"] = virtuals
+        # The docstring of a builder's module draws a timeline, and has formulas and the source.
+        doc = getdoc(modules[builder.__module__]) or ""
+        return Family(
+            name=name, builder=builder, summary=summary, source=source, doc=doc, **(fields | more)
+        )
+
+    return row
+
+
+_linear = _rows_of(Arrangement.LINEAR, 1, (1,))
+_looped = _rows_of(Arrangement.LOOPED, 2, None)
+_v_shaped = _rows_of(Arrangement.V_SHAPE, 2, (2,))
+_wave = _rows_of(Arrangement.WAVE, 2, range(2, maxsize, 2))
+_both_ways = _rows_of(Arrangement.BIDIRECTIONAL, 1, (1,))
 
 _GROUP = {"group": "the most microbatches that go round the loop together"}
 _AHEAD = {"ahead": "how many computations a reload is asked for ahead of its backward"}
@@ -53,184 +73,170 @@ _COSTS = {
     "weight_grad": "what a weight gradient costs: a number, or one per stage",
 }
 
-_ROWS = (
+FAMILIES: tuple[Family, ...] = (
     _looped(
-        name="forward-only",
-        builder=forward_only,
+        "forward-only",
+        forward_only,
+        "forwards alone, for evaluation",
+        "arXiv:2104.04473",
         default_virtual=1,
-        summary="forwards alone, for evaluation",
-        source="arXiv:2104.04473",
     ),
+    _linear("gpipe", gpipe, "all forwards, then all backwards", "arXiv:1811.06965"),
     _linear(
-        name="gpipe",
-        builder=gpipe,
-        summary="all forwards, then all backwards",
-        source="arXiv:1811.06965",
-    ),
-    _linear(
-        name="1f1b",
-        builder=one_f_one_b,
-        summary="one forward, one backward in turn: GPipe's time in less memory",
-        source="arXiv:2007.01045",
+        "1f1b",
+        one_f_one_b,
+        "one forward, one backward in turn: GPipe's time in less memory",
+        "arXiv:2007.01045",
         aliases=("dapple",),
     ),
     _linear(
-        name="eager-1f1b",
-        builder=eager_1f1b,
-        summary="1F1B with twice the warm-up, so that messages travel while ranks compute",
-        source="arXiv:2211.05322",
+        "eager-1f1b",
+        eager_1f1b,
+        "1F1B with twice the warm-up, so that messages travel while ranks compute",
+        "arXiv:2211.05322",
     ),
     _linear(
-        name="seq1f1b",
-        builder=seq1f1b,
-        summary="1F1B over chunks of sequences, for causal models: a smaller bubble, less memory",
-        source="arXiv:2406.03488",
+        "seq1f1b",
+        seq1f1b,
+        "1F1B over chunks of sequences, for causal models: a smaller bubble, less memory",
+        "arXiv:2406.03488",
         options={"splits": "into how many chunks each sequence is split"},
         splits_sequences=True,
     ),
     _looped(
-        name="interleaved-1f1b",
-        builder=interleaved_1f1b,
-        summary="1F1B over several stages per rank: a smaller bubble, more messages",
-        source="arXiv:2104.04473",
+        "interleaved-1f1b",
+        interleaved_1f1b,
+        "1F1B over several stages per rank: a smaller bubble, more messages",
+        "arXiv:2104.04473",
         options=_GROUP,
     ),
     _looped(
-        name="looped-bfs",
-        builder=looped_bfs,
-        summary="GPipe over several stages per rank, for sharded parameters",
-        source="arXiv:2211.05953",
+        "looped-bfs",
+        looped_bfs,
+        "GPipe over several stages per rank, for sharded parameters",
+        "arXiv:2211.05953",
         aliases=("breadth-first",),
     ),
     _linear(
-        name="zb-h1",
-        builder=zb_h1,
-        summary="1F1B with a split backward: a third of the bubble, the same memory",
-        source="arXiv:2401.10241",
+        "zb-h1",
+        zb_h1,
+        "1F1B with a split backward: a third of the bubble, the same memory",
+        "arXiv:2401.10241",
     ),
     _linear(
-        name="zb-h2",
-        builder=zb_h2,
-        summary="no bubble within a rank's own time, for twice the memory",
-        source="arXiv:2401.10241",
+        "zb-h2",
+        zb_h2,
+        "no bubble within a rank's own time, for twice the memory",
+        "arXiv:2401.10241",
     ),
     _linear(
-        name="zb-1p",
-        builder=zb_1p,
-        summary="zero bubble searched for given costs, in the memory of P activations",
-        source="arXiv:2401.10241",
+        "zb-1p",
+        zb_1p,
+        "zero bubble searched for given costs, in the memory of P activations",
+        "arXiv:2401.10241",
         options=_COSTS,
     ),
     _linear(
-        name="zb-2p",
-        builder=zb_2p,
-        summary="zero bubble searched for given costs, in the memory of 2P activations",
-        source="arXiv:2401.10241",
+        "zb-2p",
+        zb_2p,
+        "zero bubble searched for given costs, in the memory of 2P activations",
+        "arXiv:2401.10241",
         options=_COSTS,
     ),
     _looped(
-        name="interleaved-zb",
-        builder=interleaved_zb,
-        summary="interleaved, with weight gradients put off into the bubble",
-        source="arXiv:2401.10241",
+        "interleaved-zb",
+        interleaved_zb,
+        "interleaved, with weight gradients put off into the bubble",
+        "arXiv:2401.10241",
         aliases=("interleaved-zero-bubble",),
     ),
     _looped(
-        name="gis",
-        builder=gis,
-        summary="interleaved zero bubble in less memory, for a larger bubble",
-        source="arXiv:2503.01328",
+        "gis",
+        gis,
+        "interleaved zero bubble in less memory, for a larger bubble",
+        "arXiv:2503.01328",
         options=_GROUP,
     ),
     _looped(
-        name="gis-h",
-        builder=gis_h,
-        summary="GIS in groups of P / 2: about half the memory of interleaved 1F1B",
-        source="arXiv:2503.01328",
+        "gis-h",
+        gis_h,
+        "GIS in groups of P / 2: about half the memory of interleaved 1F1B",
+        "arXiv:2503.01328",
         options=_GROUP,
     ),
     _looped(
-        name="po-h",
-        builder=po_h,
-        summary="interleaved, the activations of the earlier stages offloaded to the host",
-        source="arXiv:2503.01328",
+        "po-h",
+        po_h,
+        "interleaved, the activations of the earlier stages offloaded to the host",
+        "arXiv:2503.01328",
         options=_AHEAD,
     ),
     _looped(
-        name="po-f",
-        builder=po_f,
-        summary="GIS, all activations offloaded to the host",
-        source="arXiv:2503.01328",
+        "po-f",
+        po_f,
+        "GIS, all activations offloaded to the host",
+        "arXiv:2503.01328",
         options=_AHEAD,
     ),
     _v_shaped(
-        name="zbv",
-        builder=zbv,
-        summary="zero bubble over a V-shape, in 1F1B's memory",
-        source="arXiv:2401.10241",
+        "zbv",
+        zbv,
+        "zero bubble over a V-shape, in 1F1B's memory",
+        "arXiv:2401.10241",
         aliases=("zbv-zero-bubble",),
     ),
     _v_shaped(
-        name="v-zb",
-        builder=v_zb,
-        summary="zero bubble over a V-shape by a periodic pattern, in 1F1B's memory",
-        source="arXiv:2405.15362",
+        "v-zb",
+        v_zb,
+        "zero bubble over a V-shape by a periodic pattern, in 1F1B's memory",
+        "arXiv:2405.15362",
     ),
     _v_shaped(
-        name="v-half",
-        builder=v_half,
-        summary="half of 1F1B's memory and half of its bubble over a V-shape",
-        source="arXiv:2405.15362",
+        "v-half",
+        v_half,
+        "half of 1F1B's memory and half of its bubble over a V-shape",
+        "arXiv:2405.15362",
     ),
     _v_shaped(
-        name="v-min",
-        builder=v_min,
-        summary="a third of 1F1B's memory, two thirds of its bubble over a V-shape",
-        source="arXiv:2405.15362",
+        "v-min",
+        v_min,
+        "a third of 1F1B's memory, two thirds of its bubble over a V-shape",
+        "arXiv:2405.15362",
     ),
     _v_shaped(
-        name="1f1b-v",
-        builder=one_f_one_b_v,
-        summary="1F1B over a V-shape: two thirds of its memory, whole backwards",
-        source="arXiv:2405.15362",
+        "1f1b-v",
+        one_f_one_b_v,
+        "1F1B over a V-shape: two thirds of its memory, whole backwards",
+        "arXiv:2405.15362",
         options={"limit": "the most activations that a rank may hold"},
     ),
-    Family(
-        name="hanayo",
-        builder=hanayo,
-        arrangement=Arrangement.WAVE,
-        default_virtual=2,
-        virtuals=range(2, maxsize, 2),
-        summary="waves down and up the ranks: a bubble that falls with their number",
-        source="arXiv:2308.15762",
+    _wave(
+        "hanayo",
+        hanayo,
+        "waves down and up the ranks: a bubble that falls with their number",
+        "arXiv:2308.15762",
         options={"waves": "how many waves there are: half of virtual"},
     ),
     _v_shaped(
-        name="dualpipev",
-        builder=dualpipev,
-        summary="forwards and backwards overlapped over a V-shape",
-        source="arXiv:2412.19437",
+        "dualpipev",
+        dualpipev,
+        "forwards and backwards overlapped over a V-shape",
+        "arXiv:2412.19437",
     ),
     _both_ways(
-        name="dualpipe",
-        builder=dualpipe,
-        summary="two directions, a forward of one overlapped with a backward of the other",
-        source="arXiv:2412.19437",
+        "dualpipe",
+        dualpipe,
+        "two directions, a forward of one overlapped with a backward of the other",
+        "arXiv:2412.19437",
         rule="even P, even M ≥ 2P",
         nearest=nearest_dualpipe,
     ),
     _both_ways(
-        name="chimera",
-        builder=chimera,
-        summary="1F1B in two directions, each in the other's bubbles",
-        source="arXiv:2107.06925",
+        "chimera",
+        chimera,
+        "1F1B in two directions, each in the other's bubbles",
+        "arXiv:2107.06925",
         rule="even P, M ≥ 2",
         nearest=nearest_chimera,
     ),
-)
-
-FAMILIES = tuple(
-    # The docstring of a builder's module draws a timeline, and has formulas and the source.
-    replace(row, doc=getdoc(modules[row.builder.__module__]) or "")
-    for row in _ROWS
 )

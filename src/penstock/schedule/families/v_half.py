@@ -27,10 +27,6 @@ __all__ = ["v_half"]
 def v_half(*, ranks: int, microbatches: int) -> Program:
     """A block whose activations live half as long as V-ZB's.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, v_half(ranks=1, microbatches=1).ranks[0]))
         '0F0 1F0 1I0 0I0 1W0 0W0'

@@ -27,10 +27,6 @@ __all__ = ["v_min"]
 def v_min(*, ranks: int, microbatches: int) -> Program:
     """A block whose passes follow one another as closely as can be.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, v_min(ranks=1, microbatches=1).ranks[0]))
         '0F0 1F0 1I0 0I0 1W0 0W0'

@@ -32,7 +32,7 @@ from math import inf
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.families.common import alternate, chunks
+from penstock.schedule.families.common import alternate, chunks, program_of
 from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
 from penstock.schedule.index import index_program
@@ -52,8 +52,6 @@ def zb_1p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) ->
     """ZB-1p: the best of several warm-ups that hold P activations at most on each rank.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         costs: as ``zb_capped`` takes them.
 
     Example:
@@ -67,8 +65,6 @@ def zb_2p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) ->
     """ZB-2p: likewise, with 2P activations at most.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         costs: as ``zb_capped`` takes them.
 
     Example:
@@ -91,9 +87,6 @@ def zb_capped(
     """The best of several warm-ups that hold ``limit`` activations at most on each rank.
 
     Args:
-        name: the family's.
-        ranks: number of ranks.
-        microbatches: number of microbatches.
         limit: the most activations that a rank may hold, at least ``ranks``.
         forward: what a forward costs: one number, or one per stage.
         input_grad: what an input gradient costs, likewise.
@@ -121,12 +114,7 @@ def zb_capped(
             break
         # The first of equals is taken: the shortest warm-up.
         best = min(best, attempt(within=best.makespan), key=_merit)
-    return Program(
-        name=name,
-        placement=linear(ranks),
-        num_microbatches=microbatches,
-        ranks=best.ranks,
-    )
+    return program_of(name, linear(ranks), microbatches, best.ranks)
 
 
 def _merit(found: Scheduled) -> tuple[float, float]:

@@ -29,10 +29,6 @@ __all__ = ["zb_h1"]
 def zb_h1(*, ranks: int, microbatches: int) -> Program:
     """Interleaved zero bubble with one stage per rank.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, zb_h1(ranks=2, microbatches=3).ranks[1]))
         '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'

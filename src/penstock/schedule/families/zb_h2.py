@@ -21,7 +21,7 @@ Source: arXiv:2401.10241, sec. 2.2.
 from __future__ import annotations
 
 from penstock.schedule.action import Op
-from penstock.schedule.families.common import alternate, chunks, trailing
+from penstock.schedule.families.common import alternate, chunks, program_of, trailing
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
@@ -30,10 +30,6 @@ __all__ = ["zb_h2"]
 
 def zb_h2(*, ranks: int, microbatches: int) -> Program:
     """Forwards and input gradients in turn, with weight gradients 2r behind on rank r.
-
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
 
     Example:
         >>> " ".join(map(str, zb_h2(ranks=2, microbatches=3).ranks[1]))
@@ -49,9 +45,4 @@ def zb_h2(*, ranks: int, microbatches: int) -> Program:
         )
         weights = chunks(Op.WEIGHT_GRAD, order, stages=(rank,))
         programs.append(trailing(steps, weights, behind=2 * rank))
-    return Program(
-        name="zb-h2",
-        placement=linear(ranks),
-        num_microbatches=microbatches,
-        ranks=tuple(map(tuple, programs)),
-    )
+    return program_of("zb-h2", linear(ranks), microbatches, programs)

@@ -31,10 +31,6 @@ _W = Op.WEIGHT_GRAD
 def zbv(*, ranks: int, microbatches: int) -> Program:
     """Six phases per rank, from the rank's place in the V.
 
-    Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-
     Example:
         >>> " ".join(map(str, zbv(ranks=1, microbatches=2).ranks[0]))
         '0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1'

@@ -1,16 +1,18 @@
-"""From what is computed to what runs: the passes that the runtime applies, in their order."""
+"""From a program that computes to a program that runs: the passes that the runtime applies."""
 
 from __future__ import annotations
 
-from penstock.schedule.action import Op
-from penstock.schedule.check import TWO_WAY, Channels
-from penstock.schedule.passes.insert_sharding import insert_sharding
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op, Step, action
+from penstock.schedule.channels import TWO_WAY, Channels
+from penstock.schedule.check import last_steps
 from penstock.schedule.passes.insert_transfers import insert_transfers
-from penstock.schedule.passes.reduce_gradients import reduce_gradients
 from penstock.schedule.program import Program, refuse_no_program
-from penstock.schedule.rules import TRANSFERS
+from penstock.schedule.rules import COMPUTE, TRANSFERS, WEIGHT_GRADS
 
-__all__ = ["lower"]
+__all__ = ["insert_sharding", "lower", "reduce_gradients"]
+
+_SHARDING = frozenset({Op.UNSHARD, Op.RESHARD})
 
 
 def lower(
@@ -47,8 +49,118 @@ def lower(
     used = {act.op for act in program.actions()}
     if Op.REDUCE_GRAD not in used:
         program = reduce_gradients(program)
-    if sharding and used.isdisjoint({Op.UNSHARD, Op.RESHARD}):
+    if sharding and used.isdisjoint(_SHARDING):
         program = insert_sharding(program, max_unsharded_stages=max_unsharded_stages)
     if used.isdisjoint(TRANSFERS):
         program = insert_transfers(program, channels=channels)
     return program
+
+
+def reduce_gradients(program: Program) -> Program:
+    """Put a REDUCE_GRAD right after the last step that makes a weight gradient of each stage.
+
+        before   0F0 0F1 0B0 0B1        after   0F0 0F1 0B0 0B1 0REDUCE_GRAD
+
+    Keeps the order of all steps. A program without backwards stays as it is.
+
+    Args:
+        program: any program without REDUCE_GRAD.
+
+    Returns:
+        The program with one REDUCE_GRAD per stage that has a weight gradient.
+
+    Raises:
+        ScheduleError: the program has a REDUCE_GRAD already.
+
+    Example:
+        >>> from penstock.schedule.text import format_csv, parse_csv
+        >>> print(format_csv(reduce_gradients(parse_csv("0F0,0F1,0B0,0B1\\n"))), end="")
+        0F0,0F1,0B0,0B1,0REDUCE_GRAD
+    """
+    refuse_no_program(program, "reduce_gradients()")
+    if any(act.op is Op.REDUCE_GRAD for act in program.actions()):
+        raise ScheduleError(
+            f"program {program.name!r} says already where gradients are reduced; take its "
+            "REDUCE_GRAD actions out, or leave this pass out"
+        )
+    return program.with_ranks(
+        tuple(
+            _with_reductions(steps, len(program.placement.stages_of(rank)))
+            for rank, steps in enumerate(program.ranks)
+        )
+    )
+
+
+def _with_reductions(steps: tuple[Step, ...], num_stages: int) -> tuple[Step, ...]:
+    last = last_steps(steps, WEIGHT_GRADS, num_stages)
+    reduced = list(steps)
+    # From the end, so that the places further in front stay where they are. Of stages whose last
+    # weight gradients share a block, the lower is reduced first.
+    for stage, index in sorted(last.items(), key=lambda item: (item[1], item[0]), reverse=True):
+        reduced.insert(index + 1, action(stage, Op.REDUCE_GRAD))
+    return tuple(reduced)
+
+
+def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Program:
+    """Put UNSHARD before a stage is needed, and RESHARD when others are needed sooner.
+
+        before, at most 1   0F0 2F0 2B0 0B0
+        after               0UNSHARD 0F0 0RESHARD 2UNSHARD 2F0 2B0 2RESHARD 0UNSHARD 0B0 0RESHARD
+
+    Before each step, a rank holds the stages that it needs next, the nearest
+    ``max_unsharded_stages`` of them: with two or more, the next stage is gathered while this one
+    computes. Keeps the order of all other steps.
+
+    Args:
+        program: any program without UNSHARD and RESHARD.
+        max_unsharded_stages: the most stages of a rank whose parameters are whole at a time; an
+            overlapped block that computes on more holds as many as it needs.
+
+    Returns:
+        The program; every stage is resharded at its end.
+
+    Raises:
+        ScheduleError: the program has sharding already, or ``max_unsharded_stages`` is below 1.
+
+    Example:
+        >>> from penstock.schedule.text import format_csv, parse_csv
+        >>> print(format_csv(insert_sharding(parse_csv("0F0,1F0\\n"))), end="")
+        0UNSHARD,1UNSHARD,0F0,0RESHARD,1F0,1RESHARD
+    """
+    refuse_no_program(program, "insert_sharding()")
+    if max_unsharded_stages < 1:
+        raise ScheduleError(f"max_unsharded_stages is {max_unsharded_stages}; at least 1 is needed")
+    if any(act.op in _SHARDING for act in program.actions()):
+        raise ScheduleError(
+            f"program {program.name!r} says already when stages are unsharded; take its UNSHARD "
+            "and RESHARD actions out, or leave this pass out"
+        )
+    return program.with_ranks(
+        tuple(_with_sharding(steps, max_unsharded_stages) for steps in program.ranks)
+    )
+
+
+def _with_sharding(steps: tuple[Step, ...], most: int) -> tuple[Step, ...]:
+    sharded: list[Step] = []
+    present: tuple[int, ...] = ()
+    for step, wanted in zip(steps, _windows(steps, most), strict=True):
+        if wanted != present:
+            # Letting go first keeps within the limit.
+            sharded += [action(s, Op.RESHARD) for s in present if s not in wanted]
+            sharded += [action(s, Op.UNSHARD) for s in wanted if s not in present]
+            present = wanted
+        sharded.append(step)
+    sharded += [action(s, Op.RESHARD) for s in present]
+    return tuple(sharded)
+
+
+def _windows(steps: tuple[Step, ...], most: int) -> list[tuple[int, ...]]:
+    """For each step the stages that this and the following steps compute on, nearest first."""
+    windows: list[tuple[int, ...]] = []
+    upcoming: tuple[int, ...] = ()
+    for step in reversed(steps):
+        needed = tuple(dict.fromkeys(a.stage for a in step.parts if a.op in COMPUTE))
+        if needed != upcoming[: len(needed)]:
+            upcoming = needed + tuple(s for s in upcoming if s not in needed)
+        windows.append(upcoming[: max(most, len(needed))])
+    return windows[::-1]

@@ -1,4 +1,4 @@
-"""Moves activations to the host while they are not needed; knows no costs."""
+"""Passes over activations: recompute them, or offload them to the host."""
 
 from __future__ import annotations
 
@@ -6,11 +6,57 @@ from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Step, action
-from penstock.schedule.passes.common import refuse_kept_otherwise, stages_of
+from penstock.schedule.messages import is_count
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 
-__all__ = ["offload"]
+__all__ = ["offload", "recompute"]
+
+
+def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Program:
+    """Let stages run their forward again, right before the backward that needs its activations.
+
+        before   0F0 0F1 0B0 0B1        after   0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1
+
+    From F to RECOMPUTE a stage holds the microbatch's inputs alone. Keeps the order of all steps;
+    of a block that overlaps, the recomputation comes before the block.
+
+    Args:
+        program: any program with backwards, with or without transfers.
+        stages: the stages that recompute; None for all.
+
+    Returns:
+        The program with a RECOMPUTE for each microbatch of those stages.
+
+    Raises:
+        ScheduleError: no such stage, or a stage that is recomputed or offloaded already.
+
+    Source: arXiv:1604.06174.
+
+    Example:
+        >>> from penstock.schedule.text import format_csv, parse_csv
+        >>> print(format_csv(recompute(parse_csv("0F0,0B0\\n1F0,1I0,1W0\\n"))), end="")
+        0F0,0RECOMPUTE0,0B0
+        1F0,1RECOMPUTE0,1I0,1W0
+    """
+    chosen = _chosen(program, stages, "recompute()")
+    if not any(act.op in INPUT_GRADS for act in program.actions()):
+        raise ScheduleError(
+            f"program {program.name!r} has no backwards: there is nothing to recompute for"
+        )
+    return program.with_ranks(tuple(_recomputed(steps, chosen) for steps in program.ranks))
+
+
+def _recomputed(steps: tuple[Step, ...], stages: frozenset[int]) -> tuple[Step, ...]:
+    recomputed: list[Step] = []
+    for step in steps:
+        recomputed += (
+            action(act.stage, Op.RECOMPUTE, act.microbatch)
+            for act in step.parts
+            if act.op in INPUT_GRADS and act.stage in stages
+        )
+        recomputed.append(step)
+    return tuple(recomputed)
 
 
 def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int = 1) -> Program:
@@ -43,13 +89,11 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
         >>> print(format_csv(offload(program)), end="")
         0F0,0OFFLOAD0,0F1,0OFFLOAD1,0RELOAD0,0F2,0OFFLOAD2,0RELOAD1,0B0,0RELOAD2,0B1,0B2
     """
-    refuse_no_program(program, "offload()")
-    if not isinstance(ahead, int) or ahead < 1:
+    chosen = _chosen(program, stages, "offload()")
+    if not is_count(ahead):
         raise ScheduleError(
             f"offload(ahead={ahead!r}): expected a whole number of computations, at least 1"
         )
-    chosen = stages_of(program, stages)
-    refuse_kept_otherwise(program, chosen)
     return program.with_ranks(tuple(_offloaded(steps, chosen, ahead) for steps in program.ranks))
 
 
@@ -76,3 +120,25 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> t
         moved.append(step)
         moved += after.get(index, ())
     return tuple(moved)
+
+
+def _chosen(program: Program, stages: Iterable[int] | None, caller: str) -> frozenset[int]:
+    """The stages that are meant, all if None; refuses those that a pass has changed already."""
+    refuse_no_program(program, caller)
+    every = range(program.num_stages)
+    if stages is not None and not isinstance(stages, Iterable):
+        raise ScheduleError(f"stages={stages!r}: expected numbers of stages, such as [0, 2]")
+    chosen = frozenset(every if stages is None else stages)
+    unknown = sorted(chosen - set(every))
+    if unknown:
+        raise ScheduleError(
+            f"program {program.name!r} has no stages {unknown}; its stages are 0 to {every[-1]}"
+        )
+    ops = (Op.RECOMPUTE, Op.OFFLOAD)
+    taken = sorted({a.stage for a in program.actions() if a.op in ops and a.stage in chosen})
+    if taken:
+        raise ScheduleError(
+            f"program {program.name!r}: stages {taken} are recomputed or offloaded already; "
+            "pass stages= to choose others"
+        )
+    return chosen
