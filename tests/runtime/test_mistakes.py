@@ -441,7 +441,7 @@ def test_a_program_of_another_placement_is_told_from_its_text() -> None:
 
 def test_a_batch_without_rows() -> None:
     pipe = Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss, n_microbatches=2, split=[1])
-    with pytest.raises(ValueError, match=r"shape \(0, 2\) has no rows along dimension 0"):
+    with pytest.raises(ValueError, match=r"shape \(0, 2\) can.t be split into . microbatches"):
         pipe.step(torch.ones(0, 2), target=torch.ones(0, 2))
 
 

@@ -183,7 +183,7 @@ def test_saved_tensors_on_cpu() -> None:
     assert_same(found, expected)
 
 
-def test_a_custom_function_leaks_and_is_found() -> None:
+def test_the_parameters_of_a_custom_function_are_found() -> None:
     module = Calls(
         lambda m, t: Scale.apply(m.l(t), m.w) * m.w,
         l=nn.Linear(3, 3),
@@ -195,10 +195,10 @@ def test_a_custom_function_leaks_and_is_found() -> None:
     work = DeferredGrads()
     with work:
         out = module(*inputs)
-    leaks = find_undeferred([out], module.parameters())
-    assert [id(p) for p in leaks] == [id(module.w)]
+    undeferred = find_undeferred([out], module.parameters())
+    assert [id(p) for p in undeferred] == [id(module.w)]
 
-    work = DeferredGrads(leaks)
+    work = DeferredGrads(undeferred)
     with work:
         out = module(*inputs)
     with work:
@@ -227,10 +227,10 @@ class Squared(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved-zb"])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_hooks_see_the_whole_gradient_of_a_leaking_parameter_once(
+def test_hooks_see_the_whole_gradient_of_an_undeferred_parameter_once(
     schedule: str, microbatches: int
 ) -> None:
-    """From the first microbatch on, in whose forward the leak is found."""
+    """From the first microbatch on, in whose forward the parameter is found."""
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(3, 3), Squared()) for _ in range(4)]
     plain = copy.deepcopy(stages)
@@ -260,7 +260,7 @@ def test_hooks_see_the_whole_gradient_of_a_leaking_parameter_once(
                 torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_a_leak_is_added_once_to_a_gradient_that_is_there() -> None:
+def test_an_undeferred_gradient_is_added_once_to_one_that_is_there() -> None:
     torch.manual_seed(0)
     module, inputs = (
         Calls(lambda m, t: Scale.apply(t, m.w) + m.w, w=nn.Parameter(torch.ones(3))),
@@ -299,7 +299,7 @@ def test_data_assigned_to_a_weight_in_the_forward_are_the_weight_from_then_on() 
     torch.testing.assert_close(module.weight.norm(), torch.tensor(1.0))
 
 
-def test_ordinary_modules_leak_nothing() -> None:
+def test_ordinary_modules_have_no_undeferred_parameters() -> None:
     module = nn.Sequential(Block(8, 2), nn.BatchNorm1d(3), nn.LSTM(8, 4))
     with DeferredGrads():
         out, _ = module(x(2, 3, 8))

@@ -178,11 +178,6 @@ def _split_leaf(
             "along; pass another in its TensorChunkSpec"
         )
     rows = leaf.size(spec.split_dim)
-    if not rows:
-        raise ValueError(
-            f"a tensor of shape {tuple(leaf.shape)} has no rows along dimension {spec.split_dim}: "
-            "there is nothing to train on"
-        )
     if rows < chunks:
         raise ValueError(
             f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "

@@ -216,33 +216,24 @@ def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
             )
         return TensorMeta.of(leaf)
     if plain_tag(leaf) is None:
+        cls = type(leaf)
+        name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
         raise BoundaryError(
-            f"output {slot} is a {_named(type(leaf))}, which can't cross between stages; "
-            f"{_advice(leaf)}"
+            f"output {slot} is a {name}, which can't cross between stages; {_advice(leaf)}"
         )
     return leaf
 
 
-def _named(cls: type[Any]) -> str:
-    return (
-        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    )
-
-
 def _advice(leaf: Any) -> str:
-    """The advice in place of a leaf that can't cross."""
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "item"):
         return "return its .item(), or a tensor of an array"
-    plain = next((cls for cls in _SUBCLASSED if isinstance(leaf, cls)), None)
+    plain = next((cls for cls in (int, float, complex, str, bytes) if isinstance(leaf, cls)), None)
     if plain is not None:
         return f"return {plain.__name__}(…) of it: subclasses of {plain.__name__} would arrive bare"
     return (
         "tensors, numbers, strings, None and containers of these can, classes registered with "
         "torch's pytree among them"
     )
-
-
-_SUBCLASSED = (int, float, complex, str, bytes)
 
 
 def _same_plain(left: Plain, right: Plain) -> bool:
@@ -257,11 +248,12 @@ def _mismatch(slot: int, expected: TensorMeta | Plain, got: Any) -> BoundaryErro
 
 
 def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
-    """The spec of a user's example tensors; by default floating tensors take gradients.
+    """The spec of a user's example tensors.
 
     Args:
         values: example tensors, or None.
-        grads: per value an example gradient, None where it takes none; or None altogether.
+        grads: per value an example gradient, None where it takes none; or None altogether, if all
+            floating tensors take gradients.
         what: ``"input"`` or ``"output"``, for messages.
         stage_index: likewise.
 
@@ -270,27 +262,19 @@ def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> Boundar
     """
     if values is None:
         return None
-    given = _listed(values)
+    given = values if isinstance(values, (tuple, list)) else (values,)
     for value in given:
         if not isinstance(value, Tensor):
             raise BoundaryError(
                 f"stage {stage_index}: {what}_args holds a {type(value).__name__}, expected tensors"
             )
-    takes: list[bool]
     if grads is None:
         takes = [v.is_floating_point() or v.is_complex() for v in given]
     else:
-        listed = _listed(grads)
-        if len(listed) != len(given):
-            raise BoundaryError(
-                f"stage {stage_index}: {len(listed)} {what}_grads for {len(given)} {what}_args"
-            )
-        takes = [g is not None for g in listed]
-    described = tuple(
-        v.detach().to("meta").requires_grad_(take) for v, take in zip(given, takes, strict=True)
-    )
-    return describe(described)
-
-
-def _listed(values: Any) -> Sequence[Any]:
-    return values if isinstance(values, (tuple, list)) else (values,)
+        takes = [g is not None for g in (grads if isinstance(grads, (tuple, list)) else (grads,))]
+    if len(takes) != len(given):
+        raise BoundaryError(
+            f"stage {stage_index}: {len(takes)} {what}_grads for {len(given)} {what}_args"
+        )
+    pairs = zip(given, takes, strict=True)
+    return describe(tuple(v.detach().to("meta").requires_grad_(take) for v, take in pairs))

@@ -1,11 +1,10 @@
-"""The reference that every pipeline is held against: one process, one plain loop.
+"""The reference of every pipeline: one process, one plain loop.
 
     for mb in microbatches:
         (loss_fn(model(mb), target_mb) / n).backward()
 
-``plain_step`` is that loop; ``snapshot`` notes what a step has left in a model or a pipeline;
-``assert_same`` compares two snapshots, exactly or within a tolerance. Nothing here knows
-stages, schedules or ranks: what it compares only has names.
+``plain_step`` is that loop; ``snapshot`` copies the gradients and buffers of a model or a pipeline;
+``assert_same`` compares two snapshots, exactly or within a tolerance.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["PlainResult", "Snapshot", "Tolerance", "assert_same", "plain_step", 
 
 
 class Named(Protocol):
-    """What has named parameters and buffers: an ``nn.Module``, or a ``penstock.Pipeline``."""
+    """An ``nn.Module``, a ``penstock.Pipeline``, or the like."""
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The parameters by name."""
@@ -37,13 +36,13 @@ class Named(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainResult:
-    """What the plain loop computed, beside the gradients that it left.
+    """The results of the plain loop, beside the gradients.
 
     Args:
         loss: the mean of the microbatches' losses, a scalar.
         losses: the losses by microbatch.
         outputs: the model's outputs by microbatch, detached where they are tensors.
-        metrics: by microbatch, what the loss function returned beside the loss; None if nothing.
+        metrics: the loss function's metrics by microbatch; None without.
     """
 
     loss: Tensor
@@ -72,8 +71,8 @@ def plain_step(
         loss_fn: ``loss_fn(output, target)`` gives a scalar tensor, or ``(scalar, metrics)``;
             ``loss_fn(output)`` likewise, of the output alone.
         args: the model's inputs, a whole batch, split as the pipeline splits it.
-        target: what the loss is computed against, a whole batch.
-        n_microbatches: into how many to split; not needed with ready microbatches.
+        target: the targets of a whole batch.
+        n_microbatches: the number of microbatches; not needed with ready microbatches.
         arg_mbs, kwarg_mbs, target_mbs: ready microbatches, instead of a batch to split.
         loss_kwargs: keyword arguments of the loss function.
         scale_grads: whether each loss is divided by the number of microbatches.
@@ -83,7 +82,7 @@ def plain_step(
         Losses, outputs and metrics.
 
     Raises:
-        ValueError: the number of microbatches is neither given nor to be seen from a list.
+        ValueError: neither the number of microbatches nor a list of them is given.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -122,11 +121,11 @@ def plain_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a step has left in a model: copies, which later steps don't change.
+    """Copies of a model's gradients and buffers.
 
     Args:
-        grads: the gradient of every parameter by name; None where it has none, which is not the
-            same as zeros: an optimizer passes over the one and decays the other.
+        grads: the gradient of every parameter by name. None is not the same as zeros: an optimizer
+            skips the one and decays the other.
         buffers: every buffer by name.
     """
 
@@ -155,10 +154,10 @@ def snapshot(source: Named) -> Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How far two values may lie apart, where their terms are summed in different orders.
+    """The allowed difference of two values whose terms are summed in different orders.
 
     Args:
-        relative: in relation to the largest finite magnitude of the expected tensor. Not to each
+        relative: relative to the largest finite magnitude of the expected tensor, not to each
             element: a sum that cancels to almost nothing keeps the rounding of its terms.
         absolute: in the values' own unit.
     """
@@ -174,12 +173,12 @@ def assert_same(
     tolerance: Tolerance | None = None,
     partial: bool = False,
 ) -> None:
-    """Hold one snapshot against another: names, None-ness, shapes, dtypes and values.
+    """Compare two snapshots: names, None, shapes, dtypes and values.
 
     Args:
-        actual: what is in doubt.
-        expected: what it should be.
-        tolerance: how far values may differ; None demands equal numbers (a NaN equals a NaN).
+        actual: the snapshot to check.
+        expected: the reference.
+        tolerance: the allowed difference; None demands equal numbers (a NaN equals a NaN).
         partial: whether ``actual`` may be a part of ``expected``, as one rank's stages are.
 
     Raises:
