@@ -34,7 +34,6 @@ from penstock._torch_compat import (
     is_metadata_assert,
     quietly,
     refusing,
-    registries,
     shape_check,
 )
 from penstock.errors import PartitionError
@@ -197,22 +196,12 @@ def _no_state_kept(model: nn.Module) -> Iterator[None]:
     """
     snapshot = ModuleSnapshot(model)
     snapshot.hold()
-    tables = [
-        (f"{name}." if name else "", table, dict(table))
-        for name, module in model.named_modules()
-        for table in registries(module)
-        if isinstance(table, dict)  # scripted modules have wrappers of their own
-    ]
     try:
         yield
     finally:
-        changed, _, _ = snapshot.changes()
+        changes = snapshot.changes()
         snapshot.restore()
-        for prefix, table, held in tables:
-            names = {**held, **table}
-            changed += [f"{prefix}{n}" for n in names if table.get(n) is not held.get(n)]
-            table.clear()
-            table.update(held)
+    changed = [*changes.attributes, *changes.replaced]
     if changed:
         raise PartitionError(
             f"the forward changes {', '.join(changed)}, which a graph would not: every microbatch "

@@ -30,8 +30,8 @@ from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.leaf_modules import LeafModules
 from penstock.partition.forward.leaf_runner import LeafRunner, RunOnValues, with_values
 from penstock.partition.forward.module_state import (
-    ContainerTensors,
     ModuleSnapshot,
+    StateChanges,
     TensorVersions,
     are_same,
     hidden_tensors_message,
@@ -42,7 +42,6 @@ from penstock.partition.forward.module_state import (
 from penstock.partition.forward.placeholder import (
     NeedsValue,
     PlaceholderTensor,
-    Provenance,
     TopLevelOps,
     ValueKind,
     ValueRef,
@@ -163,12 +162,11 @@ class ForwardTracer:
         ]
         self._runner = LeafRunner(leaves.leaves, device)
         self._device = device
-        self._inside = False
         self.captures = False
         # Attributes that leaf modules set, and that the top-level forward replaces: not to be read
         # before that in a microbatch, which the next run shows.
         self._set: set[tuple[str, str]] = set()
-        self._replaced: set[str] = set()
+        self._replaced: dict[str, Tensor] = {}
         # The error of a run on shapes, where the top-level forward looked at a value.
         self._looked: NeedsValue | None = None
 
@@ -220,12 +218,11 @@ class ForwardTracer:
         if self._runner.on_values:
             for placeholder, tensor in self._state:
                 placeholder.body = with_values(tensor, self._device)
-        for name in self._replaced:
-            holder, last = self._container_of(name)
-            before = vars(holder)[last]
-            body = with_values(before, self._device) if self._runner.on_values else on_meta(before)
-            ref = ValueRef(ValueKind.STATE, 0, 0, name)
-            vars(holder)[last] = PlaceholderTensor(body, self._device, Provenance({ref}))
+        for name, tensor in self._replaced.items():
+            path, _, last = name.rpartition(".")
+            body = with_values(tensor, self._device) if self._runner.on_values else on_meta(tensor)
+            made = PlaceholderTensor.of(ValueRef(ValueKind.STATE, 0, 0, name), body, self._device)
+            vars(self._containers[path])[last] = made
         self._root.train(training)
         self._runner.train(training)
         leaves, tree = flatten((args, dict(kwargs)))
@@ -253,10 +250,6 @@ class ForwardTracer:
             draws=self._ops.num_draws > 0,
         )
 
-    def _container_of(self, name: str) -> tuple[nn.Module, str]:
-        path, _, last = name.rpartition(".")
-        return self._containers[path], last
-
     def _enter(self, index: int, leaf: Any, name: str) -> Any:
         """An input as the model gets it; those that are not floating point have values."""
         if not isinstance(leaf, Tensor):
@@ -268,7 +261,7 @@ class ForwardTracer:
         if not leaf.is_floating_point():
             return body
         ref = ValueRef(ValueKind.INPUT, 0, index, name)
-        return PlaceholderTensor(body, self._device, Provenance({ref}))
+        return PlaceholderTensor.of(ref, body, self._device)
 
     def _run_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -281,7 +274,7 @@ class ForwardTracer:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # stages will warn themselves
-            tensors, snapshot = ContainerTensors(self._containers), ModuleSnapshot(self._root)
+            snapshot = ModuleSnapshot(self._root)
             snapshot.hold()
             self._ops = TopLevelOps(self._calls)
             self._host = _host_states()
@@ -289,28 +282,28 @@ class ForwardTracer:
                 with self._ops:
                     output = self._root(*args, **kwargs)
                 self._refuse_host_draws()
-                return output, self._state_changes(tensors)
+                return output, self._state_changes(snapshot)
             finally:
                 snapshot.restore()
 
-    def _state_changes(self, tensors: ContainerTensors) -> frozenset[str]:
+    def _state_changes(self, snapshot: ModuleSnapshot) -> frozenset[str]:
         """The parameters and buffers that the top-level forward writes into.
 
         Raises:
             PartitionError: it replaces one, or writes into a tensor that is neither.
         """
-        replaced, written = tensors.replaced(), tensors.written()
-        for name, is_registered in replaced.items():
-            if is_registered:
-                raise PartitionError(replaced_message(name))
-            self._replaced.add(name)
-        for name, is_registered in written.items():
-            if not is_registered and name not in replaced:
+        changes, loose = snapshot.changes(), snapshot.loose
+        for name in changes.replaced:
+            raise PartitionError(replaced_message(name))
+        for name in loose.keys() & set(changes.attributes):
+            self._replaced.setdefault(name, loose[name])
+        for name in changes.written:
+            if name in loose and name not in self._replaced:
                 raise PartitionError(
                     f"the top-level forward writes into {name}, a tensor that is neither parameter "
                     "nor buffer; register it as a buffer of a module that runs whole"
                 )
-        return frozenset(name for name, is_registered in written.items() if is_registered)
+        return frozenset(changes.written) - loose.keys()
 
     def _refuse_hook(self, what: str) -> None:
         raise PartitionError(
@@ -339,7 +332,7 @@ class ForwardTracer:
         given = unflatten(tree, lowered)
         marked = mark()
         self.captures |= bool(marked)
-        result, attributes, buffers = self._run_leaf(leaf, given)
+        result, changes = self._run_leaf(leaf, given)
         _refuse_filled(leaf, opaque, given, lowered, tree)
         output: Any = ((result, capture_since(marked)),)
         if self._runner.casts:  # return what all others do
@@ -350,7 +343,7 @@ class ForwardTracer:
                 needs=frozenset(refs_of(leaves)),
                 output=_describe_output(leaf, output),
                 writes=versions.written(),
-                changes=(*buffers, *attributes),
+                changes=(*changes.replaced, *changes.written, *changes.attributes),
                 detached=self._runner.trains(leaf) and in_function_forward(),
             )
         )
@@ -358,19 +351,19 @@ class ForwardTracer:
         for i, each in enumerate(made):
             if isinstance(each, Tensor):
                 ref = ValueRef(ValueKind.OUTPUT, index, i, leaf)
-                made[i] = PlaceholderTensor(each, self._device, Provenance({ref}))
+                made[i] = PlaceholderTensor.of(ref, each, self._device)
         self._outputs.append(TensorVersions(made))
         for i in versions.written():
             self._note_write(ValueRef(ValueKind.WRITE, index, i, leaf), leaves[i])
-        for name in attributes:
+        for name in changes.attributes:
             self._set.add((leaf, name))
             mark_stale(run, name, _stale_message(leaf, name))
         ((result, captured),) = unflatten(shape, made)
         replay(captured, marked)
         return result
 
-    def _run_leaf(self, leaf: str, given: Any) -> tuple[Any, list[str], list[str]]:
-        """A leaf module's result, and the attributes and buffers of its own that it changes."""
+    def _run_leaf(self, leaf: str, given: Any) -> tuple[Any, StateChanges]:
+        """A leaf module's result, and the state of its own that it changes."""
         args, kwargs = given
         with self._runner.module_of(leaf) as module:
             snapshot = ModuleSnapshot(module)
@@ -380,17 +373,17 @@ class ForwardTracer:
             try:
                 with self._hooks.paused():
                     result = self._runner.run(leaf, module, args, kwargs)
-                attributes, filled, buffers = snapshot.changes()
+                changes = snapshot.changes()
             finally:
                 self._ops.__enter__()  # type: ignore[no-untyped-call]
                 snapshot.restore()
                 self._host = _host_states()
-        if filled:
+        for name in changes.filled:
             raise PartitionError(
-                f"{leaf} puts tensors into its attribute {filled[0]}, a container that modules on "
+                f"{leaf} puts tensors into its attribute {name}, a container that modules on "
                 "other stages may hold too, where they would not see it; have it return them"
             )
-        return result, attributes, buffers
+        return result, changes
 
     def _note_write(self, ref: ValueRef, tensor: Tensor) -> None:
         """Record that a leaf module wrote into an argument: its value comes from there too."""

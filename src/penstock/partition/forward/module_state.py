@@ -11,19 +11,20 @@ This module knows no stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock._torch_compat import HOOKS, WRAPPERS_STATE, registries, version_of
+from penstock._torch_compat import HOOKS, WRAPPERS_STATE, version_of
 from penstock.partition.forward.placeholder import PlaceholderTensor
 
 __all__ = [
     "NO_STATE",
     "PLAIN",
-    "ContainerTensors",
     "ModuleSnapshot",
+    "StateChanges",
     "TensorVersions",
     "are_same",
     "hidden_tensors_message",
@@ -36,6 +37,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # The attributes that every module has.
 NO_STATE = frozenset(vars(nn.Module()))
 _MISSING = object()
+_RESTORED = (*HOOKS, "_parameters", "_buffers")
 
 
 class TensorVersions:
@@ -56,11 +58,31 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChanges:
+    """State of a module that a call has changed, by name.
+
+    Args:
+        attributes: attributes with other values; equal plain values count as unchanged.
+        filled: those among them whose containers hold new tensors.
+        replaced: parameters and buffers in whose places other tensors stand.
+        written: parameters, buffers and tensors in attributes that were written into.
+    """
+
+    attributes: tuple[str, ...]
+    filled: tuple[str, ...]
+    replaced: tuple[str, ...]
+    written: tuple[str, ...]
+
+
 class ModuleSnapshot:
-    """Attributes, buffers and hooks of a module and all within it.
+    """Attributes, parameters, buffers and hooks of a module and all within it.
 
     Args:
         module: the module.
+
+    Attributes:
+        loose: the tensors held in attributes, beside parameters and buffers, since ``hold``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,7 +93,7 @@ class ModuleSnapshot:
         """All that attributes, and the containers in them, hold now: for ``fresh_tensors``."""
         found: list[Any] = []
         for label, container in self._containers:
-            if label is not None:
+            if label:
                 found += container.values() if isinstance(container, dict) else container
         return found
 
@@ -84,8 +106,9 @@ class ModuleSnapshot:
             return []
         known = set(map(id, (*before, *self._module.parameters(), *self._module.buffers())))
         found = {
-            name
-            for name, value in self._attributes()
+            _name(label, key)
+            for label, container in self._containers
+            for key, value in _tracked_items(label, container)
             if id(value) not in known and any(id(t) not in known for t in tensors_in(value))
         }
         self._find_containers()
@@ -93,42 +116,52 @@ class ModuleSnapshot:
 
     def hold(self) -> None:
         """Hold all that is there, for ``changes`` and ``restore``."""
-        self._held: list[tuple[str | None, Any, Any]] = [
+        self._held: list[tuple[str, Any, Any]] = [
             (label, each, dict(each) if isinstance(each, dict) else list(each))
             for label, each in self._containers
         ]
-        self._buffers = dict(self._module.named_buffers())
-        self._versions = TensorVersions(self._buffers.values())
+        self.loose: dict[str, Tensor] = {
+            _name(label, key): value
+            for label, attributes in self._containers
+            if label.endswith(".")
+            for key, value in _tracked_items(label, attributes)
+            if isinstance(value, Tensor)
+        }
+        self._registered = self._parameters_and_buffers()
+        self._versions = TensorVersions((*self._registered.values(), *self.loose.values()))
 
-    def changes(self) -> tuple[list[str], list[str], list[str]]:
-        """State that has changed since ``hold``; equal plain values count as unchanged.
-
-        Returns:
-            The attributes, those among them whose containers hold new tensors, and the buffers.
-        """
+    def changes(self) -> StateChanges:
+        """The state that has changed since ``hold``."""
         attributes: dict[str, None] = {}
         filled: list[str] = []
         for label, container, held in self._held:
-            if label is None or _is_same(container, held):
+            if _is_same(container, held):
                 continue
-            if label.endswith("."):
-                for key, value in container.items():
-                    if _is_tracked(key) and not _is_equal(value, held.get(key, _MISSING)):
-                        attributes[f"{label}{key}".removeprefix(".")] = None
-                continue
-            attributes[label] = None
-            known = set(map(id, held.values() if isinstance(held, dict) else held))
-            values = container.values() if isinstance(container, dict) else container
-            if any(id(value) not in known and tensors_in(value) for value in values):
-                filled.append(label)
-        names, now = list(self._buffers), dict(self._module.named_buffers())
-        written = {names[i] for i in self._versions.written()}
-        written |= {name for name in now if now[name] is not self._buffers.get(name)}
-        written |= {name for name in names if name not in now}
-        return list(attributes), filled, sorted(written)
+            before = held if isinstance(held, dict) else dict.fromkeys(map(id, held))
+            for key, value in _tracked_items(label, container):
+                if label.endswith("."):
+                    if not _is_equal(value, before.get(key, _MISSING)):
+                        attributes[_name(label, key)] = None
+                    continue
+                attributes[label] = None
+                known = before.get(key) is value if isinstance(held, dict) else id(value) in before
+                if not known and tensors_in(value):
+                    filled.append(label)
+        now = self._parameters_and_buffers()
+        names = [*self._registered, *self.loose]
+        return StateChanges(
+            attributes=tuple(attributes),
+            filled=tuple(filled),
+            replaced=tuple(
+                name
+                for name in {**self._registered, **now}
+                if now.get(name) is not self._registered.get(name)
+            ),
+            written=tuple(names[i] for i in self._versions.written()),
+        )
 
     def restore(self) -> None:
-        """Make attributes, the contents of their containers, and hooks what they were."""
+        """Make attributes, the contents of their containers, and registries what they were."""
         for _, container, held in self._held:
             if _is_same(container, held):
                 continue
@@ -138,68 +171,39 @@ class ModuleSnapshot:
                 container.clear()
                 container.update(held)
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
-        for label, container in self._containers:
-            if label is None or not label.endswith("."):
-                values = container.values() if isinstance(container, dict) else container
-                yield from () if label is None else ((label, value) for value in values)
-            else:
-                items = (item for item in container.items() if _is_tracked(item[0]))
-                yield from ((f"{label}{key}".removeprefix("."), value) for key, value in items)
+    def _parameters_and_buffers(self) -> dict[str, Tensor]:
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
 
     def _find_containers(self) -> None:
         """Find where values may appear: attributes, and the lists, dicts and objects in them.
 
-        Each has its label: of a module's attributes its path with a dot behind, of a container in
-        an attribute that attribute's name, and of hooks None.
+        Each has a label: of a module's attributes its path with a dot behind, of a container in an
+        attribute that attribute's name, and of registries none.
         """
         met: set[int] = set()
-        self._containers: list[tuple[str | None, Any]] = []
+        self._containers: list[tuple[str, Any]] = []
         for path, module in self._module.named_modules():
             attributes = vars(module)
             self._containers.append((f"{path}.", attributes))
             for name, value in attributes.items():
-                if name in HOOKS:
-                    self._containers.append((None, value))
+                if name in _RESTORED and isinstance(value, dict):  # not the wrappers of torch.jit
+                    self._containers.append(("", value))
                 elif _is_tracked(name) and id(value) not in met:
                     met.add(id(value))
                     label = f"{path}.{name}".removeprefix(".")
                     self._containers += [(label, each) for each in _containers_in(value)]
 
 
-class ContainerTensors:
-    """Parameters, buffers and other tensors that containers hold, as they are now.
+def _name(label: str, key: Any) -> str:
+    return f"{label}{key}".removeprefix(".") if label.endswith(".") else label
 
-    Args:
-        containers: the container modules, by name.
-    """
 
-    def __init__(self, containers: Mapping[str, nn.Module]) -> None:
-        self._containers = containers
-        self._held = dict(self._tensors())
-        self._versions = TensorVersions(tensor for tensor, _ in self._held.values())
-
-    def replaced(self) -> dict[str, bool]:
-        """The names that held a tensor and now hold something else; True for registered ones."""
-        now = dict(self._tensors())
-        return {
-            name: is_registered
-            for name, (tensor, is_registered) in self._held.items()
-            if now.get(name, (None,))[0] is not tensor
-        }
-
-    def written(self) -> dict[str, bool]:
-        """The tensors that were written into; True for parameters and buffers."""
-        held = list(self._held.items())
-        return {held[i][0]: held[i][1][1] for i in self._versions.written()}
-
-    def _tensors(self) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-        for path, module in self._containers.items():
-            dot = f"{path}." if path else ""
-            for each in (vars(module), *registries(module)):
-                for name, value in each.items():
-                    if isinstance(value, Tensor):
-                        yield f"{dot}{name}", (value, each is not vars(module))
+def _tracked_items(label: str, container: Any) -> Iterator[tuple[Any, Any]]:
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    if label.endswith("."):
+        yield from (item for item in items if _is_tracked(item[0]))
+    elif label:
+        yield from items
 
 
 def _is_tracked(name: Any) -> bool:

@@ -133,6 +133,11 @@ class PlaceholderTensor(Tensor):
         self.body = body
         self.provenance = provenance
 
+    @classmethod
+    def of(cls, ref: ValueRef, body: Tensor, device: torch.device) -> PlaceholderTensor:
+        """A placeholder for one value."""
+        return cls(body, device, Provenance({ref}))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and provenance."""
         origin = describe_refs(self.provenance.refs)
@@ -220,7 +225,7 @@ def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> P
     """
     body = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))
     if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
-        return PlaceholderTensor(body, device, Provenance({ref}))
+        return PlaceholderTensor.of(ref, body, device)
     made: PlaceholderTensor = _Guarded.apply(_anchor, body, device, ref)  # type: ignore[no-untyped-call]
     return made
 
@@ -241,7 +246,7 @@ class _Guarded(torch.autograd.Function):
         ctx: Any, anchor: Tensor, body: Tensor, device: torch.device, ref: ValueRef
     ) -> PlaceholderTensor:
         ctx.ref = ref
-        return PlaceholderTensor(body, device, Provenance({ref}))
+        return PlaceholderTensor.of(ref, body, device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -292,7 +297,7 @@ class TopLevelOps(TorchDispatchMode):
             if type(leaf) is PlaceholderTensor:
                 leaf.provenance.refs.add(ref)
             elif isinstance(leaf, Tensor):
-                return PlaceholderTensor(leaf, leaf.device, Provenance({ref}))
+                return PlaceholderTensor.of(ref, leaf, leaf.device)
             return leaf
 
         return optree.tree_map(drawn, result, none_is_leaf=True)

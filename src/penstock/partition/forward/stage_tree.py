@@ -35,7 +35,6 @@ from penstock.errors import PartitionError
 from penstock.partition.forward.leaf_modules import LeafModules
 from penstock.partition.forward.placeholder import (
     PlaceholderTensor,
-    Provenance,
     ValueKind,
     ValueRef,
     on_meta,
@@ -121,8 +120,8 @@ class StageTree:
             if names is None or any(map(is_own, names)):
                 return tensor
             if names[0] not in self._placeholders:
-                provenance = Provenance({ValueRef(ValueKind.PARAMETER, 0, 0, names[0])})
-                made = PlaceholderTensor(on_meta(tensor), device, provenance)
+                ref = ValueRef(ValueKind.PARAMETER, 0, 0, names[0])
+                made = PlaceholderTensor.of(ref, on_meta(tensor), device)
                 self._placeholders[names[0]] = made
             return self._placeholders[names[0]]
 
