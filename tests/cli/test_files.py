@@ -11,7 +11,7 @@ import pytest
 from rich.progress import Progress, TaskID
 from torch.nn import functional as F
 
-from penstock import Costs, Pipeline, build, check, load_csv, simulate
+from penstock import Costs, Op, Pipeline, build, check, load_csv, simulate
 from penstock.cli.sources import complete
 from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
@@ -203,8 +203,8 @@ def test_what_copies_and_recomputations_took_are_costs() -> None:
     program = move_to_host(build("gpipe", ranks=2, microbatches=4), stages=[0])
     costs = Costs(forward=2, input_grad=3, weight_grad=1, offload=4, reload=5, recompute=6)
     found = costs_of(simulate(recompute(program, stages=[1]), costs).trace, 2)
-    assert found.copies(num_stages=2) == ((4, 0), (5, 0))
-    assert found.recomputation(num_stages=2) == (0, 6)
+    assert found.offload_times(num_stages=2) == ((4, 0), (5, 0))
+    assert found.of(Op.RECOMPUTE, num_stages=2) == (0, 6)
 
 
 def test_render_tells_of_a_memory_limit_as_simulate_does(penstock: Command, tmp_path: Path) -> None:

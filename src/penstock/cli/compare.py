@@ -17,8 +17,7 @@ from penstock.cli.sources import complete, is_file, load_program, takes_virtual
 from penstock.cli.values import number, percent
 from penstock.errors import ScheduleError
 from penstock.schedule.registry import family
-from penstock.simulate.costs import Costs
-from penstock.simulate.shares import share_of, share_out
+from penstock.simulate.costs import Costs, share_of, share_out
 from penstock.simulate.simulation import Simulation
 
 __all__ = ["compare"]

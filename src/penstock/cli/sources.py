@@ -21,7 +21,7 @@ from penstock.schedule.family import Family
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.schedule.text import from_json, load_csv
-from penstock.simulate.fitting import build_for
+from penstock.simulate.costs import build_for
 from penstock.trace import Trace
 
 __all__ = ["complete", "is_file", "load", "load_program", "takes_virtual"]

@@ -1,47 +1,50 @@
-"""Times that no program can beat, each with its argument: pure functions of costs and placement.
+"""Lower bounds on makespan and span, each with its argument: functions of costs and placement.
 
-They are made of what a stage owes, and of ``head``, ``turn`` and ``tail`` of the chain that a
-microbatch goes through (``penstock.simulate.chains``).
+The work of a rank is fixed: a forward and a backward per microbatch of each stage it holds. Its
+order is free, except for the chain that each microbatch goes through:
 
-The arguments, for each rank r; the greatest is the bound:
+    stage 0   F ╲                       ╱ I  W        head    from the step's start until the chain
+    stage 1      F ╲                 ╱ I                      first comes to a stage
+    stage 2         F ╲           ╱ I                 turn    from the start of F until its gradient
+    stage 3            F ─────► I                             can be back
+                                                      tail    from the end of I to the chain's end
 
-- COMPUTE: a rank does one thing at a time. Its span is at least what it owes.
+The arguments, for each rank; the greatest is the bound:
+
+- COMPUTE: a rank runs one action at a time. Its span is at least its work.
 - PATH: one microbatch goes down and up the whole chain. A span lasts at least a turn, I and W.
-- WARM_UP: up to its first I a rank can do nothing but forwards, and those after its head. The I
-  can't start before head and turn; what it owes beyond those forwards comes after. And the last I
-  on its lowest stage comes after all other F and I of the rank, and before its tail.
-- MEMORY: up to its first I a rank frees nothing, so of forwards there fit only as many as memory
-  holds. An activation is held for a turn, I and W: all of them together can't take more than the
-  limit x the span, less what is not yet, or no longer, in use while the first come and the last
-  go. And of K that fit, each one frees its place after that time at the earliest, so that the
-  forwards come in rounds of K.
+- WARM_UP: up to its first I a rank can run nothing but forwards, and those after its head. The I
+  can't start before head and turn; the work beyond those forwards comes after. And the last I on
+  its lowest stage comes after all other F and I of the rank, and before its tail.
+- MEMORY: up to its first I a rank frees nothing, so only as many forwards fit as memory holds. An
+  activation is held for a turn, I and W: all of them together can't take more than the limit x the
+  span, less what is unused while the first come and the last go. And of K that fit, each frees its
+  place after that time at the earliest, so forwards come in rounds of K.
 
-They hold for every program with these stages on these ranks, whatever its family, if its blocks
-hold one forward and one backward; with costs for a block that overlaps, each action is taken to
-cost no more than what is left of it in the best such block. MEMORY holds for programs that
-neither offload nor recompute. Extra work (recomputation, sequence splits that wait for each other)
-only adds to a program's time. This module plays nothing and searches nothing.
+They hold for every program with these stages on these ranks whose overlapped pairs hold one forward
+and one backward; with costs of overlap, each action is taken to cost no more than what is left of
+it in the best such pair. MEMORY holds for programs that neither offload nor recompute.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
 from penstock.schedule.family import refuse_sizes
 from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement, looped
-from penstock.simulate.chains import StageChain, chains
 from penstock.simulate.costs import Costs
 
 __all__ = ["Argument", "Bound", "LowerBounds", "least_memory", "lower_bounds"]
 
 
 class Argument(Enum):
-    """Why no program is faster; the arguments stand in the module's docstring."""
+    """The reason why no program is faster; see the module's docstring."""
 
     COMPUTE = "compute"
     PATH = "path"
@@ -51,13 +54,7 @@ class Argument(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One bound.
-
-    Args:
-        value: a time that no program can beat.
-        argument: why.
-        rank: the rank that the argument is about.
-    """
+    """One bound, its argument, and the rank that the argument is about."""
 
     value: float
     argument: Argument
@@ -66,23 +63,35 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerBounds:
-    """What no program can beat.
+    """Bounds on any program.
 
     Args:
-        makespan: the least makespan.
-        span: the least span.
-        makespan_by: the argument that gave it.
-        span_by: likewise.
         makespans: for each argument that applies, its best bound on the makespan.
         spans: likewise on the span.
     """
 
-    makespan: float
-    span: float
-    makespan_by: Argument
-    span_by: Argument
     makespans: tuple[Bound, ...]
     spans: tuple[Bound, ...]
+
+    @property
+    def makespan(self) -> float:
+        """The best bound on the makespan."""
+        return max(self.makespans, key=_value).value
+
+    @property
+    def span(self) -> float:
+        """The best bound on the span."""
+        return max(self.spans, key=_value).value
+
+    @property
+    def makespan_by(self) -> Argument:
+        """The argument of the best bound on the makespan."""
+        return max(self.makespans, key=_value).argument
+
+    @property
+    def span_by(self) -> Argument:
+        """The argument of the best bound on the span."""
+        return max(self.spans, key=_value).argument
 
 
 def lower_bounds(
@@ -95,26 +104,21 @@ def lower_bounds(
     memory_limit: float | None = None,
     backward: bool = True,
 ) -> LowerBounds:
-    """The least makespan and the least span of any program of these stages.
-
-    Where costs tell of blocks that overlap: of any whose blocks hold a forward and a backward each.
+    """Lower bounds on makespan and span of any program of these stages.
 
     Args:
-        costs: what each kind of action costs.
+        costs: the cost of each kind of action.
         ranks: number of ranks.
         microbatches: number of microbatches, at least 1.
-        virtual: stages per rank, in loops, where there is no ``placement``.
-        placement: which rank holds which stage.
-        memory_limit: the most that a rank may hold at once, in activations, or in bytes where
-            ``costs.activation_bytes`` is given; None where memory is no limit.
+        virtual: stages per rank, in loops, without a ``placement``.
+        placement: the rank of every stage.
+        memory_limit: the most that a rank may hold at once, in activations, or in bytes if
+            ``costs.activation_bytes`` is given; None for no limit.
         backward: whether there are backwards.
 
-    Returns:
-        The bounds, and which argument gave each.
-
     Raises:
-        ScheduleError: a memory limit that no program can meet (the message says the least that
-            one can); a placement for another number of ranks; costs for another number of stages.
+        ScheduleError: a memory limit that no program meets (the message gives the least feasible
+            one); a placement for another number of ranks; costs for another number of stages.
 
     Example:
         >>> bounds = lower_bounds(Costs(), ranks=4, microbatches=8)
@@ -130,7 +134,7 @@ def lower_bounds(
             f"lower_bounds: ranks={ranks}, but the placement is one of "
             f"{number_of(placed.num_ranks, 'rank')}"
         )
-    stages = chains(costs, placed, microbatches, backward)
+    stages = _chains(costs, placed, microbatches, backward)
     if memory_limit is not None and backward:
         least = least_memory(costs, placement=placed, microbatches=microbatches)
         if not memory_limit >= least:
@@ -143,29 +147,31 @@ def lower_bounds(
     for rank in range(ranks):
         owed = [stage for stage in stages if stage.rank == rank and stage.count]
         if owed:
-            found = _rank_bounds(owed, rank, memory_limit, backward)
-            makespans += found[0]
-            spans += found[1]
-    return LowerBounds(
-        makespan=max(bound.value for bound in makespans),
-        span=max(bound.value for bound in spans),
-        makespan_by=max(makespans, key=_value).argument,
-        span_by=max(spans, key=_value).argument,
-        makespans=_best(makespans),
-        spans=_best(spans),
-    )
+            found = _both_ways(owed, memory_limit) if backward else _forwards_alone(owed)
+            for argument, (makespan, span) in found.items():
+                makespans.append(Bound(value=makespan, argument=argument, rank=rank))
+                spans.append(Bound(value=span, argument=argument, rank=rank))
+    return LowerBounds(makespans=_best(makespans), spans=_best(spans))
+
+
+def _best(bounds: Iterable[Bound]) -> tuple[Bound, ...]:
+    """For each argument its greatest bound."""
+    found: dict[Argument, Bound] = {}
+    for bound in bounds:
+        if bound.argument not in found or bound.value > found[bound.argument].value:
+            found[bound.argument] = bound
+    return tuple(found.values())
+
+
+def _value(bound: Bound) -> float:
+    return bound.value
 
 
 def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> float:
     """The least that any program without offload holds at once on its fullest rank.
 
     When a microbatch has come to the last of a rank's stages, the rank holds its activations on
-    all of them: none of its backwards has run.
-
-    Args:
-        costs: for what an activation takes.
-        placement: which rank holds which stage.
-        microbatches: number of microbatches; with fewer than copies, some copies hold nothing.
+    all of them. With fewer microbatches than copies of the model, some copies hold nothing.
     """
     sizes, _ = costs.held(num_stages=placement.num_stages)
     held: dict[tuple[int, int], float] = {}
@@ -176,32 +182,98 @@ def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> fl
     return max(held.values())
 
 
-def _rank_bounds(
-    stages: Sequence[StageChain], rank: int, memory_limit: float | None, backward: bool
-) -> tuple[list[Bound], list[Bound]]:
-    """The bounds on makespan and span that the stages of one rank give."""
-    found = _both_ways(stages, memory_limit) if backward else _forwards_alone(stages)
-    return (
-        [Bound(value=m, argument=a, rank=rank) for a, (m, _) in found.items()],
-        [Bound(value=s, argument=a, rank=rank) for a, (_, s) in found.items()],
+@dataclass(slots=True, kw_only=True)
+class _Chain:
+    """The work of a stage, and the chain from it: each time is a lower bound."""
+
+    rank: int
+    count: int  # microbatches that go through it
+    forward: float
+    input_grad: float
+    backward: float  # I and W together
+    owed: float  # F, I and W, less what a pair may save
+    owed_to_input: float  # F and I, less what a pair may save
+    held: float
+    held_for_weights: float  # the less of what is held before and after I
+    work: float  # F without what a pair saves: the most that it comes to
+    head: float = 0.0
+    turn: float = 0.0
+    tail: float = 0.0  # without backwards: after F
+
+
+def _chains(costs: Costs, placement: Placement, microbatches: int, backward: bool) -> list[_Chain]:
+    """All stages, by number; each copy of a model is a chain of its own."""
+    size = placement.num_stages
+    costs.refuse_misfits(placement)
+    stages = _work(costs, placement, microbatches)
+    for number, stage in enumerate(stages):
+        ahead = placement.neighbour(number, -1)
+        if ahead is not None:
+            lower = stages[ahead]
+            stage.head = lower.head + lower.forward + costs.travel(ahead, number, placement)
+            last = max(lower.backward, lower.input_grad + lower.tail)
+            stage.tail = costs.travel(number, ahead, placement) + last if backward else 0.0
+    for number in reversed(range(size)):
+        stage, behind = stages[number], placement.neighbour(number, +1)
+        stage.turn = stage.forward
+        if behind is not None:
+            higher, there = stages[behind], costs.travel(number, behind, placement)
+            back = costs.travel(behind, number, placement)
+            stage.turn += there + higher.turn + higher.input_grad + back
+            if not backward:
+                stage.tail = there + higher.forward + higher.tail
+    return stages
+
+
+def _work(costs: Costs, placement: Placement, microbatches: int) -> list[_Chain]:
+    """The work of each stage, without its chain."""
+    size = placement.num_stages
+    forward, by_input, full = (
+        costs.of(op, num_stages=size) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.FULL_BACKWARD)
     )
+    before, after = costs.held(num_stages=size)
+    pairs = [math.inf] * placement.num_ranks
+    longest = [0.0] * placement.num_ranks
+    if costs.overlap is not None:
+        for stage, length in enumerate(costs.per_stage("overlap", num_stages=size)):
+            rank = placement.rank_of(stage)
+            pairs[rank] = min(pairs[rank], length)
+            longest[rank] = max(longest[rank], full[stage])
+    stages = []
+    for stage, rank in enumerate(placement.stage_ranks):
+        # At best each forward stands in the shortest pair, with the longest backward.
+        saved = max(0.0, forward[stage] + longest[rank] - pairs[rank])
+        stages.append(
+            _Chain(
+                rank=rank,
+                count=len(range(placement.copy_of(stage), microbatches, placement.copies)),
+                forward=min(forward[stage], pairs[rank]),
+                input_grad=min(by_input[stage], pairs[rank]),
+                backward=min(full[stage], pairs[rank]),
+                owed=forward[stage] + full[stage] - saved,
+                owed_to_input=forward[stage] + by_input[stage] - saved,
+                held=before[stage],
+                held_for_weights=min(before[stage], after[stage]),
+                work=forward[stage],
+            )
+        )
+    return stages
 
 
-def _forwards_alone(stages: Sequence[StageChain]) -> dict[Argument, tuple[float, float]]:
-    """For each argument its bounds on makespan and span, where there are no backwards."""
+def _forwards_alone(stages: Sequence[_Chain]) -> dict[Argument, tuple[float, float]]:
+    """For each argument its bounds on makespan and span, without backwards."""
     head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
     owed = sum(stage.count * stage.forward for stage in stages)
     path = max(stage.head + stage.forward + stage.tail for stage in stages)
-    one = max(stage.forward for stage in stages)
     return {
         Argument.COMPUTE: (owed, owed),
-        Argument.PATH: (path, one),
+        Argument.PATH: (path, max(stage.forward for stage in stages)),
         Argument.WARM_UP: (head + owed + tail, owed),
     }
 
 
 def _both_ways(
-    stages: Sequence[StageChain], memory_limit: float | None
+    stages: Sequence[_Chain], memory_limit: float | None
 ) -> dict[Argument, tuple[float, float]]:
     """For each argument its bounds on makespan and span, forwards and backwards."""
     head = min(stage.head for stage in stages)
@@ -217,7 +289,7 @@ def _both_ways(
         Argument.WARM_UP: _warm_up(stages, work),
     }
     if memory_limit is not None:
-        # More than everything at once is held by none.
+        # No program holds more than everything at once.
         memory_limit = min(memory_limit, sum(stage.count * stage.held for stage in stages))
         makespan, span = _warm_up(stages, min(work, _fitting_work(stages, memory_limit)))
         held = max(_memory_time(stages, memory_limit, owed), _rounds(stages, memory_limit))
@@ -225,7 +297,7 @@ def _both_ways(
     return found
 
 
-def _warm_up(stages: Sequence[StageChain], work: float) -> tuple[float, float]:
+def _warm_up(stages: Sequence[_Chain], work: float) -> tuple[float, float]:
     """The bounds on makespan and span if no more than ``work`` is done up to the first I."""
     head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
     owed = sum(stage.count * stage.owed for stage in stages)
@@ -236,7 +308,7 @@ def _warm_up(stages: Sequence[StageChain], work: float) -> tuple[float, float]:
     return begun + max(owed, to_input + tail), turn - min(turn, work) + owed
 
 
-def _fitting_work(stages: Sequence[StageChain], limit: float) -> float:
+def _fitting_work(stages: Sequence[_Chain], limit: float) -> float:
     """The most forward work whose activations fit: the densest first, the last one in part."""
     sizes = {stage.held for stage in stages}
     if len(sizes) == 1 and (size := sizes.pop()) > 0:
@@ -251,7 +323,7 @@ def _fitting_work(stages: Sequence[StageChain], limit: float) -> float:
     return work
 
 
-def _memory_time(stages: Sequence[StageChain], limit: float, owed: float) -> float:
+def _memory_time(stages: Sequence[_Chain], limit: float, owed: float) -> float:
     """The least span in which all activations have their memory for as long as they need it."""
     need = sum(
         stage.count
@@ -275,7 +347,7 @@ def _memory_time(stages: Sequence[StageChain], limit: float, owed: float) -> flo
     return (need + unused * (forward + weights)) / limit
 
 
-def _rounds(stages: Sequence[StageChain], limit: float) -> float:
+def _rounds(stages: Sequence[_Chain], limit: float) -> float:
     """The least span if each activation frees its place only after its life."""
     longest = 0.0
     for chosen in (stages, *([stage] for stage in stages)):
@@ -289,27 +361,13 @@ def _rounds(stages: Sequence[StageChain], limit: float) -> float:
             + (stage.input_grad if stage.held_for_weights < stage.held else stage.backward)
             for stage in chosen
         )
-        count = sum(stage.count for stage in chosen)
-        rounds, rest = divmod(count - 1, places)
+        rounds, rest = divmod(sum(stage.count for stage in chosen) - 1, places)
         forward = min(stage.forward for stage in chosen)
-        # A round lasts as long as the forwards that it takes, too.
+        # A round lasts as long as its forwards, too.
         longest = max(longest, rounds * max(life, places * forward) + rest * forward + life)
     return longest
 
 
-def _best(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
-    """For each argument its greatest bound."""
-    found = (
-        max((b for b in bounds if b.argument is argument), key=_value, default=None)
-        for argument in Argument
-    )
-    return tuple(bound for bound in found if bound is not None)
-
-
 def _whole(number: float) -> int:
-    """``number`` rounded down; what a rounding error alone keeps from the next one is that."""
+    """``number`` rounded down, up to a rounding error."""
     return math.floor(number * (1 + 1e-12) + 1e-12)
-
-
-def _value(bound: Bound) -> float:
-    return bound.value

@@ -1,24 +1,35 @@
-"""What each action costs in a simulated step: time, messages, memory.
+"""The cost of each action in a simulated step: time, messages, memory.
 
-Costs are abstract: their unit is the caller's (1, seconds, microseconds; bytes, activations), and
-simulated times and peaks come in the same unit. This module knows neither programs nor the order
-in which anything runs; of placements, which stages send to each other.
+Costs are abstract: simulated times and peaks come in the caller's unit (1, seconds, microseconds;
+bytes, activations).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import index
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.registry import build, family
 
-__all__ = ["Cost", "Costs", "MessageCost", "PerEdge", "as_number"]
+__all__ = [
+    "Cost",
+    "Costs",
+    "MessageCost",
+    "PerEdge",
+    "as_number",
+    "build_for",
+    "share_of",
+    "share_out",
+    "wanted_costs",
+]
 
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
@@ -26,7 +37,7 @@ Cost: TypeAlias = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerEdge:
-    """What ``Costs`` keeps of a mapping per edge: hashable, and compared by value.
+    """A cost per edge: hashable, and compared by value.
 
     Args:
         costs: pairs of neighbouring stages, the lower one first, and the cost both ways; sorted.
@@ -35,7 +46,7 @@ class PerEdge:
     costs: tuple[tuple[tuple[int, int], float], ...]
 
     def between(self, stage: int, to_stage: int, *, others: float) -> float:
-        """The cost from one stage to another; ``others`` where there is none for the two."""
+        """The cost from one stage to another; ``others`` if there is none for the two."""
         edge = (min(stage, to_stage), max(stage, to_stage))
         return next((cost for known, cost in self.costs if known == edge), others)
 
@@ -46,6 +57,9 @@ MessageCost: TypeAlias = Cost | Mapping[tuple[int, int], float] | PerEdge
 _PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 _POSITIVE = ("bandwidth", "offload_bandwidth")
+# Costs of messages and channels do not shrink with finer stages.
+_WHOLE = {*_PER_EDGE, *_SWITCHES, "message_bytes", "offload_bandwidth"}
+_HELD = {"weight_grad_bytes", "recompute_bytes"}
 # Sums and quotients of numbers in this range are finite, and above 0.
 _LEAST, _MOST = 1e-100, 1e100
 
@@ -62,22 +76,22 @@ class Costs:
         latency: from the end of an action to the arrival of its result on another rank; per
             sending stage, or per edge: ``{(1, 2): 5.0}`` is 5 between the neighbouring stages 1
             and 2, both ways, and 0 between others. It takes no compute time.
-        overlap: a block that overlaps a forward and a backward, at the stage of its first part;
-            None where it lasts as long as its parts one after the other.
-        recompute: a second forward, ahead of the backward; None for what ``forward`` costs.
+        overlap: an overlapped pair of a forward and a backward, at the stage of its first part;
+            None if it takes as long as its parts one after the other.
+        recompute: a second forward, ahead of the backward; None for the cost of ``forward``.
         offload: the copy of an activation to the host, beside the compute; None for
-            ``activation_bytes`` ÷ ``offload_bandwidth``, or no time where one is not given.
+            ``activation_bytes`` ÷ ``offload_bandwidth``, or no time if one is not given.
         reload: the copy back; None likewise.
-        message_bytes: what a stage sends to the next one for a microbatch; the gradient that
-            comes back is as large. Of the last stage it means nothing.
+        message_bytes: the size of the message of a stage to the next one for a microbatch; the
+            gradient that comes back is as large. That of the last stage means nothing.
         bandwidth: bytes per unit of time between two ranks, per sending stage or, as the
             latency, per edge (other edges: no limit); a message takes its bytes ÷ bandwidth, then
-            the latency. None where messages take the latency alone.
-        activation_bytes: what a stage holds of a microbatch from the start of F to the end of I;
+            the latency. None if messages take the latency alone.
+        activation_bytes: held by a stage for a microbatch from the start of F to the end of I;
             None to count activations instead of bytes, 1 each.
-        weight_grad_bytes: what is held from there to the end of W, be it less or more; None for as
-            much. A full backward holds ``activation_bytes`` to its end.
-        recompute_bytes: what is held from F to the recomputation where a stage is recomputed.
+        weight_grad_bytes: held from there to the end of W, be it less or more; None for as much.
+            A full backward holds ``activation_bytes`` to its end.
+        recompute_bytes: held from F to the recomputation, if a stage is recomputed.
         offload_bandwidth: bytes per unit of time between a rank and its host, each way.
         transfers_overlap: whether a rank computes while its messages are on their way; if not, it
             computes nothing for bytes ÷ bandwidth after each result that it sends.
@@ -137,38 +151,26 @@ class Costs:
             object.__setattr__(self, field.name, value)
 
     def of(self, op: Op, *, num_stages: int) -> tuple[float, ...]:
-        """The cost of ``op`` on each stage; 0 for what takes no compute time.
-
-        Args:
-            op: the operation.
-            num_stages: number of stages of the program.
+        """The cost of ``op`` on each stage; 0 for an op that takes no compute time.
 
         Raises:
             ScheduleError: a cost was given per stage, but not for ``num_stages`` stages.
         """
         match op:
-            case Op.FORWARD:
-                return self.per_stage("forward", num_stages=num_stages)
-            case Op.INPUT_GRAD:
-                return self.per_stage("input_grad", num_stages=num_stages)
-            case Op.WEIGHT_GRAD:
-                return self.per_stage("weight_grad", num_stages=num_stages)
+            case Op.FORWARD | Op.INPUT_GRAD | Op.WEIGHT_GRAD:
+                return self.per_stage(op.name.lower(), num_stages=num_stages)
             case Op.FULL_BACKWARD:
                 inputs = self.per_stage("input_grad", num_stages=num_stages)
                 weights = self.per_stage("weight_grad", num_stages=num_stages)
                 return tuple(i + w for i, w in zip(inputs, weights, strict=True))
             case Op.RECOMPUTE:
-                return self.recomputation(num_stages=num_stages)
+                name = "forward" if self.recompute is None else "recompute"
+                return self.per_stage(name, num_stages=num_stages)
             case _:
                 return (0.0,) * num_stages
 
-    def recomputation(self, *, num_stages: int) -> tuple[float, ...]:
-        """The time of a second forward on each stage."""
-        name = "forward" if self.recompute is None else "recompute"
-        return self.per_stage(name, num_stages=num_stages)
-
-    def copies(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The times of an offload and of a reload on each stage, on the rank's copy channel."""
+    def offload_times(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The times of an offload and of a reload on each stage, in the channels of the rank."""
         plain = (0.0,) * num_stages
         if self.activation_bytes is not None and self.offload_bandwidth is not None:
             sizes = self.per_stage("activation_bytes", num_stages=num_stages)
@@ -181,20 +183,15 @@ class Costs:
         return offload, reload
 
     def latency_between(self, stage: int, to_stage: int, *, num_stages: int) -> float:
-        """The latency of a message from ``stage`` to a neighbour on another rank.
-
-        Args:
-            stage: the sending stage.
-            to_stage: the receiving one.
-            num_stages: number of stages of the program.
+        """The latency of a message from a stage to a neighbour on another rank.
 
         Raises:
-            ScheduleError: latencies for another number of stages, or of stages that are not there.
+            ScheduleError: latencies for another number of stages, or of stages that do not exist.
         """
         return self._between("latency", stage, to_stage, num_stages, others=0.0)
 
     def transfer(self, stage: int, to_stage: int, *, num_stages: int) -> float:
-        """How long a message from ``stage`` to a neighbour is on its way, without the latency."""
+        """The time of a message from a stage to a neighbour on another rank, without latency."""
         if self.bandwidth is None:
             return 0.0
         # The gradient that comes back to a stage is as large as what the stage sent on.
@@ -202,7 +199,7 @@ class Costs:
         return size / self._between("bandwidth", stage, to_stage, num_stages, others=math.inf)
 
     def travel(self, stage: int, to_stage: int, placement: Placement) -> float:
-        """How long a result takes from ``stage`` to a neighbour: no time on one rank."""
+        """The time that a result takes from a stage to a neighbour: none on one rank."""
         if placement.same_rank(stage, to_stage):
             return 0.0
         latency = self.latency_between(stage, to_stage, num_stages=placement.num_stages)
@@ -226,15 +223,10 @@ class Costs:
         return before, self.per_stage("weight_grad_bytes", num_stages=num_stages)
 
     def per_stage(self, name: str, *, num_stages: int) -> tuple[float, ...]:
-        """The cost called ``name`` (a field that is not None), one number per stage.
-
-        Args:
-            name: one of the fields, such as ``"latency"``.
-            num_stages: number of stages of the program.
+        """The cost of a field that is neither None nor per edge, one number per stage.
 
         Raises:
-            ScheduleError: the cost was given per stage, but not for ``num_stages`` stages; or it
-                was given per edge.
+            ScheduleError: the cost was given for another number of stages, or per edge.
         """
         value = self._fitting(name, num_stages)
         if isinstance(value, PerEdge):
@@ -245,19 +237,15 @@ class Costs:
         return value if isinstance(value, tuple) else (value,) * num_stages
 
     def refuse_misfits(self, placement: Placement) -> None:
-        """Look at all costs, whether or not a program on this placement sends or copies anything.
-
-        Args:
-            placement: how the program's stages lie.
+        """Raises for costs that do not fit a placement, whether or not a program needs them.
 
         Raises:
-            ScheduleError: a cost for another number of stages, or for an edge that is not there.
+            ScheduleError: a cost for another number of stages, or for an edge that does not exist.
         """
-        num_stages = placement.num_stages
         for field in fields(self):
             if field.name in _SWITCHES or getattr(self, field.name) is None:
                 continue
-            value = self._fitting(field.name, num_stages)
+            value = self._fitting(field.name, placement.num_stages)
             for edge, _ in value.costs if isinstance(value, PerEdge) else ():
                 if placement.neighbour(edge[0], +1) != edge[1]:
                     raise ScheduleError(
@@ -285,6 +273,68 @@ class Costs:
         return value
 
 
+def build_for(costs: Costs, name: str, /, **options: Any) -> Program:
+    """``penstock.build``, with those of the costs that are options of the schedule.
+
+    Example:
+        >>> build_for(Costs(forward=2), "1f1b", ranks=2, microbatches=4).num_stages
+        2
+    """
+    return build(name, **{**wanted_costs(costs, name), **options})
+
+
+def wanted_costs(costs: Costs, name: str) -> dict[str, object]:
+    """The costs that are options of a schedule, as those options.
+
+    Example:
+        >>> wanted_costs(Costs(forward=2), "zb-1p"), wanted_costs(Costs(forward=2), "1f1b")
+        ({'forward': 2.0, 'input_grad': 1.0, 'weight_grad': 1.0}, {})
+    """
+    known = {field.name for field in fields(Costs)}
+    return {each: getattr(costs, each) for each in family(name).options if each in known}
+
+
+def share_of(program: Program) -> float:
+    """By what the costs of a rank's part of a model are divided for a stage, or for its chunk.
+
+    A rank's part is one P-th of the model: several stages, one, or less if ranks hold copies.
+
+    Example:
+        >>> [share_of(build(name, ranks=4, microbatches=8)) for name in ("zbv", "dualpipe")]
+        [2.0, 1.0]
+    """
+    return program.placement.num_model_stages / program.num_ranks * program.num_splits
+
+
+def share_out(costs: Costs, share: float) -> Costs:
+    """The costs of one of several equal stages, from those of a rank's whole part of the model.
+
+    Args:
+        costs: one number each; those of messages stay.
+        share: the divisor (``share_of``).
+
+    Raises:
+        ScheduleError: a cost that is given per stage.
+
+    Example:
+        >>> share_out(Costs(forward=3, latency=1), 2).forward
+        1.5
+    """
+    shared: dict[str, Any] = {}
+    # Activations that are counted are those of a stage, which are smaller by themselves.
+    whole = _WHOLE | _HELD if costs.activation_bytes is None else _WHOLE
+    for name in (field.name for field in fields(costs) if field.name not in whole):
+        cost = getattr(costs, name)
+        if cost is None:
+            continue
+        if not isinstance(cost, float):
+            raise ScheduleError(
+                f"{name} is given per stage; costs of a rank's whole part are one number each"
+            )
+        shared[name] = cost / share
+    return replace(costs, **shared)
+
+
 def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
     if isinstance(given, PerEdge):
         given = dict(given.costs)
@@ -305,7 +355,7 @@ def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
 
 
 def _in_turn(given: object) -> tuple[object, ...] | None:
-    """What a sequence, an array or a tensor holds, in order; None where it is none of them."""
+    """The items of a sequence, an array or a tensor; None for anything else."""
     if not isinstance(given, Collection) or isinstance(given, (str, bytes, Set)):
         return None
     try:

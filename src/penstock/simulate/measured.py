@@ -1,12 +1,10 @@
-"""From a measured step back to a program and its costs: what a simulation of it needs.
-
-This module measures nothing.
-"""
+"""Measured steps: their program, their costs, and how they differ from simulated ones."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -17,17 +15,13 @@ from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.trace import Span, Trace
 
-__all__ = ["costs_of", "program_of"]
+__all__ = ["Difference", "compare_traces", "costs_of", "program_of"]
 
 _OTHERS = {"recompute": Op.RECOMPUTE, "offload": Op.OFFLOAD, "reload": Op.RELOAD}
 
 
 def program_of(trace: Trace) -> Program:
-    """The program that ran: its computations and its copies to the host and back, in the order in
-    which each rank began them.
-
-    Args:
-        trace: of a whole step.
+    """The program that ran: its computations and copies, in the order in which ranks began them.
 
     Raises:
         ScheduleError: a rank computed nothing, or stages are missing.
@@ -51,7 +45,7 @@ def program_of(trace: Trace) -> Program:
 
 
 def _steps(lane: Sequence[Span], block_of: Mapping[Action, Overlap]) -> Iterator[Step]:
-    """What a rank did; a block stands where its first part began."""
+    """The steps of a rank; an overlapped pair stands where its first part began."""
     begun = set()
     for span in lane:
         block = block_of.get(span.action)
@@ -63,12 +57,7 @@ def _steps(lane: Sequence[Span], block_of: Mapping[Action, Overlap]) -> Iterator
 
 
 def costs_of(trace: Trace, num_stages: int) -> Costs:
-    """The median time of every op on every stage.
-
-    Args:
-        trace: a measured step.
-        num_stages: how many stages it has.
-    """
+    """The median time of every op on every stage of a measured step."""
     times: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
     for span in trace.spans:
         if span.action.op in COMPUTE | COPIES:
@@ -79,9 +68,9 @@ def costs_of(trace: Trace, num_stages: int) -> Costs:
 
     stages = range(num_stages)
     split = [bool(times[stage, Op.INPUT_GRAD]) for stage in stages]
-    # A full backward counts as an input gradient that leaves nothing to W.
+    # A full backward counts as an input gradient with a W of no time.
     whole = [typical(stage, Op.FULL_BACKWARD) for stage in stages]
-    # What a stage does not do costs nothing; of what no stage does, there is nothing to tell.
+    # An op that no stage runs is left out.
     others: dict[str, Any] = {
         name: [typical(stage, op) for stage in stages]
         for name, op in _OTHERS.items()
@@ -93,3 +82,58 @@ def costs_of(trace: Trace, num_stages: int) -> Costs:
         input_grad=[typical(s, Op.INPUT_GRAD) if split[s] else whole[s] for s in stages],
         weight_grad=[typical(s, Op.WEIGHT_GRAD) if split[s] else 0.0 for s in stages],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One action in two traces, times counted from the first computation of each.
+
+    Args:
+        rank: its rank.
+        action: the action.
+        measured: its span in the first trace.
+        simulated: its span in the second.
+    """
+
+    rank: int
+    action: Action
+    measured: Span
+    simulated: Span
+
+    @property
+    def later(self) -> float:
+        """By how much it started later than simulated; negative if earlier."""
+        return self.measured.start - self.simulated.start
+
+    @property
+    def longer(self) -> float:
+        """By how much it took longer than simulated; negative if it was quicker."""
+        measured = self.measured.end - self.measured.start
+        return measured - (self.simulated.end - self.simulated.start)
+
+
+def compare_traces(measured: Trace, simulated: Trace) -> tuple[Difference, ...]:
+    """The differences between two traces of one program, in the same unit.
+
+        measured    0F0 ▬▬▬▬      0F1 ▬▬▬
+        simulated   0F0 ▬▬ 0F1 ▬▬
+                              ╰─ starts later by that much
+
+    Returns:
+        The actions that both have, by rank and measured start; one that runs several times is
+        paired in turn.
+    """
+    waiting: defaultdict[tuple[int, Action], list[Span]] = defaultdict(list)
+    for span in sorted(_from_first(simulated), key=lambda s: s.start):
+        waiting[span.rank, span.action].append(span)
+    return tuple(
+        Difference(rank=span.rank, action=span.action, measured=span, simulated=others.pop(0))
+        for span in sorted(_from_first(measured), key=lambda s: (s.rank, s.start))
+        if (others := waiting[span.rank, span.action])
+    )
+
+
+def _from_first(trace: Trace) -> Iterator[Span]:
+    """The spans, counted from the first computation."""
+    first = min((s.start for s in trace.spans if s.action.op in COMPUTE), default=0.0)
+    return (replace(s, start=s.start - first, end=s.end - first) for s in trace.spans)

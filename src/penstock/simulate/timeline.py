@@ -252,7 +252,7 @@ class _TimedProgram:
         if not copies:
             return
         width, index, size = self.width, self.index, self.num_stages
-        times = self.costs.copies(num_stages=size)
+        times = self.costs.offload_times(num_stages=size)
         out, back = self.first_copy, self.first_copy + size
         for first, op, durations in zip((out, back), (Op.OFFLOAD, Op.RELOAD), times, strict=True):
             for stage in range(size):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import PenstockError
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.rules import COMPUTE
-from penstock.simulate.metrics import Difference, compare_traces
+from penstock.simulate.measured import Difference, compare_traces
 from penstock.trace import Span, Trace
 from penstock.view.html import PAGE_CSS, figures_html, figures_of, heading_html, legend_html
 from penstock.view.layout import Drawable, trace_of
@@ -121,8 +121,7 @@ def _subtitle(trace: Trace) -> str:
 
 def _differences(one: Trace, other: Trace) -> list[Difference]:
     """The computations of both traces, each from its first computation on."""
-    compared = compare_traces(one, other, scale=1.0)
-    return [row for row in compared.rows if row.action.op in COMPUTE]
+    return [row for row in compare_traces(one, other) if row.action.op in COMPUTE]
 
 
 def _tooltip(row: Difference, names: tuple[str, str], unit: str) -> str:

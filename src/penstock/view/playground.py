@@ -28,9 +28,7 @@ from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, refuse_options, schedules
-from penstock.simulate.costs import Costs
-from penstock.simulate.fitting import wanted_costs
-from penstock.simulate.shares import share_of, share_out
+from penstock.simulate.costs import Costs, share_of, share_out, wanted_costs
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.view.html import (
     PAGE_CSS,
