@@ -96,7 +96,7 @@ def test_what_can_not_be_is_told_on_the_page(tab: Tab, url: str) -> None:
     field.fill("waves=x")
     field.press("Enter")
     alert.wait_for()
-    assert "expected name=number" in alert.inner_text()
+    assert "1f1b has no option 'waves'" in alert.inner_text()
 
 
 @pytest.mark.parametrize("drawn", [TIMELINE, COMPARISON], ids=["timeline", "comparison"])

@@ -20,10 +20,11 @@ def settled(document: Document) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("virtual=4", "option &#x27;virtual=4&#x27;: there is a slider for stages per rank"),
-        ("ranks=3", "there is a slider for ranks"),
-        ("group=nan", "expected name=number, such as group=4"),
-        ("group=1e400", "expected name=number, such as group=4"),
+        ("virtual=4", "interleaved-1f1b has no option &#x27;virtual&#x27;"),
+        ("ranks=3", "interleaved-1f1b has no option &#x27;ranks&#x27;"),
+        ("group=nan", "group=nan is not a whole number; give a whole number from 4 to 8"),
+        ("group=1e400", "group=inf is not a whole number"),
+        ("group", "expected NAME=VALUE, such as group=4"),
         ("name=3", "interleaved-1f1b has no option &#x27;name&#x27;"),
         ("costs=3", "interleaved-1f1b has no option &#x27;costs&#x27;"),
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,10 +17,10 @@ from penstock.cli.values import (
     OTHER_COSTS,
     read_cost,
     read_message_cost,
-    read_options,
     read_other_costs,
 )
 from penstock.errors import PenstockError, ScheduleError
+from penstock.schedule.family import parse_options
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import Simulation, simulate
@@ -31,7 +31,10 @@ __all__ = [
 ]  # fmt: skip
 
 _RANKS, _MICROBATCHES = 4, 8
-_PANEL = "Costs"
+
+
+def _cost(text: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel="Costs", **more)
 
 
 def _cost_names(incomplete: str) -> Iterator[str]:
@@ -54,69 +57,36 @@ Virtual = Annotated[
         "--virtual", "-v", help="Stages per rank.", show_default="the schedule's usual number"
     ),
 ]
+_OPTION_HELP = "An option of the schedule, such as group=4; may be repeated."
 Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        "-O",
-        metavar="NAME=VALUE",
-        help="An option of the schedule, such as group=4; may be repeated.",
-    ),
+    list[str] | None, typer.Option("--option", "-O", metavar="NAME=VALUE", help=_OPTION_HELP)
 ]
-Memory = Annotated[
-    float | None,
-    typer.Option(
-        "--memory",
-        help="Memory limit of a rank: in activations, or in bytes with --cost activation_bytes=...",
-        show_default="none",
-    ),
-]
-Forward = Annotated[
-    str,
-    typer.Option(help="Time of F: one number, or one per stage as 1,2,1.", rich_help_panel=_PANEL),
-]
-InputGrad = Annotated[
-    str, typer.Option(help="Time of I, the input gradient.", rich_help_panel=_PANEL)
-]
-WeightGrad = Annotated[
-    str,
-    typer.Option(help="Time of W, the weight gradient; B takes I + W.", rich_help_panel=_PANEL),
-]
-Latency = Annotated[
-    str,
-    typer.Option(
-        help="Time of a message between ranks: one number, one per sending stage, or one per "
-        "edge as 1-2=5,2-3=1.",
-        rich_help_panel=_PANEL,
-    ),
-]
+_MEMORY_HELP = (
+    "Memory limit of a rank: in activations, or in bytes with --cost activation_bytes=..."
+)
+Memory = Annotated[float | None, typer.Option("--memory", help=_MEMORY_HELP, show_default="none")]
+Forward = Annotated[str, _cost("Time of F: one number, or one per stage as 1,2,1.")]
+InputGrad = Annotated[str, _cost("Time of I, the input gradient.")]
+WeightGrad = Annotated[str, _cost("Time of W, the weight gradient; B takes I + W.")]
+_LATENCY_HELP = (
+    "Time of a message between ranks: one number, one per sending stage, or one per edge as "
+    "1-2=5,2-3=1."
+)
+Latency = Annotated[str, _cost(_LATENCY_HELP)]
 OverlapTime = Annotated[
-    str | None,
-    typer.Option(
-        help="Time of an overlapped forward and backward.",
-        show_default="the sum of both",
-        rich_help_panel=_PANEL,
-    ),
+    str | None, _cost("Time of an overlapped forward and backward.", show_default="the sum of both")
 ]
+_OTHER_HELP = (
+    f"Another cost, such as bandwidth=2; may be repeated. Names: {', '.join(OTHER_COSTS)}."
+)
 OtherCosts = Annotated[
     list[str] | None,
-    typer.Option(
-        "--cost",
-        metavar="NAME=VALUE",
-        help="Another cost, such as bandwidth=2; may be repeated. "
-        f"Names: {', '.join(OTHER_COSTS)}.",
-        autocompletion=_cost_names,
-        rich_help_panel=_PANEL,
-    ),
+    _cost(_OTHER_HELP, "--cost", metavar="NAME=VALUE", autocompletion=_cost_names),
 ]
 Jitter = Annotated[
-    float,
-    typer.Option(
-        help="Lengthen each computation by a random share of its cost, up to this one.",
-        rich_help_panel=_PANEL,
-    ),
+    float, _cost("Lengthen each computation by a random share of its cost, up to this one.")
 ]
-JitterSeed = Annotated[int, typer.Option(help="Seed of the jitter.", rich_help_panel=_PANEL)]
+JitterSeed = Annotated[int, _cost("Seed of the jitter.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +127,7 @@ class Settings:
 
     def options(self) -> dict[str, object]:
         """The options of the schedule, parsed."""
-        return read_options(self.option or ())
+        return parse_options(self.option or ())
 
     def costs(self) -> Costs:
         """The costs, parsed."""

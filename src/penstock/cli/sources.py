@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.cli.settings import Settings
-from penstock.cli.values import read_options
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
-from penstock.schedule.family import Family
+from penstock.schedule.family import Family, parse_options
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.schedule.text import from_json, load_csv
@@ -115,7 +114,7 @@ def _build(source: str, settings: Settings, lenient: bool) -> Program:
     if lenient:
         options = {key: value for key, value in options.items() if chosen.takes_option(key)}
         virtual = virtual if takes_virtual(chosen, virtual) else None
-    options |= read_options(own.split(",")) if colon else {}
+    options |= parse_options(own.split(",")) if colon else {}
     virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
     refuse_options(chosen, options)
     return build_for(

@@ -21,7 +21,6 @@ __all__ = [
     "percent",
     "read_cost",
     "read_message_cost",
-    "read_options",
     "read_other_costs",
     "seconds_text",
 ]
@@ -32,18 +31,8 @@ OTHER_COSTS = tuple(each.name for each in fields(Costs) if each.name not in _WIT
 """The fields of ``Costs`` without an option of their own: given as ``--cost name=value``."""
 
 _SWITCHES = tuple(each.name for each in fields(Costs) if isinstance(each.default, bool))
-_CONSTANTS: dict[str, object] = {"true": True, "false": False, "none": None}
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def _pair(flag: str, text: str, seen: dict[str, Any]) -> tuple[str, str]:
-    """Split ``name=value``; each name may come once."""
-    name, _, value = text.partition("=")
-    name = name.replace("-", "_")
-    if name in seen:
-        raise ScheduleError(f"{flag} {text!r}: {name} is given twice; give it once")
-    return name, value
 
 
 def read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
@@ -58,7 +47,10 @@ def read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for text in texts:
-        name, value = _pair("--cost", text, found)
+        name, _, value = text.partition("=")
+        name = name.replace("-", "_")
+        if name in found:
+            raise ScheduleError(f"--cost {text!r}: {name} is given twice; give it once")
         if name not in OTHER_COSTS:
             raise ScheduleError(
                 f"--cost {text!r}: expected NAME=VALUE; names are: {', '.join(OTHER_COSTS)}"
@@ -70,36 +62,6 @@ def read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
         else:
             found[name] = read_message_cost(f"--cost {name}", value)
     return found
-
-
-def read_options(texts: Sequence[str]) -> dict[str, object]:
-    """Parse ``name=value`` texts as a schedule's options: integers, floats, true, false, or text.
-
-    Raises:
-        ScheduleError: a missing or repeated name, or a missing value.
-
-    Example:
-        >>> read_options(["group=4", "tail=keep"])
-        {'group': 4, 'tail': 'keep'}
-    """
-    found: dict[str, object] = {}
-    for text in texts:
-        name, value = _pair("option", text, found)
-        if not (name and value):
-            raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
-        found[name] = _value(value)
-    return found
-
-
-def _value(text: str) -> object:
-    if text.lower() in _CONSTANTS:
-        return _CONSTANTS[text.lower()]
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
 
 
 def read_message_cost(flag: str, text: str) -> MessageCost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import log10, prod
@@ -12,7 +12,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.messages import is_count
 from penstock.schedule.program import Program
 
-__all__ = ["MOST_FORWARDS", "Arrangement", "Family", "refuse_sizes"]
+__all__ = ["MOST_FORWARDS", "Arrangement", "Family", "parse_options", "refuse_sizes"]
 
 # Forwards of a program; with their backwards they take 20 to 30 GB. The largest clusters run
 # programs of some millions.
@@ -142,3 +142,37 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
 def _shown(number: int) -> str:
     digits = int((number.bit_length() - 1) * log10(2))
     return str(number) if digits < _DIGITS else f"over 10^{digits}"
+
+
+def parse_options(texts: Iterable[str]) -> dict[str, object]:
+    """Parse ``name=value`` texts as a schedule's options: integers, floats, true, false, or text.
+
+    Raises:
+        ScheduleError: a missing or repeated name, or a missing value.
+
+    Example:
+        >>> parse_options(["group=4", "tail=keep"])
+        {'group': 4, 'tail': 'keep'}
+    """
+    found: dict[str, object] = {}
+    for text in texts:
+        name, _, value = (part.strip() for part in text.partition("="))
+        name = name.replace("-", "_")
+        if not (name and value):
+            raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
+        if name in found:
+            raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
+        found[name] = _option_value(value)
+    return found
+
+
+def _option_value(text: str) -> object:
+    constants: dict[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

@@ -6,7 +6,6 @@ connections that another site's page opens.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 import webbrowser
@@ -24,7 +23,8 @@ from bokeh.models.widgets.markups import Div
 from bokeh.models.widgets.sliders import Slider
 from bokeh.server.server import Server
 
-from penstock.errors import PenstockError, ScheduleError
+from penstock.errors import PenstockError
+from penstock.schedule.family import parse_options
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, refuse_options, schedules
@@ -41,11 +41,10 @@ from penstock.view.html import (
 )
 from penstock.view.timeline import Timeline, toggles
 
-__all__ = ["Playground", "read_options", "serve"]
+__all__ = ["Playground", "serve"]
 
 ADDRESS = "127.0.0.1"
 _COMPARED = ["gpipe", "1f1b", "interleaved-1f1b", "zbv"]
-_SLIDERS = {"ranks": "ranks", "microbatches": "microbatches", "virtual": "stages per rank"}
 _SLICE_S = 0.1
 _STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
 _BARE_TITLE = "font:600 13px system-ui,sans-serif;color:#3a4652;margin-top:6px"
@@ -130,10 +129,14 @@ class Playground:
             int(self.ranks.value),
             int(self.microbatches.value),
             int(self.virtual.value) if is_chosen else None,
-            read_options(self.options.value) if is_chosen else (),
+            tuple(self._options().items()) if is_chosen else (),
             costs,
             self.per.active == 1,
         )
+
+    def _options(self) -> dict[str, object]:
+        """The options of the schedule, which stand in one line."""
+        return parse_options(filter(None, map(str.strip, self.options.value.split(","))))
 
     def _draw(self) -> None:
         """Draw the step; the browser gets all changes in one message."""
@@ -252,31 +255,6 @@ def _built(
     """Build a schedule; cached, since most costs do not change the program."""
     refuse_options(family(name), dict(options))
     return build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
-
-
-def read_options(text: str) -> _Options:
-    """Parse the options of a schedule from one line.
-
-    Raises:
-        ScheduleError: a part that is not ``name=number``, or a size that has a slider.
-
-    Example:
-        >>> read_options("group=4, waves=2"), read_options("")
-        ((('group', 4), ('waves', 2)), ())
-    """
-    found: list[tuple[str, object]] = []
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        name, _, value = (each.strip() for each in part.partition("="))
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not (name and math.isfinite(number)):
-            raise ScheduleError(f"option {part!r}: expected name=number, such as group=4")
-        if name in _SLIDERS:
-            raise ScheduleError(f"option {part!r}: there is a slider for {_SLIDERS[name]}")
-        found.append((name, int(number) if number.is_integer() else number))
-    return tuple(found)
 
 
 def serve(
