@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import penstock
+from penstock.compat.torch_names import OF_MODULE, OF_SCHEDULE, OF_STAGE
 
 DIM = 6
 CPU = torch.device("cpu")
@@ -71,3 +73,30 @@ def test_a_traced_stage_knows_where_its_outputs_go() -> None:
     assert [stage.get_stage_index_of_submod(node.name) for node in stages] == [0, 1]
     assert [stage.find_dst_rank(node) for node in stages] == [0, 0]  # one process holds all
     assert stage.find_dst_rank(nodes[-1]) is None
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_what_torch_has_beside_is_told_to_who_imports_it() -> None:
+    with pytest.raises(
+        ImportError, match=r"'_Action' from 'penstock': use penstock\.Action, whose"
+    ):
+        exec("from penstock import _Action")
+    for name in OF_MODULE:
+        with pytest.raises(ImportError, match=f"'{name}' from 'penstock': use "):
+            getattr(penstock, name)
+    said = (DOCS / "from-torch.md").read_text()
+    assert not [n for n in {**OF_MODULE, **OF_STAGE, **OF_SCHEDULE} if f"`{n}`" not in said]
+
+
+def test_what_torch_has_beside_is_told_to_who_asks_for_it() -> None:
+    stage: Any = penstock.PipelineStage(nn.Linear(DIM, DIM), 0, 1, torch.device("cpu"))
+    schedule: Any = penstock.ScheduleGPipe(stage, 2, nn.MSELoss())
+    told = r"'ScheduleGPipe' object .* '_n_microbatches', which torch's has: use n_microbatches \("
+    with pytest.raises(AttributeError, match=told):
+        _ = schedule._n_microbatches
+    for owner, names in ((stage, OF_STAGE), (schedule, OF_SCHEDULE)):
+        assert not any(hasattr(owner, name) for name in names)
+        with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+            _ = owner.nothing

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.cause import own_group, publishing_errors
 from penstock.compat.backward import full_backward, input_backward, weight_backward
 from penstock.compat.exchange import ExchangingStage
+from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
 from penstock.parallel.data_parallel import ReplicaStep
 from penstock.stage.boundary import describe, static_spec
@@ -392,6 +393,11 @@ class PipelineStage(ExchangingStage):
         """Forget all microbatches, and a step driven by hand that is not over."""
         self._states.clear()
         self._replica_step.end(reduce=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise no_attribute(self, name, OF_STAGE)
 
 
 def _taken(backward_type: str, bwd_kwargs: dict[str, Any], *names: str) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.cause import default_group, publishing_errors
 from penstock.compat.stage import PipelineStage
+from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError
 from penstock.runtime.agreement import exclusive_step
 from penstock.runtime.comm.base import Transport
@@ -334,6 +335,11 @@ class PipelineSchedule:
         engine = self.engine
         with exclusive_step(engine, self._group):
             return engine.trace()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise no_attribute(self, name, OF_SCHEDULE)
 
 
 _STEP_OPTIONS = {
