@@ -12,10 +12,11 @@ It holds no modules and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 
 from penstock._torch_compat import HookWatch, in_function_forward
@@ -42,20 +43,12 @@ __all__ = ["StageCallHandler", "StagePlan", "StopForward"]
 _Refs: TypeAlias = list[tuple[int, ValueRef]]
 
 
-class StopForward(BaseException):
-    """Leaves the model's forward, since no stage needs more of it here.
-
-    Not an Exception, so that no model catches it.
-    """
+class StopForward(BaseException):  # not an Exception, so that no model catches it
+    """Leaves the model's forward, of which nothing more is needed here."""
 
 
 class StagePlan:
-    """The part of a plan that concerns one stage, worked out once.
-
-    Args:
-        plan: the plan.
-        index: the stage.
-        device: the device that placeholders claim to be on.
+    """The part of a plan that concerns one stage.
 
     Attributes:
         end: the number of calls that the stage needs.
@@ -78,10 +71,7 @@ class StagePlan:
         self._placeholders: dict[tuple[int, bool], tuple[list[Any], _Refs]] = {}
 
     def placeholders(self, index: int) -> tuple[list[Any], _Refs]:
-        """The leaves that stand for a call's result, and the references of its tensors.
-
-        They are made once: the trace has shown if anybody writes into them.
-        """
+        """The leaves that stand for a call's result, and the references of its tensors."""
         key = (index, torch.is_grad_enabled())
         if key in self._placeholders:
             leaves, refs = self._placeholders[key]
@@ -93,7 +83,7 @@ class StagePlan:
                 ref = ValueRef(ValueKind.OUTPUT, index, i, call.leaf)
                 leaves[i] = make_placeholder(leaf, self._device, ref)
                 refs.append((i, ref))
-        if not call.written:
+        if not call.written:  # later code would write into those of this microbatch
             self._placeholders[key] = list(leaves), refs
         return leaves, refs
 
@@ -146,15 +136,16 @@ class StageCallHandler:
         """
         assert self._plan is not None
         if self._next < self._plan.end:
-            raise PartitionError(
-                f"stage {self.index} did not call {self._plan.plan.calls[self._next].leaf}, which "
-                "it called in its trace; which modules a model calls may not depend on values"
+            missing = self._plan.plan.calls[self._next].leaf
+            raise self._error(
+                f"{missing} was not called, but was in the trace; which modules a model calls may "
+                "not depend on values"
             )
         for refs, versions in self._versions:
             for i in versions.written():
-                raise PartitionError(
-                    f"stage {self.index}: {refs[i]} crosses to other stages, but was written into "
-                    "after it was computed; compute a new tensor instead"
+                raise self._error(
+                    f"{refs[i]} crosses to other stages, but was written into after it was "
+                    "computed; compute a new tensor instead"
                 )
 
     def refuse_hook(self, what: str) -> None:
@@ -164,26 +155,23 @@ class StageCallHandler:
             PartitionError: an earlier stage does.
         """
         if self._plan is not None and self._next <= self._plan.rerun_until:
-            raise PartitionError(
-                f"stage {self.index}: the top-level forward {what}, which earlier stages do too, "
-                "so that a hook would act on each; do it within a module, or use an "
-                "autograd.Function"
+            raise self._error(
+                f"the top-level forward {what}, which earlier stages do too, so that a hook would "
+                "act on each; do it within a module, or use an autograd.Function"
             )
-
-    # --- one call of a leaf module -----------------------------------------------------------
 
     def call(self, leaf: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a leaf module."""
         plan = self._plan
         if plan is None:  # computed again in the backward, by checkpointing
             if is_stub(run):
-                raise PartitionError(
-                    f"stage {self.index}: {leaf}, which lies on another stage, is called again in "
-                    "the backward, as by a checkpoint around modules of several stages; checkpoint "
-                    "each module by itself, or cut where a checkpoint begins"
+                raise self._error(
+                    f"{leaf}, which lies on another stage, is called again in the backward, as by "
+                    "a checkpoint around modules of several stages; checkpoint each module by "
+                    "itself, or cut where a checkpoint begins"
                 )
             return run(*args, **kwargs)
-        with self._hooks.paused():  # the forward alone is watched
+        with self._hooks.paused():  # the top-level forward alone is watched
             index = self._next
             call = self._expected(plan, leaf)
             self._next = index + 1
@@ -198,13 +186,11 @@ class StageCallHandler:
                     self._random = random_state(self.device)
         return result
 
-    def _expected(self, plan: StagePlan, leaf: str) -> LeafCall:
-        """The call that the trace had here.
+    def _error(self, text: str) -> PartitionError:
+        return PartitionError(f"stage {self.index}: {text}")
 
-        Raises:
-            StopForward: the stage needs nothing more.
-            PartitionError: the trace had another one.
-        """
+    def _expected(self, plan: StagePlan, leaf: str) -> LeafCall:
+        """The call that the trace had here."""
         index, calls = self._next, plan.plan.calls
         if index >= plan.end and plan.end < len(calls):
             if self._random is not None:
@@ -213,9 +199,9 @@ class StageCallHandler:
         call = calls[index] if index < len(calls) else None
         if call is None or call.leaf != leaf:
             traced = "nothing more" if call is None else call.leaf
-            raise PartitionError(
-                f"stage {self.index} calls {leaf} where its trace called {traced}; which modules a "
-                "model calls may not depend on values"
+            raise self._error(
+                f"the model calls {leaf} where its trace called {traced}; which modules a model "
+                "calls may not depend on values"
             )
         return call
 
@@ -240,106 +226,89 @@ class StageCallHandler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """The result of an own leaf module, which does what it did in the trace."""
         given = flatten((args, kwargs))[0]
         missing = refs_of(given)
         if missing:
-            raise PartitionError(
-                f"stage {self.index}: {call.leaf} is called with {describe_refs(missing)}, which "
-                "its trace did not show and which is not here; do its inputs depend on values?"
+            raise self._error(
+                f"{call.leaf} is called with {describe_refs(missing)}, which its trace did not "
+                "show and which is not here; do its inputs depend on values?"
             )
-        marked, snapshot, versions = mark(), self._snapshot(call.leaf, run), TensorVersions(given)
-        before = snapshot.values()
+        if self._snapshots.get(call.leaf, (None,))[0] is not run:
+            self._snapshots[call.leaf] = run, ModuleSnapshot(run)
+        snapshot = self._snapshots[call.leaf][1]
+        marked, before, versions = mark(), snapshot.values(), TensorVersions(given)
         result = run(*args, **kwargs)
         for i in versions.written():
             if i not in call.writes:
-                raise PartitionError(
-                    f"stage {self.index}: {call.leaf} writes into argument {i}, which it did not "
-                    "in its trace; have it return a new tensor instead"
+                raise self._error(
+                    f"{call.leaf} writes into argument {i}, which it did not in its trace; have it "
+                    "return a new tensor instead"
                 )
-        unseen = [name for name in snapshot.fresh_tensors(before) if name not in call.changes]
-        if unseen:
-            raise PartitionError(
-                f"stage {self.index}: {call.leaf} keeps tensors in its attribute {unseen[0]}, "
-                "which it did not in its trace; other stages would not see them; have it return "
-                "them"
-            )
+        for name in snapshot.fresh_tensors(before):
+            if name not in call.changes:
+                raise self._error(
+                    f"{call.leaf} keeps tensors in its attribute {name}, which it did not in its "
+                    "trace; other stages would not see them; have it return them"
+                )
         if self._has_grad and not torch.is_grad_enabled() and index in plan.sends:
             takers = (x for x in (*run.parameters(), *given) if isinstance(x, Tensor))
             self._refuse_detached(any(x.requires_grad for x in takers), call.leaf)
-        return self._keep(plan, index, call, result, marked)
+        leaves, tree = flatten(((result, capture_since(marked)),))
+        if tree != call.output.tree:
+            raise self._error(
+                f"{call.leaf} returned {_shown(tree, leaves)}, in its trace "
+                f"{_shown(call.output.tree, call.output.leaves)}; how many values it returns, and "
+                "in which containers, may not depend on values"
+            )
+        self._refuse_other_leaves(plan, index, call, leaves)
+        crossing = [(i, plan.sent[index, i]) for i in range(len(leaves)) if (index, i) in plan.sent]
+        self._values.update({ref: leaves[i] for i, ref in crossing})
+        refs = [ref for _, ref in crossing]
+        self._versions.append((refs, TensorVersions(self._values[ref] for ref in refs)))
+        later = [i for i, _ in crossing if i in call.written]
+        if not later:
+            return result
+        for i in later:
+            leaves[i] = leaves[i].clone()
+        return unflatten(tree, leaves)[0][0]
 
-    def _snapshot(self, leaf: str, run: nn.Module) -> ModuleSnapshot:
-        """Looks at a leaf module's attributes in every call: what it sets may depend on values."""
-        if self._snapshots.get(leaf, (None,))[0] is not run:
-            self._snapshots[leaf] = run, ModuleSnapshot(run)
-        return self._snapshots[leaf][1]
+    def _refuse_other_leaves(
+        self, plan: StagePlan, index: int, call: LeafCall, leaves: Sequence[Any]
+    ) -> None:
+        for i, (leaf, meta) in enumerate(zip(leaves, call.output.leaves, strict=True)):
+            if isinstance(leaf, Tensor):
+                same = isinstance(meta, TensorMeta) and leaf.dtype is meta.dtype
+                same = same and (leaf.shape == meta.shape or index >= plan.alone_from)
+            else:
+                same = leaf == meta
+            if not same:
+                got = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
+                raise self._error(
+                    f"output {i} of {call.leaf} is {got}, in its trace {meta}; other stages run by "
+                    "what the trace showed"
+                )
 
     def _refuse_detached(self, takes_grad: bool, leaf: str) -> None:
         """Refuse a crossing value whose gradient is lost; none is where the model says no_grad."""
         if takes_grad and self._has_grad and not torch.is_grad_enabled() and in_function_forward():
-            raise PartitionError(
+            raise self._error(
                 f"{leaf} is called within an autograd function, as by a checkpoint with "
                 "use_reentrant=True, but its result crosses to another stage: its gradient would "
                 "be lost; use use_reentrant=False, or freeze its parameters"
             )
 
-    def _keep(
-        self,
-        plan: StagePlan,
-        index: int,
-        call: LeafCall,
-        result: Any,
-        marked: Mapping[str, int] | None,
-    ) -> Any:
-        """Check an own result against the trace, and keep what crosses of it."""
-        leaves, tree = flatten(((result, capture_since(marked)),))
-        expected = call.output.leaves
-        if tree != call.output.tree:
-            got = unflatten(tree, [_Shown(leaf) for leaf in leaves])
-            traced = unflatten(call.output.tree, [_Shown(leaf) for leaf in expected])
-            raise PartitionError(
-                f"stage {self.index}: {call.leaf} returned {_told(got)}, in its trace "
-                f"{_told(traced)}; how many values it returns, and in which containers, may not "
-                "depend on values"
-            )
-        kept: list[ValueRef] = []
-        changed = False
-        for i, (leaf, meta) in enumerate(zip(leaves, expected, strict=True)):
-            if not isinstance(meta, TensorMeta) or not isinstance(leaf, Tensor):
-                same = not isinstance(leaf, Tensor) and leaf == meta
-            else:
-                same = leaf.dtype is meta.dtype and (
-                    leaf.shape == meta.shape or index >= plan.alone_from
-                )
-            if not same:
-                got = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
-                raise PartitionError(
-                    f"stage {self.index}: output {i} of {call.leaf} is {got}, in its trace {meta}; "
-                    "other stages run by what the trace showed"
-                )
-            ref = plan.sent.get((index, i))
-            if ref is not None:
-                self._values[ref] = leaf
-                kept.append(ref)
-                if i in call.written:
-                    leaves[i] = leaf.clone()
-                    changed = True
-        self._versions.append((kept, TensorVersions(self._values[ref] for ref in kept)))
-        return unflatten(tree, leaves)[0][0] if changed else result
 
-
-def _told(output: Sequence[Any]) -> str:
-    ((result, captured),) = output
+def _shown(tree: PyTreeSpec, leaves: Sequence[Any]) -> str:
+    """A result with its tensors' dtypes and shapes, and what hooks collected."""
+    ((result, captured),) = unflatten(tree, [_Shown(leaf) for leaf in leaves])
     return f"{result!r}, appending {captured}" if captured else repr(result)
 
 
 class _Shown:
-    """A leaf that a message shows by its dtype and shape, or by its value."""
-
     def __init__(self, leaf: Any) -> None:
         meta = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
         self._text = meta.kind if isinstance(meta, TensorMeta) else repr(meta)
 
     def __repr__(self) -> str:
-        """The text."""
         return self._text

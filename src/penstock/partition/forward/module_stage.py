@@ -72,8 +72,7 @@ class ModuleStage(nn.Module):
         self.training = leaves.model.training
         self._handler = StageCallHandler(index, device)
         # No module is set as an attribute: the tree has modules that this stage does not hold.
-        self._tree = StageTree(leaves, own, self._handler, device)
-        self._tree.follow(self, leaves, own)
+        self._tree = StageTree(leaves, own, self._handler, device, self)
         self._index = index
         self._is_last = index == num_stages - 1
         self._make_plan = make_plan

@@ -80,6 +80,7 @@ class StageTree:
         own: the names of the leaf modules, and of direct parameters, that the stage holds.
         handler: receives the calls.
         device: the device that placeholders claim to be on.
+        stage: the module that registers the stage's ``registered_tree``; None for a trace.
 
     Attributes:
         root: the tree, a module of the model's class.
@@ -91,6 +92,7 @@ class StageTree:
         own: Collection[str],
         handler: CallHandler,
         device: torch.device,
+        stage: nn.Module | None = None,
     ) -> None:
         self._handler = handler
         self._placeholders: dict[str, PlaceholderTensor] = {}
@@ -130,15 +132,11 @@ class StageTree:
         self.containers = {name: self.root.get_submodule(name) for name in leaves.containers}
         for container in self.containers.values():
             without_cache(container)
+        if stage is not None:
+            self._follow(stage, leaves, own)
 
-    def follow(self, stage: nn.Module, leaves: LeafModules, own: Collection[str]) -> None:
-        """Follow what a stage registers from now on: ``sync_modules`` brings it in.
-
-        Args:
-            stage: the module that registers the stage's ``registered_tree``.
-            leaves: the leaf modules of the plain model.
-            own: the names that the stage holds.
-        """
+    def _follow(self, stage: nn.Module, leaves: LeafModules, own: Collection[str]) -> None:
+        """Note what the stage registers, of which ``sync_modules`` brings in changes."""
         self._stage = stage
         held = {name: m for name, m in stage.named_modules() if name in leaves.containers}
         self._held = {name: held.get(name, stage) for name in leaves.containers}
