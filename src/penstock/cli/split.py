@@ -23,11 +23,10 @@ from penstock.partition.balance.costs import Profile, repeat_layers
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.layout import Layout
 from penstock.partition.plan import Plan, rules_refused, toml_path
-from penstock.schedule.action import Op
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.resolve import choose_program
-from penstock.schedule.rules import WEIGHT_GRADS
+from penstock.simulate.memory import StageMemory, peaks
 
 __all__ = ["split"]
 
@@ -198,15 +197,14 @@ def _peak_in_flight(program: Program) -> list[int]:
         >>> _peak_in_flight(build("1f1b", ranks=3, microbatches=8))
         [3, 2, 1]
     """
-    held = [0] * program.placement.num_stages
-    most = [0] * program.placement.num_model_stages
-    for steps in program.ranks:
-        for action in (part for step in steps for part in step.parts):
-            stage = action.stage
-            held[stage] += (action.op is Op.FORWARD) - (action.op in WEIGHT_GRADS)
-            model_stage = program.placement.model_stage(stage)
-            most[model_stage] = max(most[model_stage], held[stage])
-    return most
+    placement, found = program.placement, [0] * program.placement.num_model_stages
+    nothing = (0.0,) * placement.num_stages
+    for stage in range(placement.num_stages):
+        one = tuple(float(each == stage) for each in range(placement.num_stages))
+        memory = StageMemory(activation=one, weight_grad=one, recompute=nothing, running=one)
+        index = placement.model_stage(stage)
+        found[index] = max(found[index], int(max(peaks(program, memory))))
+    return found
 
 
 def _measured_costs(request: ModelRequest, file: Path | None, runs: int) -> Profile:

@@ -222,7 +222,7 @@ def _repeated_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_repeated(module: nn.Module) -> bool:
-    """Whether a module is a list of layers, at least half of which are of one class."""
+    """True for a list of layers of which at least half are of one class."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or is_sequential(module)
     members = children(module) if is_list else []
     if len(members) < 2:

@@ -148,8 +148,6 @@ def _cut_by_module(
         len(done.stages),
         why,
     )
-    if done.trace is not None:
-        own.check_order(name, done.trace.first_calls())
     return ModelCut(
         modules=done.stages,
         whole_call=True,

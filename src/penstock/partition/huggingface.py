@@ -21,7 +21,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getattr_static
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -186,27 +185,6 @@ class HFPipelinePlan:
             )
         elif self.order:
             logger.info("%s: its own pipeline plan names %s", model, ", ".join(self.order))
-
-    def check_order(self, model: str, calls: Mapping[str, int]) -> None:
-        """Warn if the model runs in another order than its plan.
-
-        Args:
-            model: the name to call the model by.
-            calls: the first call of each module that ran.
-        """
-        ran = [
-            name for name in sorted(calls, key=calls.__getitem__) if self._rank(name) is not None
-        ]
-        for before, after in pairwise(ran):
-            if (self._rank(before) or 0) > (self._rank(after) or 0):
-                logger.warning(
-                    "%s: it runs %s before %s, in another order than its own pipeline plan has; "
-                    "the order of the run counts",
-                    model,
-                    before,
-                    after,
-                )
-                return
 
     def _rank(self, name: str) -> int | None:
         """The place in the plan of the module that holds ``name``; None outside the plan."""

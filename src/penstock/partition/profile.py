@@ -94,7 +94,7 @@ def profile(
         raise PartitionError(f"runs is {runs}, expected at least 1")
     report = progress if progress is not None else lambda done, total, what: None
     model, name, leaves = _as_model(model_or_stages)
-    profiled = ProfiledModel.of(model, leaves, example, loss_fn)
+    profiled = ProfiledModel(model, leaves, example, loss_fn)
     with profiled.attributes_restored():
         run, measured = _measure(profiled, runs, report)
     report(runs + 2, runs + 2, "done")

@@ -50,54 +50,36 @@ Times: TypeAlias = tuple[float, ...]
 """Seconds per segment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfiledModel:
-    """A model with an example, and state to run it on.
+    """A model with an example, and state of its own to run on.
 
     Args:
         model: the model.
         leaves: its leaf modules.
-        args: the example's positional arguments.
-        kwargs: its keyword arguments.
-        state: parameters that share the model's memory, and copies of its buffers.
+        example: one microbatch.
         loss_fn: from the output to the loss; None to use the output's own.
-        device: where the model lives.
+
+    Raises:
+        PartitionError: the model is on the meta device.
     """
 
-    model: nn.Module
-    leaves: Sequence[LeafModule]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    state: dict[str, Tensor]
-    loss_fn: Callable[[Any], Tensor] | None
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         leaves: Sequence[LeafModule],
         example: Example,
         loss_fn: Callable[[Any], Tensor] | None,
-    ) -> ProfiledModel:
-        """The profiled model of a model and an example."""
-        args, kwargs = as_call(example)
-        state = _state_of(model)
-        device = next(iter(state.values()), torch.empty(0)).device
-        if device.type == "meta":
+    ) -> None:
+        self.model, self.leaves = model, leaves
+        self.args, self.kwargs = as_call(example)
+        self.state = _state_of(model)
+        self.device = next(iter(self.state.values()), torch.empty(0)).device
+        self._loss_fn = loss_fn
+        if self.device.type == "meta":
             raise PartitionError(
                 "the model is on the meta device, where nothing can be measured; materialize it, "
                 "or measure a smaller one of its kind"
             )
-        return cls(
-            model=model,
-            leaves=leaves,
-            args=args,
-            kwargs=kwargs,
-            state=state,
-            loss_fn=loss_fn,
-            device=device,
-        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -132,8 +114,8 @@ class ProfiledModel:
         """Run the model, within ``on_own_state``; returns the roots of the backward, and their
         gradients."""
         output = self.model(*self.args, **self.kwargs)
-        loss = (self.loss_fn or own_loss)(output)
-        has_loss = self.loss_fn is not None or isinstance(loss, Tensor)
+        loss = (self._loss_fn or own_loss)(output)
+        has_loss = self._loss_fn is not None or isinstance(loss, Tensor)
         found = [loss] if has_loss else flatten(output)[0]
         roots = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not roots:

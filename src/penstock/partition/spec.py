@@ -1,4 +1,4 @@
-"""What a user says of a model: where to cut it, and one call of it as an example.
+"""User input about a model: the places to cut it, and an example call.
 
     split=                                   SplitSpec
     "auto"                                   auto       measured and balanced
@@ -39,7 +39,7 @@ RULES = ("uniform", "parameters", "type")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSpec:
-    """Where to cut a model: one of four forms, the others empty.
+    """The places to cut a model: one of four forms, the others empty.
 
     Args:
         stages: per stage the names of its modules.

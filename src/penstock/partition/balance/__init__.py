@@ -1,1 +1,1 @@
-"""What the parts of a model cost, and the cuts that make the slowest stage fastest."""
+"""Costs of a model's blocks, and the split with the least bottleneck."""

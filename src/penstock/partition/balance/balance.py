@@ -133,7 +133,7 @@ class Terms:
 
     @property
     def shares_ranks(self) -> bool:
-        """Whether a rank holds several stages."""
+        """True if a rank holds several stages."""
         placement = self.placement
         return placement is not None and placement.num_stages > placement.num_ranks
 

@@ -6,8 +6,7 @@
 
     best(s, j) = min over i of max(best(s - 1, i), load of the blocks i to j)
 
-A dynamic program over (stages used, blocks used). It knows loads, crossings and bytes as plain
-numbers, and not what they stand for.
+A dynamic program over (stages used, blocks used). Loads, crossings and bytes are plain numbers.
 
 Source: arXiv:1806.03377 (PipeDream), sec. 3.1, for the dynamic program over a chain of layers.
 """
@@ -24,13 +23,13 @@ __all__ = ["Chain", "cheapest", "least_bottleneck", "level", "shortest_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A chain of blocks to be cut: prefix sums, so that any run of blocks is known at once.
+    """A chain of blocks to be cut, as prefix sums.
 
     Args:
-        num_blocks: how many blocks there are.
-        num_stages: how many stages to make.
+        num_blocks: the number of blocks.
+        num_stages: the number of stages to make.
         loads: per stage, the load (the time, say) of all blocks before block i.
-        crossings: what the cut before block i adds to the load on either side.
+        crossings: the load that the cut before block i adds on either side.
         held: per stage, the bytes of all blocks before block i.
         limits: per stage, the bytes that it may hold.
     """
@@ -43,13 +42,13 @@ class Chain:
     limits: tuple[float, ...]
 
     def ends(self, stage: int) -> range:
-        """Behind which blocks a stage may end, so that no stage is empty."""
+        """The blocks behind which a stage may end, so that no stage is empty."""
         left = self.num_stages - stage - 1
         return range(self.num_blocks if left == 0 else stage + 1, self.num_blocks - left + 1)
 
 
 def least_bottleneck(chain: Chain) -> float | None:
-    """The least load of the busiest stage over all splits; None where no split fits."""
+    """The least load of the busiest stage over all splits; None if no split fits."""
     best = [math.inf] * (chain.num_blocks + 1)
     best[0] = 0.0
     for stage in range(chain.num_stages):

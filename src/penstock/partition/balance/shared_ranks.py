@@ -213,7 +213,7 @@ def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
 
 
 def is_less(value: Value, other: Value) -> bool:
-    """Whether a value is lower than another by more than rounding."""
+    """True if a value is lower than another by more than rounding."""
     for one, two in zip(value, other, strict=True):
         if one < two * LESS:
             return True
@@ -322,7 +322,7 @@ class BranchAndBound:
         return left / self.problem.pace if self.problem.pace else (math.inf if left > 0 else 0)
 
     def _is_hopeless(self, stage: int, end: int, crossed: float) -> bool:
-        """Whether a rank is too busy already, or the blocks left find no room."""
+        """True if a rank is too busy already, or the blocks left find no room."""
         most = self._most(crossed)
         if max(self._loads) >= most:
             return True

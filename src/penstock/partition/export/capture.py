@@ -339,7 +339,7 @@ def _modules_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether a node has to stay even if nothing uses its result."""
+    """True for a node that has to stay even if nothing uses its result."""
     if node.op in ("placeholder", "output"):
         return True
     tags = getattr(node.target, "tags", ())

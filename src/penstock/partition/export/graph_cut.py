@@ -195,7 +195,7 @@ def _assign(graph: fx.Graph, cuts: Sequence[Cut]) -> Assignment:
 
 
 def _does_work(node: fx.Node) -> bool:
-    """Whether ``node`` computes a value, rather than a view of one."""
+    """True if ``node`` computes a value, rather than a view of one."""
     return node.target not in NO_WORK and not getattr(node.target, "is_view", False)
 
 
@@ -238,7 +238,7 @@ class _Memory:
             self._parent[self._root(left)] = self._root(right)
 
     def same(self, left: fx.Node, right: fx.Node) -> bool:
-        """Whether two values may share memory."""
+        """True if two values may share memory."""
         return self._root(left) is self._root(right)
 
 

@@ -4,7 +4,7 @@
     pipe.build_stage(i, device)  the stage, to be given to a schedule
     pipe(...)                    all stages in turn, as the model itself runs
 
-It knows neither how models are captured nor schedules.
+This module knows neither how models are captured nor schedules.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True, slots=True)
 class PipeInfo:
-    """What a stage needs to know of its pipe.
+    """Facts of a pipe for its stages.
 
     Args:
         graph: the graph whose ``call_module`` nodes are the stages.
-        num_stages: how many they are.
+        num_stages: the number of stages.
         has_loss_and_backward: always False: the loss is the schedule's.
-        shared: what stages share, see ``Pipe``.
+        shared: parameters that stages share, see ``Pipe``.
     """
 
     graph: fx.Graph
@@ -49,7 +49,7 @@ class Pipe(nn.Module):
 
     Args:
         split_gm: a graph that runs the stages ``submod_pp_0``, ``submod_pp_1``, … in turn.
-        num_stages: how many they are.
+        num_stages: the number of stages.
         has_loss_and_backward: accepted for compatibility.
         loss_spec: likewise.
 
@@ -57,7 +57,7 @@ class Pipe(nn.Module):
         shared: for each parameter that several stages hold (embedding and head, say), its name by
             stage, as ``Pipeline(shared=)`` takes it. It is one object in all of them; under several
             processes its gradients have to be added up.
-        crossing: for each boundary, what crosses it: names with dtype and shape.
+        crossing: for each boundary, the values that cross it: names with dtype and shape.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Pipe(nn.Module):
         return build_stage(module, stage_index, self.info(), torch.device(device), group)
 
     def info(self) -> PipeInfo:
-        """What stages need to know of the pipe, without its parameters."""
+        """Facts of the pipe for its stages, without its parameters."""
         return PipeInfo(
             self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self.shared
         )
@@ -135,7 +135,7 @@ class Pipe(nn.Module):
         return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
 
     def __repr__(self) -> str:
-        """One line per stage: its parameters, and what it hands on."""
+        """One line per stage: its parameters, and the values it hands on."""
         lines = [f"Pipe of {self.num_stages} stages"]
         for stage in range(self.num_stages):
             params = sum(p.numel() for p in self.get_stage_module(stage).parameters())

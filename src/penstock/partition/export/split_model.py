@@ -45,7 +45,7 @@ Choose: TypeAlias = Callable[[Sequence[Cut]], tuple[Cut, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where to cut a graph.
+    """The places to cut a graph.
 
     Args:
         spec: the split points to mark.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from penstock.partition.ties import named_tensors, names_by_tensor
 
 __all__ = ["CutGraph", "StageCode", "StageModule", "build_modules"]
 
-logger = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
@@ -81,6 +79,9 @@ class StageCode:
 
 class StageModule(nn.Module):
     """One stage of a captured model.
+
+    Operations that the model told to compute in a dtype (``x.float()``) still do if the stage is
+    converted: convert the model before it is captured.
 
     Args:
         index: the stage's number.
@@ -156,7 +157,7 @@ class StageModule(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Whether it returns the model's output, with a loss in it."""
+        """True if it returns the model's output, with a loss in it."""
         return any(code.has_loss for code in self._codes.values())
 
     @property
@@ -179,9 +180,8 @@ class StageModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
         """Move what is no state too: constants, and devices that the graphs name."""
-        before_dtype, before = self._dtype(), self._place.device
+        before = self._place.device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._warn_of_dtype(before_dtype, self._dtype())
         try:
             self._place = fn(self._place)
         except NotImplementedError:  # from the meta device there is nothing to copy
@@ -194,24 +194,6 @@ class StageModule(nn.Module):
                     constants[name] = _moved_constant(value, now)
             self._codes = {k: _moved(code, before, now) for k, code in self._codes.items()}
         return self
-
-    def _dtype(self) -> torch.dtype | None:
-        """The dtype of its first floating point parameter."""
-        dtypes = (param.dtype for param in self.parameters())
-        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-
-    def _warn_of_dtype(self, before: torch.dtype | None, now: torch.dtype | None) -> None:
-        nodes = (node for code in self._codes.values() for node in code.graph.nodes)
-        if before is None or now == before:
-            return
-        if any(arg is before for node in nodes for arg in (*node.args, *node.kwargs.values())):
-            logger.warning(
-                "stage %d: its parameters are %s now, but the graph has operations that were "
-                "captured to compute in %s, and still do; convert the model before it is captured",
-                self.index,
-                now,
-                before,
-            )
 
 
 def _moved_constant(value: Tensor, device: torch.device) -> Tensor:
@@ -342,30 +324,22 @@ def _stage_graph(mode: CutGraph, index: int) -> fx.Graph:
 
 
 def _attach_state(model: nn.Module, modules: Sequence[StageModule]) -> None:
-    """Give every parameter and buffer to the stages that use it, or to one with similar names."""
+    """Give every parameter and buffer to the stages that use it.
+
+    An unused name goes with its tensor, if that has used names, else with the name before it.
+    """
     used = [module.names_used() for module in modules]
     state = set(model.state_dict(keep_vars=True))
     names = names_by_tensor(model)
-    home: dict[str, int] = {}
-    for name in (name for group in names.values() for name in group):
-        for stage, mine in enumerate(used):
-            if name in mine:
-                home.setdefault(name, stage)
+    stages_of = {
+        name: [stage for stage, mine in enumerate(used) if name in mine]
+        for group in names.values()
+        for name in group
+    }
+    last = 0
     for name, tensor in named_tensors(model).items():
-        stages = [stage for stage, mine in enumerate(used) if name in mine]
-        for stage in stages or [_stage_of_unused(name, names[id(tensor)], home)]:
+        aliases = [stage for alias in names[id(tensor)] for stage in stages_of[alias]]
+        stages = stages_of[name] or aliases[:1] or [last]
+        for stage in stages:
             modules[stage].attach(name, tensor, persistent=name in state)
-
-
-def _stage_of_unused(name: str, names: Sequence[str], home: Mapping[str, int]) -> int:
-    """The stage for a name that no stage uses: that of its tensor, or of the most similar name."""
-    for alias in names:
-        if alias in home:
-            return home[alias]
-    path = name.split(".")
-
-    def common(other: str) -> int:
-        pairs = zip(path, other.split("."), strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(path))
-
-    return home[max(home, key=common)] if home else 0
+        last = stages[0]
