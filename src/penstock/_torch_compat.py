@@ -65,7 +65,6 @@ __all__ = [
     "has_grad_hooks",
     "has_memory",
     "has_no_forward",
-    "has_tensor_hooks",
     "in_function_forward",
     "in_transform",
     "is_composable_ddp",
@@ -597,11 +596,6 @@ def _fsdp_groups(state: Any) -> list[Any]:
 def has_grad_hooks(param: Tensor) -> bool:
     """Whether hooks run whenever the gradient of ``param`` has been accumulated."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
-
-
-def has_tensor_hooks(param: Tensor) -> bool:
-    """Whether hooks change the gradient of ``param`` before it is accumulated."""
-    return bool(param._backward_hooks)
 
 
 def is_lost_connection(error: BaseException | None) -> bool:

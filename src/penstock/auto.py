@@ -31,7 +31,7 @@ from penstock.partition.plan import Plan, split_by_counts
 from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
 from penstock.runtime.comm.link import Link, measure_link
-from penstock.runtime.comm.process_group import collective_call, from_first_rank, objects_group
+from penstock.runtime.comm.process_group import collective_call, control_group, from_first_rank
 from penstock.runtime.config import PipelineSpec
 from penstock.schedule.program import Program
 from penstock.schedule.resolve import DEFAULT_MICROBATCHES
@@ -130,7 +130,7 @@ def find_program(spec: PipelineSpec, split: SplitSpec | None, num_stages: int | 
     ranks, virtual = _sizes(num_stages, spec.ranks if group is None else group.size(), spec.virtual)
     link: Link | None = None
     if group is not None:
-        with collective_call(objects_group(group), "Pipeline()"):
+        with collective_call(control_group(group), "Pipeline()"):
             link = measure_link(group, spec.device)
     found = from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link))
     document = json.loads(found)

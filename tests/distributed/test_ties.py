@@ -56,7 +56,6 @@ def test_two_copies_on_two_ranks_stay_equal(schedule: str, case: str) -> None:
     assert first["grads"].keys() == second["grads"].keys()
     for name, grad in first["grads"].items():
         assert bitwise_equal(grad, second["grads"][name]), name
-    assert first["log"][-1] == "2 copies of the model: gradients summed across ranks 0 and 1"
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("dualpipe", 8), ("chimera", 7)])
@@ -67,7 +66,6 @@ def test_two_copies_on_four_ranks(schedule: str, microbatches: int) -> None:
         assert every[rank]["grads"].keys() == mirrored.keys()
         for name, grad in every[rank]["grads"].items():
             assert bitwise_equal(grad, mirrored[name]), name
-    assert every[0]["log"][-1].endswith("summed across ranks 0 and 3, 1 and 2")
 
 
 def test_a_layer_in_three_stages_is_summed_in_one_order() -> None:

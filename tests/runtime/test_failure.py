@@ -13,7 +13,7 @@ from penstock import _torch_compat
 from penstock.cause import as_error, cause_of, key_of
 from penstock.errors import PartitionError, StageError
 from penstock.partition.forward.leaf_modules import NotByModule
-from penstock.runtime.comm.gloo import GlooTransport
+from penstock.runtime.comm.nccl import NcclTransport
 from penstock.runtime.failure import ErrorStore
 from penstock.runtime.watchdog import Watchdog
 
@@ -48,11 +48,11 @@ def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
         store.set(key_of(group, 0), repr(group.processes))  # type: ignore[arg-type]
     assert store.get(key_of(every, 0)) == repr(every.processes).encode()  # type: ignore[arg-type]
 
-    transport: Any = object.__new__(GlooTransport)
+    transport: Any = object.__new__(NcclTransport)
     transport._group, transport._processes, transport.number = every, every.processes, 0
     transport._watchdog = Watchdog(1.0, lambda whom: None)
     monkeypatch.setattr(_torch_compat, "make_group", lambda *told, **_: store.set(told[2], "here"))
-    transport.new_group("gloo", "control")
+    transport._new_group("up")
 
 
 class Untellable(Exception):

@@ -11,7 +11,6 @@ from torch import nn
 
 from penstock._torch_compat import (
     has_grad_hooks,
-    has_tensor_hooks,
     is_lost_connection,
     make_group,
     profiler_is_on,
@@ -27,15 +26,6 @@ def test_hooks_on_accumulated_gradients() -> None:
     assert has_grad_hooks(param)
     hook.remove()
     assert not has_grad_hooks(param)
-
-
-def test_hooks_on_gradients() -> None:
-    param = nn.Parameter(torch.ones(2))
-    assert not has_tensor_hooks(param)
-    hook = param.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]
-    assert has_tensor_hooks(param)
-    hook.remove()
-    assert not has_tensor_hooks(param)
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")

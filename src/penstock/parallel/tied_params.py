@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._torch_compat import has_grad_hooks, has_tensor_hooks
+from penstock._torch_compat import has_grad_hooks
 from penstock.errors import PartitionError, StageError
 from penstock.parallel.data_parallel import in_buckets
 from penstock.partition.ties import Tie
@@ -38,6 +38,7 @@ from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 
 __all__ = ["SharedParams", "owner_of"]
+
 
 _log = logging.getLogger(__name__)
 
@@ -107,14 +108,13 @@ class SharedParams:
         # Those that are summed here; and all that are tied.
         self._params: list[_Shared] = []
         self._tied: list[_Shared] = []
-        self._has_warned = False
         if self._transport is not None:
             rank = self._transport.rank
             for group in self._groups:
                 if rank in (ranks := self._ranks_of(group)):
                     self._transport.register_peers({*ranks} - {rank})
         self._resolve()
-        self._log_ways()
+        self._log_ties()
         _live.append(weakref.ref(self, _live.remove))
 
     @property
@@ -137,31 +137,21 @@ class SharedParams:
     def _ranks_of(self, group: Mapping[int, str]) -> tuple[int, ...]:
         return tuple(sorted({self._placement.rank_of(stage) for stage in group}))
 
-    def _log_ways(self) -> None:
+    def _log_ties(self) -> None:
         """Log, in the process of the first stage, how gradients are summed."""
-        placement, is_apart = self._placement, self._transport is not None
+        placement = self._placement
         for group in self._groups[: self._num_ties]:
             if min(group) in self._stages:
                 ranks = self._ranks_of(group)
-                first_copy = sorted((s, n) for s, n in group.items() if placement.copy_of(s) == 0)
-                places = " and ".join(f"{name} of stage {stage}" for stage, name in first_copy)
+                places = (
+                    f"{group[stage]} of stage {stage}"
+                    for stage in sorted(group)
+                    if placement.copy_of(stage) == 0
+                )
                 how = "placed together"
-                if is_apart and len(ranks) > 1:
-                    how = f"gradients summed across ranks {_listed(ranks)}"
-                _log.info("%s are one parameter: %s", places, how)
-        if placement.copies == 1:
-            return
-        if 0 in self._stages:
-            pairs = sorted({self._ranks_of(group) for group in self._groups[self._num_ties :]})
-            across = f"gradients summed across ranks {', '.join(map(_listed, pairs))}"
-            how = across if is_apart else "in one process"
-            _log.info("%d copies of the model: %s", placement.copies, how)
-        if is_apart and any(map(_keeps_statistics, self._stages.values())):
-            _log.warning(
-                "the %d copies of a batch norm each keep the statistics of their own microbatches, "
-                "not those of all",
-                placement.copies,
-            )
+                if self._transport is not None and len(ranks) > 1:
+                    how = f"gradients summed across ranks {' and '.join(map(str, ranks))}"
+                _log.info("%s are one parameter: %s", " and ".join(places), how)
 
     # --- finding the places ------------------------------------------------------------------
 
@@ -289,7 +279,6 @@ class SharedParams:
                     "hook, which would see the gradient of one stage alone; step the optimizer "
                     "after step() instead"
                 )
-        self._warn_of_hooks()
         params = [param for shared in self._params for param in shared.here]
         earlier = [param.grad for param in params]
         for param in params:
@@ -306,17 +295,6 @@ class SharedParams:
             with torch.no_grad():
                 for param, before in zip(params, earlier, strict=True):
                     param.grad = _added(before, param.grad if is_whole else None)
-
-    def _warn_of_hooks(self) -> None:
-        hooked = [s for s in self._tied if any(map(has_tensor_hooks, s.here))]
-        if hooked and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%s is shared with other stages and has a hook (register_hook), which is called "
-                "with the gradient of each stage by itself: right for a mask or a factor, but not "
-                "where it clips, or counts its calls",
-                hooked[0].label,
-            )
 
     def _sum(self, bucket: Sequence[_Shared]) -> None:
         parts = [[_part_of(shared) for shared in bucket]]
@@ -461,11 +439,3 @@ def _added(earlier: Tensor | None, fresh: Tensor | None) -> Tensor | None:
     if earlier is None or fresh is None:
         return fresh if earlier is None else earlier
     return earlier + fresh if earlier.is_sparse else earlier.add_(fresh)
-
-
-def _listed(items: Iterable[object]) -> str:
-    return " and ".join(map(str, items))
-
-
-def _keeps_statistics(stage: Stage) -> bool:
-    return any(getattr(module, "track_running_stats", False) for module in stage.submod.modules())

@@ -4,7 +4,6 @@ Every fact that ranks must share is compared here, and the message names the ran
 
     agree           options, programs and batches, once per schedule, before its first step
     pack_header     the call that a rank is in, ahead of whatever the call gathers
-    call_mismatch   two ranks that wait in different calls, found by their watchdogs
     exclusive_step  no step within a step, where other ranks would not join
 
 This module sends nothing by itself; it knows neither programs nor stages.
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agree",
-    "call_mismatch",
     "digest",
     "exclusive_step",
     "pack_header",
@@ -104,24 +102,6 @@ def _warn_of_other_inputs(rank: int, inputs: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def call_mismatch(calls: Mapping[int, str]) -> str:
-    """The message for ranks in different calls.
-
-    Args:
-        calls: the call of each rank that is known, two different ones at least.
-
-    Example:
-        >>> call_mismatch({1: "eval()", 0: "step()"})
-        'rank 0 is in step(), and rank 1 in eval(): call them in the same order on every rank'
-    """
-    first = min(calls)
-    other = min(rank for rank in calls if calls[rank] != calls[first])
-    return (
-        f"rank {first} is in {calls[first]}, and rank {other} in {calls[other]}: call them in the "
-        "same order on every rank"
-    )
-
-
 def pack_header(number: int, call: str) -> Tensor:
     """The header of a collective: a rank's integer, of 127 bits, and the call that it is in."""
     data = number.to_bytes(INT_BYTES, "little", signed=True) + call.encode()
@@ -138,7 +118,11 @@ def unpack_headers(headers: Sequence[Tensor]) -> list[int]:
     data = [bytes(header.tolist()) for header in headers]
     calls = [each[INT_BYTES:].rstrip(b"\0").decode(errors="ignore") for each in data]
     if len(set(calls)) > 1:
-        raise ScheduleError(call_mismatch(dict(enumerate(calls))))
+        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+        raise ScheduleError(
+            f"rank 0 is in {calls[0]}, and rank {other} in {calls[other]}: call them in the same "
+            "order on every rank"
+        )
     return [int.from_bytes(each[:INT_BYTES], "little", signed=True) for each in data]
 
 

@@ -10,7 +10,7 @@ The keys lie in the job's store, by process group:
     replicas/<schedule>  the same, for the replicas of a stage
     note                 cause of a rank that failed before its schedule existed
     failed, failed/<i>   all failures over the group, for ranks that wait in another call
-    call, call/<rank>    the latest call that a rank waits in; how many collectives a rank entered
+    waits/<rank>         how many collectives a rank entered
 
 This module moves no tensors and interrupts no wait; see ``watchdog.py`` and ``comm``.
 """
@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from penstock.cause import NOTE, Cause, as_error, cause_of, default_group, key_of, store_of
 from penstock.errors import PeerError, PenstockError, Where
-from penstock.runtime.agreement import call_mismatch
 from penstock.runtime.watchdog import Peers, StoreQuery, Wait, Watchdog, Whom, poll
 from penstock.schedule.messages import runs_of
 
@@ -102,10 +101,8 @@ def _second_connection(store: Any) -> Any:
 
 
 class CallLog:
-    """Failures and waits of all calls over a group, for ranks that are in different calls.
-
-        rank 0   step() of schedule 0 ── waits ─┐   the 7th call of either rank, and not the same:
-        rank 1   eval() of schedule 1 ── waits ─┘   neither will ever join the other's
+    """Failures and waits of all calls over a group: a rank may fail before the call in which the
+    others wait for it, in a call of another schedule.
 
     Args:
         store: the store that ranks share.
@@ -116,23 +113,22 @@ class CallLog:
     def __init__(self, store: Any, group: dist.ProcessGroup, number: int) -> None:
         self.store = store
         self._rank = group.rank()
-        self._processes = tuple(dist.get_process_group_ranks(group))
-        self._failed_key, self._call_key = key_of(group, "failed"), key_of(group, "call")
+        self._num_ranks = group.size()
+        self._key, self._waits_key = key_of(group, "failed"), key_of(group, "waits")
         self._number = number
         self._calls = calls_over(group)
         self._known: dict[int, tuple[int, Cause]] = {}
         self._num_published = 0
 
-    def add(self, cause: Cause, number: int | None = None) -> None:
-        """List a failure, of this log's schedule unless another number is given."""
-        number = self._number if number is None else number
-        place = self.store.add(self._failed_key, 1)
-        self.store.set(f"{self._failed_key}/{place}", json.dumps([number, cause.to_json()]))
+    def add(self, cause: Cause) -> None:
+        """List a failure of this log's schedule."""
+        place = self.store.add(self._key, 1)
+        self.store.set(f"{self._key}/{place}", json.dumps([self._number, cause.to_json()]))
 
     def find_elsewhere(self) -> tuple[int, Cause] | None:
         """The first listed failure that is new to this process, with its place in the list."""
-        for place in range(1, self.store.add(self._failed_key, 0) + 1):
-            key = f"{self._failed_key}/{place}"
+        for place in range(1, self.store.add(self._key, 0) + 1):
+            key = f"{self._key}/{place}"
             if place not in self._known and self.store.check([key]):
                 number, text = json.loads(self.store.get(key))
                 self._known[place] = number, Cause.from_json(text)
@@ -144,40 +140,18 @@ class CallLog:
 
     def find_absent(self) -> list[int]:
         """The ranks that are not known to have entered the collective that this rank waits in."""
-        others = (rank for rank in range(len(self._processes)) if rank != self._rank)
+        others = (rank for rank in range(self._num_ranks) if rank != self._rank)
         return [rank for rank in others if self._collectives_of(rank) < self._calls.collectives]
 
     def _collectives_of(self, rank: int) -> int:
-        key = f"{self._call_key}/{rank}"
+        key = f"{self._waits_key}/{rank}"
         return int(self.store.get(key)) if self.store.check([key]) else 0
 
-    def compare_calls(self) -> None:
-        """Publish that this rank waits, and list a failure if another rank's call of the same
-        count is a different one. After a failure counts may differ, and nothing is compared."""
-        count, what = self._calls.count, self._calls.what
-        if self._calls.failed or self._calls.raised:
-            return
+    def publish_wait(self) -> None:
+        """Publish how many collectives this rank entered, which tells who did not come."""
         if self._num_published != self._calls.collectives:
             self._num_published = self._calls.collectives
-            self.store.set(f"{self._call_key}/{self._rank}", str(self._num_published))
-        mine = json.dumps([count, what, self._rank])
-        latest = bytes(self.store.compare_set(self._call_key, "", mine))
-        their_count, their_what, rank = json.loads(latest)
-        if their_count < count:
-            self.store.compare_set(self._call_key, latest.decode(), mine)
-        elif their_count == count and their_what != what:
-            message = call_mismatch({rank: their_what, self._rank: what})
-            cause = Cause(
-                kind="ScheduleError",
-                message=message,
-                rank=min(rank, self._rank),
-                processes=self._processes,
-                stage=None,
-                microbatch=None,
-                action=None,
-                traceback="",
-            )
-            self.add(cause, NO_SCHEDULE)
+            self.store.set(f"{self._waits_key}/{self._rank}", str(self._num_published))
 
 
 class ErrorStore:
@@ -285,8 +259,7 @@ class ErrorStore:
         """A failure in another call over the group, and its place in the group's list.
 
         Args:
-            waited_s: how long this rank has been waiting; published, so that ranks that wait in a
-                different call find out. None if it no longer waits.
+            waited_s: how long this rank has been waiting; None if it no longer waits.
         """
         log = self._log
         if log is None or (waited_s is not None and waited_s < ELSEWHERE_S):
@@ -295,7 +268,7 @@ class ErrorStore:
         def look() -> tuple[int, Cause] | None:
             found = log.find_elsewhere()
             if found is None and waited_s is not None:
-                log.compare_calls()
+                log.publish_wait()
             return found
 
         return self._request(look)

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.cause import own_group
 from penstock.errors import StageError
 from penstock.parallel.tied_params import owner_of
-from penstock.runtime.comm.process_group import all_gather_ints, collective_call, objects_group
+from penstock.runtime.comm.process_group import all_gather_ints, collective_call, control_group
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
 
@@ -159,7 +159,7 @@ def _over_ranks(
     on_device = device.type != "cpu"
     packed = _PACKED.pack(0.0 if on_device else norm.item(), on_device, code)
     number = int.from_bytes(packed, "little")
-    gathered = all_gather_ints(objects_group(ranks), "clip_grad_norm_()", number)
+    gathered = all_gather_ints(control_group(ranks), "clip_grad_norm_()", number)
     norms, are_on_device, codes = zip(
         *(_PACKED.unpack(each.to_bytes(_PACKED.size, "little")) for each in gathered), strict=True
     )

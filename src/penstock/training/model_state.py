@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import PartitionError
 from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
-from penstock.runtime.comm.process_group import collective_call, gather_state, objects_group
+from penstock.runtime.comm.process_group import collective_call, control_group, gather_state
 from penstock.schedule.placement import Placement
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name
@@ -93,7 +93,7 @@ class ModelState:
         if not full or self._group is None:
             self._refuse_common_names()
             return self._here(keep)
-        by = objects_group(self._group)
+        by = control_group(self._group)
         with collective_call(by, "state_dict(full=True)", (PartitionError,)):
             mine = {str(self._group.rank()): (self.parameter_stages(), self._common_names())}
             stages, here = zip(*gather_state(self._group, mine).values(), strict=True)

@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from penstock.runtime.failure import FailureReporter, calls_over
 from penstock.runtime.watchdog import Peers, Watchdog, Whom
 from penstock.stage.tensor_meta import TensorMeta
 
-__all__ = ["C10dTransport", "InFlightSends"]
+__all__ = ["C10dTransport", "InFlightSends", "control_group"]
 
 METADATA_TAG = 0x5E8
 RELAY_TAG = 0x5E9
@@ -39,6 +40,8 @@ DATA_TAG = 0x5E7
 METADATA_BYTES = 4096
 # How long torch may go on in a wait that the watchdog could not break.
 MAX_OVERTIME_S = 5.0
+# Torch's own limit on a wait over a control group.
+CONTROL_TIMEOUT_S = 1800.0
 # Torch counts timeouts in whole numbers.
 MAX_TIMEOUT_S = 1e7
 
@@ -107,9 +110,9 @@ class C10dTransport(ABC):
         self.rank = group.rank()
         self.num_ranks = group.size()
         self.number = number
-        self._group = self._control = group
+        self._group = group
+        self._control: Any = None
         self._device = device
-        self._is_connected = False
         self._in_flight: defaultdict[int, InFlightSends] = defaultdict(InFlightSends)
         self._metadata: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # The tensors of the latest collective. Gloo's threads may drop theirs long after the wait,
@@ -147,13 +150,7 @@ class C10dTransport(ABC):
         """Break the main thread's wait for ``whom``; called in the watchdog's thread."""
 
     def connect(self) -> None:
-        """Make the groups that are missing; every rank calls it at the same point."""
-        if not _torch_compat.takes_cpu_tensors(self._group):
-            self.await_all_ranks()
-            self._control = self.new_group("gloo", "control")
-
-    def connect_peers(self) -> None:
-        """Connect with the peers that were registered since."""
+        """Make groups and connections that are missing; every rank calls it, in the same call."""
         return
 
     def register_peers(self, peers: Iterable[int]) -> None:
@@ -170,12 +167,13 @@ class C10dTransport(ABC):
         """See ``Transport``."""
         self._calls.begin(what)
         withdraw_note(self._group)
-        if not self._is_connected:
-            self._is_connected = True
-            self.connect()
+        if self._control is None:
+            if not _torch_compat.takes_cpu_tensors(self._group):
+                self._await_all_ranks()
+            self._control = control_group(self._group)
             self._watch()
         self._watchdog.start()
-        self.connect_peers()
+        self.connect()
 
     def _watch(self) -> None:
         always = self.always_watched or bool(self._replicas)
@@ -190,8 +188,8 @@ class C10dTransport(ABC):
         """See ``Transport``."""
         self._watchdog.stop()
 
-    def await_all_ranks(self) -> None:
-        """Wait until every rank is about to make groups; torch's own wait would miss failures."""
+    def _await_all_ranks(self) -> None:
+        """Wait until every rank is about to make a group; torch's own wait would miss failures."""
         store, key = store_of(self._group), key_of(self._group, f"{self.number}/here")
         errors = self._failures.errors
         store.add(key, 1)
@@ -201,15 +199,8 @@ class C10dTransport(ABC):
             has_failed = errors.read(patient=True) is not None or errors.is_lost
             if has_failed or self._watchdog.timed_out:
                 self._watchdog.note_broken(Peers.ALL_RANKS)
-                raise RuntimeError("ranks are missing where groups are made")
+                raise RuntimeError("ranks are missing where a group is made")
             time.sleep(max(0.02, errors.pace_s))
-
-    def new_group(self, backend: str, purpose: str) -> dist.ProcessGroup:
-        """A group of the same ranks, named after its purpose."""
-        name = key_of(self._group, f"{self.number}/{purpose}")
-        # The watchdog comes first; NCCL ends the process where torch's own limit is reached.
-        timeout_s = min(2 * self._watchdog.timeout_s + 60, MAX_TIMEOUT_S)
-        return _torch_compat.make_group(self._processes, backend, name, timeout_s=timeout_s)
 
     # --- waits, watched ----------------------------------------------------------------------
 
@@ -366,6 +357,25 @@ class C10dTransport(ABC):
     def _is_broken_wait(self, error: BaseException | None) -> bool:
         """Whether the watchdog or the death of a process ended a wait by ``error``."""
         return self._watchdog.has_aborted or _torch_compat.is_lost_connection(error)
+
+
+# For NCCL groups, a gloo group of the same ranks: made once, held weakly.
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that moves tensors on the CPU; every rank calls.
+
+    All calls over ``group`` share it, so that ranks in different calls meet, and see that.
+    """
+    if _torch_compat.takes_cpu_tensors(group):
+        return group
+    if group not in _control_groups:
+        ranks, name = dist.get_process_group_ranks(group), key_of(group, "control")
+        _control_groups[group] = _torch_compat.make_group(
+            ranks, "gloo", name, timeout_s=CONTROL_TIMEOUT_S
+        )
+    return _control_groups[group]
 
 
 def _as_tensor(data: bytes) -> Tensor:

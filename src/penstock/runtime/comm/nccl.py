@@ -34,9 +34,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock import _torch_compat
+from penstock.cause import key_of
 from penstock.errors import PenstockError
 from penstock.runtime.comm.base import empty_tensors
-from penstock.runtime.comm.c10d import DATA_TAG, C10dTransport, InFlightSends, Received
+from penstock.runtime.comm.c10d import (
+    DATA_TAG,
+    MAX_TIMEOUT_S,
+    C10dTransport,
+    InFlightSends,
+    Received,
+)
 from penstock.runtime.comm.gloo import break_pairs, break_replicas
 from penstock.runtime.watchdog import Peers, Whom, poll
 from penstock.schedule.channels import Channels
@@ -75,22 +83,20 @@ class NcclTransport(C10dTransport):
         self._streams = streams_of(device)
         # Marks the device's work of the last good step.
         self._last_step: Event = None
-        self._up = self._down = group
+        self._up: Any = None
+        self._down: Any = None
         self._unconnected: set[int] = set()
         self._has_reduced = False
-
-    def connect(self) -> None:
-        """See ``C10dTransport``."""
-        self.await_all_ranks()
-        self._up, self._down = self.new_group("nccl", "up"), self.new_group("nccl", "down")
-        super().connect()
 
     def register_peers(self, peers: Iterable[int]) -> None:
         """See ``Transport``."""
         self._unconnected.update(peers)
 
-    def connect_peers(self) -> None:
+    def connect(self) -> None:
         """See ``C10dTransport``."""
+        if self._up is None:
+            self.all_gather_ints(0)  # all ranks are in this call, and come to make groups
+            self._up, self._down = self._new_group("up"), self._new_group("down")
         peers, self._unconnected = self._unconnected, set()
         scrap = torch.zeros(1, device=self._device)
         for low, high in pairs_of(self.rank, peers):
@@ -101,6 +107,12 @@ class NcclTransport(C10dTransport):
         if not self._has_reduced:
             self._has_reduced = True
             self._watched(lambda: self._up.allreduce([scrap]).wait(), Peers.ALL_RANKS)
+
+    def _new_group(self, purpose: str) -> dist.ProcessGroup:
+        name = key_of(self._group, f"{self.number}/{purpose}")
+        # The watchdog comes first; NCCL ends the process where torch's own limit is reached.
+        timeout_s = min(2 * self._watchdog.timeout_s + 60, MAX_TIMEOUT_S)
+        return _torch_compat.make_group(self._processes, "nccl", name, timeout_s=timeout_s)
 
     def _watched(self, call: Callable[[], object], whom: Whom) -> None:
         self._watchdog.waiting_for = ((), whom)
@@ -174,13 +186,13 @@ class NcclTransport(C10dTransport):
         # The device may wait for a message before the one that the host waits for.
         self.abort_groups((*replicas, self._up, self._down))
 
-    def abort_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def abort_groups(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
         """Abort groups once the step before has ended on the device, if it does."""
         streams, last = self._streams, self._last_step
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
                 poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
-        abort_groups(groups)
+        abort_groups(filter(None, groups))
 
 
 def as_wire(tensor: Tensor) -> Tensor:

@@ -12,17 +12,16 @@ from contextlib import contextmanager, suppress
 from sys import maxsize
 from time import perf_counter, sleep
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock._torch_compat import make_group, takes_cpu_tensors
-from penstock.cause import key_of, own_group
+from penstock._torch_compat import takes_cpu_tensors
+from penstock.cause import own_group
 from penstock.errors import PenstockError, ScheduleError, StageError
 from penstock.runtime.agreement import pack_header, unpack_headers
-from penstock.runtime.comm.c10d import C10dTransport
+from penstock.runtime.comm.c10d import C10dTransport, control_group
 from penstock.runtime.comm.gloo import GlooTransport
 from penstock.runtime.comm.nccl import NcclTransport
 from penstock.runtime.failure import NO_SCHEDULE, calls_over
@@ -37,12 +36,10 @@ __all__ = [
     "from_first_rank",
     "gather_state",
     "make_transport",
-    "objects_group",
+    "control_group",
     "process_group",
 ]
 
-# Torch's own limit where ranks gather objects.
-_OBJECTS_TIMEOUT_S = 1800.0
 # A small message is waited for so long without a watchdog, and so long without sleeping.
 QUICK_S = 0.05
 SPIN_S = 2e-3
@@ -221,7 +218,7 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) ->
         except PenstockError as error:
             shared[1] = error
     source = dist.get_global_rank(group, 0)
-    by = objects_group(group)
+    by = control_group(group)
     with collective_call(by, "Pipeline()"):
         dist.broadcast_object_list(shared, src=source, group=by)
     text, failure = shared
@@ -245,20 +242,5 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
     if group is None:
         return mine
     parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine, group=objects_group(group))
+    dist.all_gather_object(parts, mine, group=control_group(group))
     return {name: value for part in parts for name, value in part.items()}
-
-
-# For NCCL groups, a gloo group of the same ranks: made once, held weakly.
-_objects: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def objects_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that moves objects through the host's memory; every rank calls."""
-    if takes_cpu_tensors(group):
-        return group
-    if group not in _objects:
-        ranks = dist.get_process_group_ranks(group)
-        name = key_of(group, "objects")
-        _objects[group] = make_group(ranks, "gloo", name, timeout_s=_OBJECTS_TIMEOUT_S)
-    return _objects[group]
