@@ -10,6 +10,7 @@ import copy
 import logging
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def train_shared(
             torch.testing.assert_close(out, torch.cat(whole))
     return {
         "grads": {name: param.grad for name, param in pipe.named_parameters()},
-        "log": told.lines,
+        "log": list(told.lines),
     }
 
 
@@ -368,3 +369,17 @@ def bitwise_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return (one is None and other is None) or (
         one is not None and other is not None and torch.equal(one, other)
     )
+
+
+WAYS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "by hand": (by_hand, ()),
+    "captured": (captured, ()),
+    "of a pipeline": (taken_over, ()),
+    **{way: (cut, (way,)) for way in ("by module", "a captured module", "wrapped")},
+}
+
+
+def given(rank: int, num_ranks: int, way: str) -> Any:
+    """The gradients of stages that are given to a schedule in one of these ways."""
+    work, more = WAYS[way]
+    return work(rank, num_ranks, *more)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import SplitPoint, pipeline
-from penstock.testing.processes import run_ranks
+from tests.distributed.launches import results_of
 
 DIM, NUM = 6, 4
 
@@ -61,9 +61,10 @@ def train(rank: int, num_ranks: int, schedule: str, everywhere: bool) -> dict[st
     return {"grads": grads, "losses": losses}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "everywhere"), [("interleaved-1f1b", False), ("zbv", True), ("zbv", False)]
-)
+CASES = (("interleaved-1f1b", False), ("zbv", True), ("zbv", False))
+
+
+@pytest.mark.parametrize(("schedule", "everywhere"), CASES)
 def test_inputs_at_the_first_rank_or_on_all(schedule: str, everywhere: bool) -> None:
     plain = model()
     losses = []
@@ -72,7 +73,7 @@ def test_inputs_at_the_first_rank_or_on_all(schedule: str, everywhere: bool) -> 
         loss = own_loss(plain(**{k: v[2 * i : 2 * i + 2] for k, v in whole.items()}))
         (loss / NUM).backward()
         losses.append(loss.detach())
-    told = [outcome.result() for outcome in run_ranks(train, 2, schedule, everywhere)]
+    told = results_of(train, 2, CASES, (schedule, everywhere))
     grads = {name: grad for each in told for name, grad in each["grads"].items()}
     assert set(grads) == {name for name, _ in plain.named_parameters()}
     for name, param in plain.named_parameters():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock import PipelineStage, Schedule1F1B
 from penstock.testing.processes import run_ranks
+from tests.distributed.launches import results_of
 
 DIM = 4
 ROWS = 3
@@ -87,6 +88,9 @@ def drive(rank: int, num_ranks: int, plain: bool, split: bool) -> list[Tensor]:
     return [p.grad.clone() for p in stage.submod.parameters() if p.grad is not None]
 
 
+CASES = tuple((plain, split) for plain in (True, False) for split in (False, True))
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["full", "split"])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "transposed"])
 def test_gradients_are_those_of_the_plain_model(plain: bool, split: bool) -> None:
@@ -97,11 +101,11 @@ def test_gradients_are_those_of_the_plain_model(plain: bool, split: bool) -> Non
         nn.functional.mse_loss(
             last(*out) if isinstance(out, tuple) else last(out), target
         ).backward()
-    outcomes = run_ranks(drive, 2, plain, split)
-    for module, outcome in zip((first, last), outcomes, strict=True):
+    driven = results_of(drive, 2, CASES, (plain, split))
+    for module, grads in zip((first, last), driven, strict=True):
         expected = [p.grad / NUM_MICROBATCHES for p in module.parameters() if p.grad is not None]
         rtol, atol = (0.0, 0.0) if plain else (1e-6, 1e-7)  # a copied view may round otherwise
-        torch.testing.assert_close(outcome.result(), expected, rtol=rtol, atol=atol)
+        torch.testing.assert_close(grads, expected, rtol=rtol, atol=atol)
 
 
 def list_operations(rank: int, num_ranks: int) -> list[tuple[str, int, list[int]]]:

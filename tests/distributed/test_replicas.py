@@ -32,6 +32,7 @@ from penstock.runtime import watchdog
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.crossings import Give, Take
+from tests.distributed.launches import results_of
 from tests.distributed.replicas import (
     CPU,
     DIM,
@@ -378,5 +379,5 @@ def share_buffers(rank: int, num_ranks: int, under_no_grad: bool) -> list[str]:
 
 @pytest.mark.parametrize("under_no_grad", [False, True])
 def test_buffers_are_the_first_replica_s(under_no_grad: bool) -> None:
-    for outcome in run_ranks(share_buffers, 2, under_no_grad):
-        assert outcome.result() == []
+    cases = ((False,), (True,))
+    assert results_of(share_buffers, 2, cases, (under_no_grad,)) == [[], []]

@@ -23,6 +23,7 @@ from penstock.errors import BoundaryError, PenstockError
 from penstock.stage.dtensor import _described, dtensor_meta, find_mesh
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
+from tests.distributed.launches import results_of
 
 CPU = torch.device("cpu")
 PLACEMENTS = {"rows": Shard(0), "features": Shard(1), "whole": Replicate(), "sums": Partial()}
@@ -82,21 +83,27 @@ def train(
     return came
 
 
+CASES = (
+    *((name, each, says_mesh) for name, says_mesh in (("1f1b", True), ("zbv", False))
+      for each in PLACEMENTS),
+    *(("zbv", each, False, True) for each in ("rows", "whole")),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("between", PLACEMENTS)
 @pytest.mark.parametrize(("name", "says_mesh"), [("1f1b", True), ("zbv", False)])
 def test_stages_of_two_ranks_each_train_as_one_device_does(
     name: str, between: str, says_mesh: bool
 ) -> None:
-    for rank, outcome in enumerate(run_ranks(train, 4, name, between, says_mesh)):
+    for rank, came in enumerate(results_of(train, 4, CASES, (name, between, says_mesh))):
         # In a V the ranks of the first stage hold the last one, too.
         first = {"Tensor"} if name == "1f1b" else {"Tensor", "DTensor"}
-        assert set(outcome.result()) == (first if rank < 2 else {"DTensor"})
+        assert set(came) == (first if rank < 2 else {"DTensor"})
 
 
 @pytest.mark.parametrize("between", ["rows", "whole"])
 def test_a_loss_may_be_spread_and_is_told_in_full(between: str) -> None:
-    for outcome in run_ranks(train, 4, "zbv", between, False, True):
-        outcome.result()
+    assert len(results_of(train, 4, CASES, ("zbv", between, False, True))) == 4
 
 
 class Passes(nn.Linear):

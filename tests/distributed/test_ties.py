@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,22 @@ from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.agreement import BIDIRECTIONAL
 from tests.distributed import sharing
+from tests.distributed.launches import results_of
 from tests.distributed.sharing import bitwise_equal, train_shared
+
+# In one launch for each number of ranks: the case, the schedule, rows and microbatches.
+PLANS = {
+    2: (
+        *(("tied", name, 4, 3) for name in ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb")),
+        ("tied", "zbv", 4, 4),
+        *((case, name, 4, 6) for name in BIDIRECTIONAL for case in ("gpt", "tied")),
+    ),
+    4: (("tied", "1f1b", 6, 4), ("tied", "dualpipe", 8, 8), ("tied", "chimera", 8, 7)),
+}
 
 
 def train(num_ranks: int, *plan: Any) -> list[dict[str, Any]]:
-    return [outcome.result() for outcome in run_ranks(train_shared, num_ranks, *plan)]
+    return results_of(train_shared, num_ranks, PLANS[num_ranks], plan)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb"])
@@ -83,24 +93,18 @@ def test_a_layer_in_three_stages_is_summed_in_one_order() -> None:
         assert all(bitwise_equal(each[name], grads[0][name]) for each in grads[1:])
 
 
-GIVEN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "by hand": (sharing.by_hand, ()),
-    "captured": (sharing.captured, ()),
-    "of a pipeline": (sharing.taken_over, ()),
-    **{way: (sharing.cut, (way,)) for way in ("by module", "a captured module", "wrapped")},
-}
+GIVEN = tuple((way,) for way in sharing.WAYS)
 
 
-@pytest.mark.parametrize("way", GIVEN)
+@pytest.mark.parametrize("way", sharing.WAYS)
 def test_ties_between_stages_that_are_given_to_a_schedule(way: str) -> None:
     """Named for stages cut by hand, by their modules' names; known to modules that a cut made, and
     to stages of another schedule."""
-    work, more = GIVEN[way]
     whole = sharing.tied_gpt(4)
     batch, target = sharing.TIED.batch(6, 0)
     plain_step(whole, sharing.TIED.loss_fn, batch, target=target, n_microbatches=3)
     expected = {name: param.grad for name, param in whole.named_parameters()}
-    first, second = (o.result() for o in run_ranks(work, 2, *more))
+    first, second = results_of(sharing.given, 2, GIVEN, (way,))
     torch.testing.assert_close(first["0.tokens.weight"], expected["0.tokens.weight"])
     assert bitwise_equal(first["0.tokens.weight"], second["3.weight"])
     for name, grad in {**first, **second}.items():
@@ -109,9 +113,9 @@ def test_ties_between_stages_that_are_given_to_a_schedule(way: str) -> None:
 
 
 def test_clipping_counts_a_shared_parameter_once() -> None:
-    for schedule, case in (("1f1b", "tied"), ("dualpipe", "tied"), ("chimera", "gpt")):
-        for outcome in run_ranks(sharing.clip, 2, case, schedule):
-            clipped, plain = outcome.result()
+    cases = (("tied", "1f1b"), ("tied", "dualpipe"), ("gpt", "chimera"))
+    for case in cases:
+        for clipped, plain in results_of(sharing.clip, 2, cases, case):
             torch.testing.assert_close(clipped, plain)
 
 

@@ -13,6 +13,7 @@ from penstock import PipelineStage, ScheduleChimera, ScheduleDualPipe
 from penstock.errors import PenstockError
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
+from tests.distributed.launches import results_of
 from tests.distributed.replicas import WRAPS, batch, make_layers, make_meshes, whole
 
 CPU = torch.device("cpu")
@@ -50,12 +51,14 @@ def train_replicated(rank: int, num_ranks: int, name: str, wrap: str) -> dict[st
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "wrap"),
-    [("dualpipe", "ddp"), ("dualpipe", "fsdp"), ("chimera", "replicate"), ("chimera", "fsdp")],
+REPLICATED = (
+    *(("dualpipe", wrap) for wrap in ("ddp", "fsdp")),
+    *(("chimera", wrap) for wrap in ("replicate", "fsdp")),
 )
+
+
+@pytest.mark.parametrize(("name", "wrap"), REPLICATED)
 def test_replicas_of_copies_have_the_mean_gradient(name: str, wrap: str) -> None:
-    outcomes = run_ranks(train_replicated, 4, name, wrap)
     model = nn.Sequential(*make_layers(2))
     for step in range(2):
         for replica in range(2):
@@ -67,7 +70,7 @@ def test_replicas_of_copies_have_the_mean_gradient(name: str, wrap: str) -> None
         for number, param in enumerate(layer.parameters())
         if param.grad is not None
     }
-    grads = [outcome.result() for outcome in outcomes]
+    grads = results_of(train_replicated, 4, REPLICATED, (name, wrap))
     for each in grads:
         assert each.keys() == expected.keys()
         for key, grad in each.items():

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
-from penstock.testing.processes import run_ranks
+from tests.distributed.launches import results_of
 from tests.distributed.replicas import (
     CPU,
     NUM_MICROBATCHES,
@@ -101,12 +101,13 @@ def expected(schedule: str, replicas: tuple[int, ...], step: int, rank: int) -> 
     return [p.grad for i in mine for p in layers[i].parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(
-    "kind", ["fsdp", "fsdp whole", "replicate", "replicate of fsdp", "ddp within"]
-)
+KINDS = ("fsdp", "fsdp whole", "replicate", "replicate of fsdp", "ddp within")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_wrapping_in_place_is_seen(kind: str) -> None:
     """A stage that is not wrapped yet has the gradients of its own replica's batch."""
-    results = [r.result() for r in run_ranks(train, 4, kind, timeout_s=240)]
+    results = results_of(train, 4, tuple((each,) for each in KINDS), (kind,))
     for process, by_schedule in enumerate(results):
         rank, replica = divmod(process, 2)
         for schedule, found in by_schedule.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from penstock import _torch_compat
 from penstock.errors import StageError
 
 if TYPE_CHECKING:
-    from torch.distributed._composable.replicate import DDP as ComposableDdp
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["ReplicaStep", "Replicas", "average_grads", "in_buckets", "replicas_of"]
@@ -199,7 +198,7 @@ class _Ddp(Replicas):
 class _Replicate(Replicas):
     """A module given to ``replicate``: it keeps its class, and its hooks hold a DDP module."""
 
-    def __init__(self, module: ComposableDdp) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
         self._synced = True
         self._ddp: _Ddp | None = None
@@ -207,7 +206,6 @@ class _Replicate(Replicas):
     def begin(self) -> None:
         if self._ddp is None:
             # Torch makes it at the first forward.
-            assert isinstance(self._module, nn.Module)
             self._ddp = _Ddp(_torch_compat.ddp_within(self._module), self._module)
             self.groups = self._ddp.groups
         self._synced = _torch_compat.composable_syncs(self._module)

@@ -164,7 +164,6 @@ class C10dTransport(ABC):
     # --- calls -------------------------------------------------------------------------------
 
     def begin(self, what: str) -> None:
-        """See ``Transport``."""
         self._calls.begin(what)
         withdraw_note(self._group)
         if self._control is None:
@@ -180,12 +179,10 @@ class C10dTransport(ABC):
         self._watchdog.watch(self._failures.errors.aside(), always=always)
 
     def end(self) -> None:
-        """See ``Transport``."""
         self._failures.note_success()
         self._watchdog.rest()
 
     def close(self) -> None:
-        """See ``Transport``."""
         self._watchdog.stop()
 
     def _await_all_ranks(self) -> None:
@@ -223,7 +220,6 @@ class C10dTransport(ABC):
         watchdog.waiting_for = None
 
     def drain(self) -> None:
-        """See ``Transport``."""
         for peer, in_flight in self._in_flight.items():
             works, tensors = [x[1] for x in in_flight.sends], [x[2] for x in in_flight.sends]
             self.wait_for_message(works, tensors, peer)
@@ -233,11 +229,9 @@ class C10dTransport(ABC):
             metadata.clear()
 
     def allow_unbounded_sends(self, allowed: bool) -> None:
-        """See ``Transport``."""
         self._sends_are_unbounded = allowed
 
     def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """See ``Transport``."""
         groups = tuple(group for group in groups if group.size() > 1)
         if groups != self._replicas:
             self._replicas = groups
@@ -246,7 +240,6 @@ class C10dTransport(ABC):
 
     @contextlib.contextmanager
     def waiting_for_replicas(self) -> Iterator[None]:
-        """See ``Transport``."""
         self._watchdog.waiting_for = ((), Peers.REPLICAS)
         yield
         self._watchdog.waiting_for = None
@@ -271,7 +264,6 @@ class C10dTransport(ABC):
         self.wait_for((self.post(start, Peers.ALL_RANKS),), Peers.ALL_RANKS)
 
     def send_metadata(self, peer: int, data: bytes) -> None:
-        """See ``Transport``."""
         # The first message has a fixed size and begins with the length; the rest of longer
         # metadata follows in a second message.
         head = len(data).to_bytes(8, "little") + data[: METADATA_BYTES - 8]
@@ -288,7 +280,6 @@ class C10dTransport(ABC):
         self._metadata[peer].append((work, tensor))
 
     def recv_metadata(self, peer: int) -> bytes:
-        """See ``Transport``."""
         head = self._recv_bytes(peer, METADATA_BYTES)
         length = int.from_bytes(head[:8], "little")
         data = head[8 : 8 + length]
@@ -303,7 +294,6 @@ class C10dTransport(ABC):
         self.wait_for((self.post(lambda: self._control.recv([tensor], peer, tag), peer),), peer)
 
     def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
-        """See ``Transport``."""
         # From rank to rank, as the first microbatch goes: no rank waits for later ones.
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         before, after = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
@@ -315,23 +305,19 @@ class C10dTransport(ABC):
         return shared
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
         self._collect(lambda: self._control.allreduce([tensor]), (tensor,))
 
     def barrier(self) -> None:
-        """See ``Transport``."""
         # A group with NCCL as well would take a barrier of the devices.
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
         self._collect(lambda: self._control.barrier(options), self._collected)
 
     def all_gather_ints(self, number: int) -> list[int]:
-        """See ``Transport``."""
         # Gloo ends processes that gather unlike tensors, so that the header goes first.
         return unpack_headers(self._all_gather(pack_header(number, self._calls.what)))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """See ``Transport``."""
         lengths = self.all_gather_ints(len(data))
         parts = self._all_gather(_as_tensor(data.ljust(max(lengths), b"\0")))
         return [bytes(p.tolist())[:length] for p, length in zip(parts, lengths, strict=True)]
@@ -344,7 +330,6 @@ class C10dTransport(ABC):
     # --- failures ----------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> PenstockError | None:
-        """See ``Transport``."""
         waited_for = self._watchdog.stop()
         if isinstance(error, PenstockError):
             # The wait did not fail, unless torch waited for replicas within an action.

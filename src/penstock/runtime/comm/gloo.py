@@ -48,7 +48,6 @@ class GlooTransport(C10dTransport):
     """One rank's connection for tensors on the CPU; see ``C10dTransport``."""
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """See ``Transport``."""
         in_flight = self._in_flight[peer]
         in_flight.num_messages += 1
         for tensor in tensors:
@@ -63,7 +62,6 @@ class GlooTransport(C10dTransport):
             in_flight.drop_first()
 
     def release(self, peer: int, num_messages: int) -> None:
-        """See ``Transport``."""
         in_flight = self._in_flight[peer]
         sends = in_flight.sends
         while sends and sends[0][0] <= num_messages:
@@ -71,7 +69,6 @@ class GlooTransport(C10dTransport):
             in_flight.drop_first()
 
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Received:
-        """See ``Transport``."""
         tensors = empty_tensors(metas, device)
         receive = self._control.recv
         works = [self.post(partial(receive, [t], peer, DATA_TAG), peer) for t in tensors]
@@ -84,7 +81,6 @@ class GlooTransport(C10dTransport):
         self.wait_for(works, peer)
 
     def abort(self, whom: Whom) -> None:
-        """See ``C10dTransport``."""
         if whom is Peers.REPLICAS:
             break_replicas(self._replicas)
         else:

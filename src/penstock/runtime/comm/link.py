@@ -1,9 +1,7 @@
-"""How fast messages are between neighbouring ranks, measured.
+"""The speed of messages between neighbouring ranks, measured.
 
-    round 0   0 ↔ 1   2 ↔ 3   4 ↔ 5     a small message there and back, then a large one
-    round 1       1 ↔ 2   3 ↔ 4
-
-It knows ranks and devices, and nothing of what the messages are for.
+round 0   0 ↔ 1   2 ↔ 3   4 ↔ 5     a small message there and back, then a large one
+round 1       1 ↔ 2   3 ↔ 4
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from torch import Tensor
 __all__ = ["Link", "measure_link"]
 
 LARGE_BYTES = 1 << 20
-# How often a message goes there and back; the quickest counts, since others had to wait.
+# The quickest of so many round trips counts; in the others a rank had to wait.
 NUM_TRIPS = 5
-# Of a large message's time, what is its bytes' at the least.
+# The least share of a large message's time that its bytes take.
 MIN_SHARE = 0.01
 
 
@@ -30,7 +28,7 @@ class Link:
 
     Args:
         latency_s: how long the smallest message takes, in seconds.
-        bandwidth: how many more bytes a message may have for each second more.
+        bandwidth: bytes per second beyond that.
     """
 
     latency_s: float
@@ -38,35 +36,33 @@ class Link:
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Send messages to and fro; every rank calls it, and comes to the same figures.
+    """Send messages to and fro; every rank calls it, and gets the same figures.
 
     Args:
         group: the ranks.
-        device: where the tensors that they send each other live.
+        device: where their tensors live.
     """
     messages = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (1, LARGE_BYTES)]
     slowest = torch.zeros(len(messages), dtype=torch.float64, device=device)
-    for first in (0, 1):
-        asks = group.rank() % 2 == first
-        peer = group.rank() + (1 if asks else -1)
+    for parity in (0, 1):
+        starts = group.rank() % 2 == parity
+        peer = group.rank() + (1 if starts else -1)
         if 0 <= peer < group.size():
-            times = [_trip_s(group, message, peer, asks=asks) for message in messages]
+            times = [_trip_s(group, message, peer, starts=starts) for message in messages]
             slowest = slowest.max(torch.tensor(times, dtype=torch.float64, device=device))
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    group.allreduce([slowest], options).wait()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     small_s, large_s = slowest.tolist()
-    # On a busy machine the small one may have taken as long.
+    # On a busy machine the small message may have taken as long.
     bytes_s = max(large_s - small_s, MIN_SHARE * large_s)
     return Link(latency_s=small_s, bandwidth=LARGE_BYTES / bytes_s)
 
 
-def _trip_s(group: dist.ProcessGroup, message: Tensor, peer: int, *, asks: bool) -> float:
-    """How long a message takes one way, in seconds."""
+def _trip_s(group: dist.ProcessGroup, message: Tensor, peer: int, *, starts: bool) -> float:
+    """The seconds that a message takes one way."""
     best_s = float("inf")
     for _ in range(1 + NUM_TRIPS):  # the first one makes the connection
         started = time.perf_counter()
-        for sends in (asks, not asks):
+        for sends in (starts, not starts):
             move = group.send if sends else group.recv
             move([message], peer, 0).wait()
             if message.device.type != "cpu":

@@ -89,11 +89,9 @@ class NcclTransport(C10dTransport):
         self._has_reduced = False
 
     def register_peers(self, peers: Iterable[int]) -> None:
-        """See ``Transport``."""
         self._unconnected.update(peers)
 
     def connect(self) -> None:
-        """See ``C10dTransport``."""
         if self._up is None:
             self.all_gather_ints(0)  # all ranks are in this call, and come to make groups
             self._up, self._down = self._new_group("up"), self._new_group("down")
@@ -120,7 +118,6 @@ class NcclTransport(C10dTransport):
         self._watchdog.waiting_for = None
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """See ``Transport``."""
         in_flight = self._in_flight[peer]
         in_flight.num_messages += 1
         group = self._up if peer > self.rank else self._down
@@ -146,7 +143,6 @@ class NcclTransport(C10dTransport):
         """See ``Transport``; a wait of the host does not show that a message has arrived."""
 
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Received:
-        """See ``Transport``."""
         group = self._up if peer < self.rank else self._down
         tensors = empty_tensors(metas, device)
         wires = map(as_wire, tensors)
@@ -154,7 +150,6 @@ class NcclTransport(C10dTransport):
         return Received(self, peer, tensors, works)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
         if not tensor.is_cuda:
             super().all_reduce(tensor)
             return
@@ -162,21 +157,18 @@ class NcclTransport(C10dTransport):
         self.barrier()  # streams wait for all ranks, and the host has not waited
 
     def end(self) -> None:
-        """See ``Transport``."""
         super().end()
         if self._streams is not None:
             self._last_step = self._last_step or self._streams.event()
             self._streams.mark(self._last_step, self._streams.current())
 
     def fail(self, error: BaseException) -> PenstockError | None:
-        """See ``Transport``."""
         raised = super().fail(error)
         # The device would wait for messages for ever, and the host for the device.
         self.abort_groups((self._up, self._down))
         return raised
 
     def abort(self, whom: Whom) -> None:
-        """See ``C10dTransport``."""
         replicas = self._replicas if whom is Peers.REPLICAS else ()
         if whom is Peers.REPLICAS:
             break_replicas(replicas)
