@@ -58,14 +58,7 @@ def can_overlap(step: Step) -> bool:
 def why_sequential(
     program: Program, streams: DeviceStreams | None, device: str, *, requested: bool
 ) -> str | None:
-    """The reason why overlapped pairs run one part after the other; None if they overlap.
-
-    Args:
-        program: a program with pairs.
-        streams: the device's streams.
-        device: the type of the device.
-        requested: whether ``overlap=True`` was passed.
-    """
+    """The reason why overlapped pairs run one part after the other; None if they overlap."""
     if streams is None:
         return f"a {device} device has no streams"
     if not requested:
@@ -113,11 +106,7 @@ class StreamOrder(Enum):
 
 
 class _Planner:
-    """Finds the synchronization of each action, in their order.
-
-    Args:
-        stream_of: the stream of each stage's microbatches; the caller's for whole stages.
-    """
+    """Finds the synchronization of each action, in their order."""
 
     def __init__(self, stream_of: StreamOf) -> None:
         self._stream_of = stream_of
@@ -165,13 +154,7 @@ class DualStreams:
         bound: Sequence[Sequence[Sequence[BoundAction]]],
         placement: Placement,
     ) -> list[BoundAction]:
-        """All bound actions in order, each with the switch to its stream as prologue.
-
-        Args:
-            steps: the steps.
-            bound: per step and part, its bound actions: perhaps a wait, and the action.
-            placement: the placement of the stages.
-        """
+        """All bound actions (by step and part) in order, with their stream switch as prologue."""
         planner = _Planner(assign_streams(steps, placement))
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
@@ -228,13 +211,8 @@ def bind_pair(
 ) -> list[BoundAction]:
     """Bind a pair to a function that runs its parts, perhaps in threads of its own.
 
-    The actions are the waits of both parts, the call of the function, and for each part a check
-    that it has run, which raises its exception under its own name.
-
-    Args:
-        function: the function.
-        pair: the step.
-        bound: for each part its bound actions: perhaps a wait, and the action.
+    Gives the waits of both parts, the call of the function, and for each part a check that it has
+    run, which raises its exception under its own name.
     """
     parts = [_Part(actions[-1]) for actions in bound]
     waits = [action for actions in bound for action in actions[:-1]]

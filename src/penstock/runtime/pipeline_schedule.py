@@ -260,12 +260,9 @@ class PipelineSchedule:
         """Run one training step: gradients are added to the parameters' ``.grad``.
 
         A batch is split by rows, as evenly as they go: 5 rows in 4 microbatches are 2, 1, 1, 1.
-        With ``scale_grads`` gradients are those of the mean of the microbatches' means, as in
-        torch and in the plain loop over microbatches: where rows do not divide, rows of shorter
-        microbatches count more (pass ``drop_last=True`` to the DataLoader).
-
-        Tensors are found in any container, also of classes registered with torch's pytree. An
-        object of another class goes whole to every microbatch.
+        Gradients are those of the mean of the microbatches' means: where rows do not divide, rows
+        of shorter microbatches count more (pass ``drop_last=True`` to the DataLoader). An object
+        that is in no pytree registry goes whole to every microbatch.
 
         Args:
             args: the model's inputs, a whole batch (needed on the rank of the first stage; in a
@@ -353,7 +350,7 @@ _STEP_OPTIONS = {
 
 
 def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
-    """The process group of a schedule's stages, also of arguments that are no stages."""
+    """The process group of a schedule's stages; the default group for arguments of other types."""
     first = next(iter(stages), None) if isinstance(stages, Sequence) else stages
     return first.group if isinstance(first, PipelineStage) else default_group()
 
@@ -367,11 +364,7 @@ def _transports(
 
 
 def _check_stages(stages: Sequence[PipelineStage]) -> None:
-    """Refuse anything but stages of one model, each once, in rising order.
-
-    Raises:
-        ScheduleError: otherwise.
-    """
+    """Refuse anything but stages of one model, each once, in rising order."""
     if isinstance(stages, PipelineStage):
         raise ScheduleError(
             "a PipelineStage was given alone, expected a list of this rank's stages"

@@ -125,8 +125,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             format: whether the file holds computations only, or sends and receives as well.
 
         Raises:
-            ScheduleError: the file is no program of these stages, ranks and microbatches; the
-                same on every rank.
+            ScheduleError: the file is no program of these stages, ranks and microbatches.
         """
         with publishing_errors(self._group):
             _check_format(format)
@@ -147,12 +146,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             before.close()
 
     def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
-        """Write the program to a CSV file.
-
-        Args:
-            filename: the file, see ``penstock.save_csv``.
-            format: whether to write computations only, or sends and receives as well.
-        """
+        """Write the program to a CSV file (see ``penstock.save_csv``)."""
         _check_format(format)
         save_csv(self.engine.requested if format == "compute_only" else self.program, filename)
 
@@ -161,10 +155,6 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
     """A schedule of several stages per rank that runs any program.
 
     The class itself has none until ``_load_csv`` reads one.
-
-    Example:
-        >>> schedule = PipelineScheduleRuntime([stage], 4, loss_fn)          # doctest: +SKIP
-        >>> schedule._load_csv("mine.csv")                                   # doctest: +SKIP
     """
 
     _pair_function: PairFunction | None = None
@@ -188,7 +178,6 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
     ) -> None:
         """Let a function run the overlapped pairs of a forward and a backward (DualPipeV's).
 
-        It may run the two in threads of its own, so that layers that communicate can take turns.
         All inputs of both have arrived when it is called; their outputs are sent when it has
         returned. A trace shows the pair as its first part.
 
@@ -196,24 +185,15 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
             computation_type: ``OVERLAP_F_B``; other actions have no such functions.
             custom_function: ``function(pair, forward, backward)`` calls each of the last two
                 once, in any thread, and returns when both are done. ``pair.parts`` are their
-                actions; the callables are in the same order.
+                actions, in the order of the callables.
 
         Raises:
             ScheduleError: another kind of action, or a function of other arguments.
-
-        Example:
-            >>> def side_by_side(pair, forward, backward):                   # doctest: +SKIP
-            ...     thread = threading.Thread(target=backward)
-            ...     thread.start()
-            ...     forward()
-            ...     thread.join()
-            >>> schedule.register_custom_function(OVERLAP_F_B, side_by_side)  # doctest: +SKIP
         """
         if computation_type not in (Overlap, "OVERLAP_F_B"):
             raise ScheduleError(
                 f"{computation_type} can't be given a custom function, only OVERLAP_F_B, a pair "
-                "of a forward and a backward; change the module, or pass a program of your own "
-                "(penstock.schedule, or a CSV file)"
+                "of a forward and a backward; change the module or the program instead"
             )
         if not _accepts(custom_function, 3):
             raise ScheduleError(
@@ -230,16 +210,14 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
             self.engine.run_pairs_by(self._pair_function)
 
 
-def _accepts(function: object, num: int) -> bool:
+def _accepts(function: Any, num: int) -> bool:
     """Whether ``function`` can be called with ``num`` positional arguments."""
-    if not callable(function):
-        return False
     try:
         inspect.signature(function).bind(*range(num))
     except TypeError:
         return False
     except ValueError:  # functions written in C have no signature
-        return True
+        return callable(function)
     return True
 
 
@@ -353,13 +331,6 @@ class ScheduleDualPipe(ScheduleInterleaved1F1B):
     Rank r holds two stages of 2P: stage r, and stage 2P - 1 - r, which is stage P - 1 - r of the
     model again. Even microbatches enter on rank 0 and odd ones on the last rank, so that both
     pass the whole batch and its target. Gradients of the two copies are summed within ``step``.
-
-    Example:
-        >>> mine = ScheduleDualPipe.stage_ids()                              # doctest: +SKIP
-        >>> stages = [                                                       # doctest: +SKIP
-        ...     PipelineStage(layers[i % P], i, 2 * P, device) for i in mine
-        ... ]
-        >>> ScheduleDualPipe(stages, n_microbatches, loss_fn)                # doctest: +SKIP
     """
 
     schedule_name = "dualpipe"
@@ -372,12 +343,7 @@ class ScheduleChimera(ScheduleInterleaved1F1B):
 
 
 class ScheduleProgram(PipelineScheduleMulti):
-    """Any program. A CSV file is best passed by its path: an error in it is raised on every rank.
-
-    Example:
-        >>> from pathlib import Path                                         # doctest: +SKIP
-        >>> ScheduleProgram([stage], Path("mine.csv"), loss_fn)              # doctest: +SKIP
-    """
+    """Any program; a CSV file by its path, so that an error in it is raised on every rank."""
 
     def __init__(
         self,

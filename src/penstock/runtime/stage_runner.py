@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias, assert_never
+from typing import Any, TypeAlias
 
 from torch import Tensor, is_grad_enabled
 
@@ -24,6 +24,7 @@ from penstock.runtime.overlap import DualStreams
 from penstock.runtime.step import StepState
 from penstock.schedule.action import Action, Op
 from penstock.schedule.program import Program
+from penstock.schedule.rules import INPUT_GRADS
 from penstock.stage import device_streams
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.microbatch_state import MicrobatchState
@@ -151,63 +152,23 @@ class StageRunner:
 
     def bind(self, action: Action) -> list[BoundAction]:
         """Bind ``action`` to its handler, behind the wait for its message if it has one."""
-        if action.microbatch is None:
-            return [BoundAction(action, self._bind_whole_stage(action))]
-        state = self._states[action.microbatch]
-        wait, handler = self._handlers(action)
-        bound = [BoundAction(action, partial(handler, state))]
-        if wait is not None:
-            arrived = self._acknowledged.get(action, 0)
-            bound.insert(0, BoundAction(action, partial(wait, state, arrived), is_wait=True))
+        op, mb = action.op, action.microbatch
+        if mb is None:
+            return [BoundAction(action, partial(_OF_STAGE[op], self))]
+        handler, state = _OF_MICROBATCH[op], self._states[mb]
+        if op is Op.FORWARD and mb in self._recomputed:
+            handler = StageRunner._forward_to_recompute
+        elif op is Op.FORWARD and mb in self._offloaded:
+            handler = StageRunner._forward_to_offload
+        bound = [BoundAction(action, partial(handler, self, state))]
+        arrived = self._acknowledged.get(action, 0)
+        if op is Op.FORWARD and self._prev_queue is not None:
+            wait = partial(self._wait_input, state, arrived)
+            bound.insert(0, BoundAction(action, wait, is_wait=True))
+        elif op in INPUT_GRADS and self._next_queue is not None:
+            wait = partial(self._wait_grads, state, arrived)
+            bound.insert(0, BoundAction(action, wait, is_wait=True))
         return bound
-
-    def _handlers(
-        self, action: Action
-    ) -> tuple[Callable[[MicrobatchState, int], None] | None, Callable[[MicrobatchState], None]]:
-        wait_grads = self._wait_grads if self._next_queue is not None else None
-        match action.op:
-            case Op.FORWARD:
-                wait_input = self._wait_input if self._prev_queue is not None else None
-                if action.microbatch in self._recomputed:
-                    return wait_input, self._forward_to_recompute
-                if action.microbatch in self._offloaded:
-                    return wait_input, self._forward_to_offload
-                return wait_input, self._forward
-            case Op.RECOMPUTE:
-                return None, self._recompute
-            case Op.OFFLOAD:
-                return None, self._offload
-            case Op.RELOAD:
-                return None, self._reload
-            case Op.FULL_BACKWARD:
-                return wait_grads, self._backward
-            case Op.INPUT_GRAD:
-                return wait_grads, self._input_grad
-            case Op.WEIGHT_GRAD:
-                return None, self.stage.weight_grad
-            case Op.SEND_F:
-                return None, self._send_forward
-            case Op.RECV_F:
-                return None, self._recv_forward
-            case Op.SEND_B:
-                return None, self._send_backward
-            case Op.RECV_B:
-                return None, self._recv_backward
-            case Op.UNSHARD | Op.RESHARD | Op.REDUCE_GRAD:
-                raise AssertionError(f"{action} names a microbatch")
-            case _:
-                assert_never(action.op)
-
-    def _bind_whole_stage(self, action: Action) -> Callable[[], None]:
-        match action.op:
-            case Op.UNSHARD:
-                return self._unshard
-            case Op.RESHARD:
-                return self._reshard
-            case Op.REDUCE_GRAD:
-                return self._reduce_grads
-            case _:
-                raise AssertionError(f"{action} names no microbatch")
 
     # A stage that is neither replicated nor sharded has nothing to gather or reduce.
 
@@ -416,6 +377,9 @@ class StageRunner:
         self.stage.input_grad(state, self._take_grads(state))
         self._pass_back(state)
 
+    def _weight_grad(self, state: MicrobatchState) -> None:
+        self.stage.weight_grad(state)
+
     def _take_grads(self, state: MicrobatchState) -> Sequence[Tensor | None]:
         grads: Sequence[Tensor | None] = state.received_grads
         state.received_grads = None
@@ -443,6 +407,27 @@ class StageRunner:
             present = self._grads_out[shape_id] = tuple(g is not None for g in grads)
             self._transport.send_metadata(queue.peer, bytes(present))
         self._transport.send(queue.peer, _present_grads(state, grads, present))
+
+
+# Functions, not bound methods: a runner that held its own would be freed by the collector alone.
+_OF_STAGE: dict[Op, Callable[[StageRunner], None]] = {
+    Op.UNSHARD: StageRunner._unshard,
+    Op.RESHARD: StageRunner._reshard,
+    Op.REDUCE_GRAD: StageRunner._reduce_grads,
+}
+_OF_MICROBATCH: dict[Op, Callable[[StageRunner, MicrobatchState], None]] = {
+    Op.FORWARD: StageRunner._forward,
+    Op.RECOMPUTE: StageRunner._recompute,
+    Op.OFFLOAD: StageRunner._offload,
+    Op.RELOAD: StageRunner._reload,
+    Op.FULL_BACKWARD: StageRunner._backward,
+    Op.INPUT_GRAD: StageRunner._input_grad,
+    Op.WEIGHT_GRAD: StageRunner._weight_grad,
+    Op.SEND_F: StageRunner._send_forward,
+    Op.RECV_F: StageRunner._recv_forward,
+    Op.SEND_B: StageRunner._send_backward,
+    Op.RECV_B: StageRunner._recv_backward,
+}
 
 
 def _present_grads(

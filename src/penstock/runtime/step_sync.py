@@ -83,12 +83,7 @@ class StepSync:
     # --- start -------------------------------------------------------------------------------
 
     def describe_call(self, step: StepState, num_steps: int) -> str:
-        """The text by which ranks see that they are in the same call.
-
-        Args:
-            step: this process's inputs and targets.
-            num_steps: the number of steps before.
-        """
+        """The text by which ranks see that they are in the same call."""
         call = "step()" if self._train else "eval()"
         # Ranks where outputs leave exchange them, if they are returned.
         joined = " with outputs" if self._num_exit_ranks > 1 and step.keep_outputs else ""

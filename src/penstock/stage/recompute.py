@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from penstock._torch_compat import buffers_of, version_of
 from penstock.errors import StageError
 from penstock.stage.rng import (
     host_random_states,
@@ -84,9 +85,9 @@ class RecomputeContext:
         self._recomputer = recomputer
         self._random, self._host = self._random_states(), host_random_states()
         self._recorded = {
-            (owner, name): (buffer, 0 if buffer is None else buffer._version)
+            (owner, name): (buffer, 0 if buffer is None else version_of(buffer))
             for owner in module.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
         }
         known = recomputer.written_buffers
         copied: Iterable[_Place] = self._recorded if known is None else known
@@ -95,7 +96,7 @@ class RecomputeContext:
         }
         self._now: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         # A tensor of inference mode counts no versions, and can't be written into here.
-        self._versions = [(t, t._version) for t in inputs if not t.is_inference()]
+        self._versions = [(t, version_of(t)) for t in inputs if not t.is_inference()]
         kept = () if recomputer.writes_inputs is False else self._versions
         self.written_inputs: Mapping[int, tuple[Tensor, Tensor]] = {
             id(tensor): (tensor.detach().clone(), tensor) for tensor, _ in kept
@@ -108,7 +109,9 @@ class RecomputeContext:
             StageError: it wrote into a buffer or input that the first forward did not write into.
         """
         recomputer = self._recomputer
-        written = {id(tensor) for tensor, version in self._versions if tensor._version != version}
+        written = {
+            id(tensor) for tensor, version in self._versions if version_of(tensor) != version
+        }
         self._versions = []
         if recomputer.writes_inputs is None:
             recomputer.writes_inputs = bool(written)
@@ -122,7 +125,7 @@ class RecomputeContext:
         written = {
             place
             for place, (buffer, version) in recorded.items()
-            if buffer is not None and buffer._version != version
+            if buffer is not None and version_of(buffer) != version
         }
         if recomputer.written_buffers is None:
             # Some kernels, BatchNorm's among them, write without counting: compared once.
@@ -145,7 +148,7 @@ class RecomputeContext:
         reassigned = {
             (owner, name): buffer
             for (owner, name), (buffer, _) in recorded.items()
-            if owner._buffers.get(name) is not buffer
+            if buffers_of(owner).get(name) is not buffer
         }
         self._before = reassigned | kept
 
@@ -156,9 +159,9 @@ class RecomputeContext:
 
     def __enter__(self) -> None:
         owners = {owner for owner, _ in self._before}
-        self._now = [(owner._buffers, dict(owner._buffers)) for owner in owners]
+        self._now = [(buffers_of(owner), dict(buffers_of(owner))) for owner in owners]
         for (owner, name), buffer in self._before.items():
-            owner._buffers[name] = buffer
+            buffers_of(owner)[name] = buffer
         self._swap_random_states()
 
     def __exit__(self, *_: object) -> None:
