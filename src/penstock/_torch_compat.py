@@ -487,8 +487,10 @@ def pytree_node(
 
 
 # -------------------- DDP, FSDP2 and replicate --------------------
-# Importing these parts of torch takes a second. Whoever has wrapped a module has imported them;
-# where nobody has, no module is wrapped.
+# Seen in torch 2.11, 2.13, 2.14 and 2.15, unless a name says otherwise. These wrappers reduce
+# gradients by hooks of the last backward; a pipeline's last weight gradient may come after it, so
+# that reductions are begun, held back and ended here. Importing them takes a second, and a module
+# is wrapped only where user code has imported them.
 
 
 def _loaded(module_name: str, name: str) -> Any:
@@ -506,7 +508,7 @@ def is_fsdp1(module: object) -> TypeGuard[FullyShardedDataParallel]:
 
 
 def is_composable_ddp(module: object) -> TypeGuard[ComposableDdp]:
-    """Whether ``module`` was given to the ``replicate`` that stands on DDP."""
+    """Whether ``module`` was given to the ``replicate`` built on DDP, which has no public class."""
     return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
 
 
@@ -517,7 +519,7 @@ def _replicate_state(module: ComposableDdp) -> Any:
 
 
 def ddp_casts(module: DistributedDataParallel) -> bool:
-    """Whether DDP itself casts parameters and gradients: it was given ``mixed_precision``."""
+    """Whether DDP casts parameters and gradients: it was given ``mixed_precision``."""
     return module.mixed_precision is not None
 
 
@@ -527,24 +529,26 @@ def has_comm_hook(module: DistributedDataParallel) -> bool:
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
-    """Give every replica the buffers of the first one, those that DDP was told to ignore aside."""
+    """Broadcast the first replica's buffers, but for those that DDP was told to ignore.
+
+    DDP does so in its forward, per microbatch; the public arguments can only switch it off.
+    """
     module._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that DDP keeps alike: not those it was told to ignore."""
+    """The parameters that DDP reduces; those that it was told to ignore it lists nowhere else."""
     held: list[nn.Parameter] = module._module_parameters
     return [p for p in held if p.requires_grad]
 
 
 def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
-    """Whether ``static_graph`` is kept from its own all-reduce at the end of the first backward.
+    """Keep DDP with ``static_graph=True`` from its all-reduce after the first backward.
 
-    With a static graph, DDP puts off the first all-reduce to the end of the first backward, even
-    under ``no_sync()``, where it then fails.
+    It runs even under ``no_sync()``, where it fails.
 
     Returns:
-        What it was before.
+        The previous setting.
     """
     if not module.static_graph:
         return off
@@ -554,7 +558,10 @@ def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
 
 
 def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
-    """The DDP module behind a module given to ``replicate``; made now if it was not yet."""
+    """The DDP module behind a module given to ``replicate``, which has no other way to it.
+
+    Torch makes it in the first forward; here it is made at once.
+    """
     state = _replicate_state(module)
     if state._init_args or state._init_kwargs:
         state.lazy_init()
@@ -563,17 +570,17 @@ def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
 
 
 def composable_syncs(module: ComposableDdp) -> bool:
-    """Whether a module given to ``replicate`` reduces its gradients."""
+    """Whether a module given to ``replicate`` reduces its gradients; it has a setter alone."""
     state = _replicate_state(module)
     return not state._no_sync
 
 
 def fsdp_finish_backward(root: FSDPModule) -> None:
-    """Reduce-scatter what the parameters of ``root`` have gathered, as after a last backward.
+    """Reduce-scatter the gradients of ``root``'s parameters, as after a last backward.
 
-    FSDP does so from a callback of the autograd engine at the end of ``backward()``; here the
-    weight gradients may come after any engine run. Where it sees no tensor in a module's output,
-    the callback was never set, and the parameters count as done with since their last microbatch.
+    FSDP does so in a callback of the autograd engine at the end of ``backward()``; deferred weight
+    gradients may come later. If a module's output holds no tensor that FSDP sees, the callback was
+    never set.
     """
     state: Any = root._get_fsdp_state()
     for each in state._state_ctx.all_states:
@@ -586,7 +593,7 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
 
 
 def _fsdp_groups(state: Any) -> list[Any]:
-    """The groups of parameters that one module's FSDP gathers; torch 2.11 has one at most."""
+    """The parameter groups of one module's FSDP; torch 2.11 has one at most."""
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [group for group in (state._fsdp_param_group,) if group is not None]
