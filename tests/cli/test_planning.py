@@ -40,7 +40,7 @@ def test_a_schedule_is_told_with_its_timeline_and_source(penstock: Command) -> N
     for each in schedules():
         assert "rank 0  " in each.doc and "Source: " in each.doc
         assert re.search(r"\bbubble", each.doc, re.I), each.name
-        assert re.search(r"\b(holds?|memory)\b.*\b(activation|piece)", each.doc, re.S), each.name
+        assert re.search(r"\b(holds?|memory)\b.*\b(activation|chunk)", each.doc, re.S), each.name
     assert "did you mean 'zbv'" in penstock("schedules", "zbvv").err
 
 
@@ -317,7 +317,7 @@ def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
         (["simulate", "1f1b", "-O", "group=4"], "1f1b has no option 'group'"),
         (
             ["simulate", "interleaved-1f1b", "-O", "group=x"],
-            "group='x' is not a whole number; give a whole number from 4 to 8",
+            "group='x' does not work; give a whole number from 4 to 8",
         ),
         (["simulate", "interleaved-1f1b", "-O", "group=4.5"], "give a whole number from 4 to 8"),
         (["simulate", "1f1b", "--memory", "nan"], "--memory nan: expected a number ≥ 0"),

@@ -24,6 +24,7 @@ from penstock.search.patterns import (
     PatternParams,
     PatternSearch,
     few_microbatches,
+    in_flight,
     lay_pattern,
     legs,
     run_pattern,
@@ -141,12 +142,12 @@ def test_a_block_repeats_without_collisions() -> None:
     for rank in range(4):
         slots = sorted(
             offset % 6
-            for offset, holder in zip(pattern.offsets, problem.ranks, strict=True)
+            for offset, holder in zip(pattern.starts, problem.ranks, strict=True)
             if holder == rank
         )
         assert slots == [0, 1, 2, 3, 4, 5]
     # Tight blocks over a V hold a third of what 1F1B does: those of V-Min.
-    held = pattern.in_flight()
+    held = in_flight(problem, pattern)
     assert max(held[rank] + held[7 - rank] for rank in range(4)) == 5
 
 

@@ -20,8 +20,7 @@ Source: arXiv:2405.15362, sec. 3 (building blocks and their lifespans).
 from __future__ import annotations
 
 import random
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
@@ -29,12 +28,13 @@ from math import ceil
 from typing import Any, assert_never
 
 from penstock.schedule.action import Op
+from penstock.schedule.families.periodic import PeriodicPattern, PeriodicSlots
 from penstock.search.list_schedule import schedule_by_priority
 from penstock.search.problem import SearchProblem, TimedOrder
 from penstock.simulate.costs import Costs
 
-__all__ = ["CostView", "PatternParams", "PatternSearch", "few_microbatches", "lay_pattern"]
-__all__ += ["legs", "run_pattern"]
+__all__ = ["CostView", "PatternParams", "PatternSearch", "few_microbatches", "in_flight"]
+__all__ += ["lay_pattern", "legs", "run_pattern"]
 
 _NEAR = 1e-9
 _POOL = 8
@@ -93,33 +93,14 @@ class PatternParams:
     patience: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindPattern:
-    """The start of each kind for one microbatch, and the time from one microbatch to the next.
-
-    Args:
-        problem: the problem of the kinds.
-        period: the time from one microbatch to the next.
-        offsets: for each kind, its start for the first microbatch.
-    """
-
-    problem: SearchProblem
-    period: float
-    offsets: tuple[float, ...]
-
-    def priorities(self) -> list[list[float]]:
-        """For each kind, the start of each microbatch."""
-        times = [number * self.period for number in range(self.problem.num_microbatches)]
-        return [[offset + time for time in times] for offset in self.offsets]
-
-    def in_flight(self) -> tuple[int, ...]:
-        """For each stage, how many microbatches it holds at once, from F to W."""
-        problem, found = self.problem, []
-        for stage in range(problem.placement.num_stages):
-            last = problem.kind(Op.WEIGHT_GRAD, stage)
-            life = self.offsets[last] + problem.durations[last] - self.offsets[stage]
-            found.append(max(1, ceil(life / self.period - _NEAR)) if self.period else 1)
-        return tuple(found)
+def in_flight(problem: SearchProblem, pattern: PeriodicPattern) -> tuple[int, ...]:
+    """For each stage, how many microbatches a pattern holds at once, from F to W."""
+    found = []
+    for stage in range(problem.placement.num_stages):
+        last = problem.kind(Op.WEIGHT_GRAD, stage)
+        life = pattern.starts[last] + problem.durations[last] - pattern.starts[stage]
+        found.append(max(1, ceil(life / pattern.period - _NEAR)) if pattern.period else 1)
+    return tuple(found)
 
 
 def legs(problem: SearchProblem) -> tuple[int, ...]:
@@ -132,7 +113,7 @@ def legs(problem: SearchProblem) -> tuple[int, ...]:
     return tuple(found)
 
 
-def lay_pattern(problem: SearchProblem, params: PatternParams) -> KindPattern:
+def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPattern:
     """The pattern of these parameters.
 
     Actions of uneven length may overlap in it if no gap between the others is long enough.
@@ -149,7 +130,7 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> KindPattern:
     period = max(work) * params.longer
     leg_of = legs(problem)
     num_legs = max(leg_of) + 1
-    busy: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
+    slots = [PeriodicSlots(period) for _ in range(num_ranks)]
     offsets = [0.0] * problem.num_kinds
     weights = range(problem.num_kinds - 1, 2 * stages - 1, -1)
     for kind in (*range(stages), *range(2 * stages - 1, stages - 1, -1), *weights):
@@ -162,53 +143,13 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> KindPattern:
             share = rank / max(1, num_ranks - 1)
             start += period * (params.weight_delay + params.weight_slope * share)
         if params.packed and period:
-            fitted = _fit(busy[rank], start, durations[kind], period)
+            fitted = slots[rank].fit(start, durations[kind])
             # An action that finds no gap keeps its wish.
             if fitted is not None:
                 start = fitted
-                _occupy(busy[rank], start % period, durations[kind], period)
+                slots[rank].take(start, durations[kind])
         offsets[kind] = start
-    return KindPattern(problem=problem, period=period, offsets=tuple(offsets))
-
-
-def _fit(
-    busy: Sequence[tuple[float, float]], start: float, length: float, period: float
-) -> float | None:
-    """The first time from ``start`` on at which ``length`` is free in every period.
-
-    ``busy`` holds the pieces of the period that are taken, in order, no two of which touch.
-    """
-    if not length or not busy:
-        return start
-    phase = start % period
-    ahead = bisect_right(busy, phase + _NEAR, key=_end)
-    for place in range(ahead, ahead + len(busy) + 1):
-        turns, index = divmod(place, len(busy))
-        low, high = busy[index]
-        if low + turns * period >= phase + length - _NEAR:
-            return start
-        start += high + turns * period - phase
-        phase = high + turns * period
-    return None
-
-
-def _occupy(busy: list[tuple[float, float]], phase: float, length: float, period: float) -> None:
-    """Takes a piece of the period; what reaches into the next one is taken from the beginning."""
-    end = phase + length
-    for low, high in ((phase, min(end, period)), (0.0, end - period)):
-        if high > low + _NEAR:
-            since = bisect_left(busy, low - _NEAR, key=_end)
-            until = bisect_right(busy, high + _NEAR, key=_start)
-            touched = [(low, high), *busy[since:until]]
-            busy[since:until] = [(min(map(_start, touched)), max(map(_end, touched)))]
-
-
-def _start(piece: tuple[float, float]) -> float:
-    return piece[0]
-
-
-def _end(piece: tuple[float, float]) -> float:
-    return piece[1]
+    return PeriodicPattern(period=period, starts=tuple(offsets))
 
 
 def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
@@ -230,11 +171,11 @@ def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
 def _run(problem: SearchProblem, params: PatternParams) -> TimedOrder:
     pattern, windows = lay_pattern(problem, params), None
     if params.width is not None:
-        scaled = (int(number * params.width + 0.5) for number in pattern.in_flight())
+        scaled = (int(number * params.width + 0.5) for number in in_flight(problem, pattern))
         windows = [max(1, number) + params.extra for number in scaled]
     return schedule_by_priority(
         problem,
-        pattern.priorities(),
+        pattern.times(problem.num_microbatches),
         windows=windows,
         patience=params.patience * sum(problem.durations) / problem.num_kinds,
     )

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.placement import Placement, linear
+from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 
 __all__ = [
@@ -19,14 +19,13 @@ __all__ = [
     "Kind",
     "Pattern",
     "alternate",
+    "alternating",
     "chunks",
     "even_groups",
     "first_microbatches",
-    "in_turn",
     "looped_order",
     "phased",
     "program_of",
-    "split_in_loops",
     "trailing",
 ]
 
@@ -153,24 +152,6 @@ def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -
     return steps + backwards[steady:]
 
 
-def in_turn(name: str, *, microbatches: int, warmups: Sequence[int]) -> Program:
-    """One stage per rank: some forwards, then one forward and one full backward in turn.
-
-    Args:
-        warmups: for each rank, how many forwards it starts with.
-    """
-    order = [(0, microbatch) for microbatch in range(microbatches)]
-    steps = (
-        alternate(
-            chunks(Op.FORWARD, order, stages=(rank,)),
-            chunks(Op.FULL_BACKWARD, order, stages=(rank,)),
-            warmup=warmup,
-        )
-        for rank, warmup in enumerate(warmups)
-    )
-    return program_of(name, linear(len(warmups)), microbatches, steps)
-
-
 def trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list[Action]:
     """``steps`` with a weight gradient after each input gradient but the first ``behind``.
 
@@ -190,31 +171,36 @@ def trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list
     return merged + weights[max(0, inputs - behind) :]
 
 
-def split_in_loops(
-    placement: Placement, *, groups: Sequence[int], behind: Sequence[int]
+def alternating(
+    placement: Placement,
+    *,
+    groups: Sequence[int],
+    warmups: Sequence[int],
+    behind: Sequence[int] | None = None,
 ) -> list[list[Action]]:
-    """For each rank of a loop forwards and input gradients in turn, weight gradients after these.
+    """For each rank, a warm-up of forwards, then one forward and one backward in turn.
 
     Args:
         placement: stages in a loop.
         groups: the sizes of the groups in which microbatches go round.
-        behind: for each rank, how many input gradients its weight gradients are behind.
+        warmups: for each rank, its forwards before the first backward.
+        behind: for each rank, how many input gradients its weight gradients are behind; None for
+            full backwards.
     """
-    ranks = placement.num_ranks
-    virtual = placement.num_stages // ranks
+    virtual = placement.num_stages // placement.num_ranks
     order = looped_order(virtual=virtual, groups=groups)
     backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
-    steps = []
-    for rank in range(ranks):
+    op = Op.FULL_BACKWARD if behind is None else Op.INPUT_GRAD
+    ranks = []
+    for rank, warmup in enumerate(warmups):
         stages = placement.stages_of(rank)
-        alternating = alternate(
-            chunks(Op.FORWARD, order, stages=stages),
-            chunks(Op.INPUT_GRAD, backward, stages=stages),
-            warmup=(virtual - 1) * max(groups) + ranks - 1 - rank,
-        )
-        weights = chunks(Op.WEIGHT_GRAD, backward, stages=stages)
-        steps.append(trailing(alternating, weights, behind=behind[rank]))
-    return steps
+        forwards = chunks(Op.FORWARD, order, stages=stages)
+        steps = alternate(forwards, chunks(op, backward, stages=stages), warmup=warmup)
+        if behind is not None:
+            weights = chunks(Op.WEIGHT_GRAD, backward, stages=stages)
+            steps = trailing(steps, weights, behind=behind[rank])
+        ranks.append(steps)
+    return ranks
 
 
 def first_microbatches(

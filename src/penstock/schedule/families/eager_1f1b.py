@@ -19,7 +19,8 @@ Source: arXiv:2211.05322 (overlapping-friendly 1F1B).
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import in_turn
+from penstock.schedule.families.common import alternating, program_of
+from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
 __all__ = ["eager_1f1b"]
@@ -33,4 +34,5 @@ def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
         '0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3'
     """
     warmups = [2 * (ranks - 1 - rank) for rank in range(ranks)]
-    return in_turn("eager-1f1b", microbatches=microbatches, warmups=warmups)
+    steps = alternating(linear(ranks), groups=(microbatches,), warmups=warmups)
+    return program_of("eager-1f1b", linear(ranks), microbatches, steps)

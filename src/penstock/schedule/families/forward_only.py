@@ -1,4 +1,4 @@
-"""Forwards alone, as an evaluation runs them. Knows nothing of backwards.
+"""Forward-only: forwards alone, as an evaluation runs them.
 
 P = 3, V = 1, M = 4:
 

@@ -41,8 +41,8 @@ Source: arXiv:2503.01328 (generalized interleaved schedule).
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.families.common import first_microbatches, split_in_loops
-from penstock.schedule.messages import number_of
+from penstock.schedule.families.common import alternating, first_microbatches
+from penstock.schedule.messages import is_count, number_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -85,7 +85,7 @@ def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = No
 
 def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int) -> Program:
     least = max(1, ranks // 2)
-    if not isinstance(group, int) or isinstance(group, bool) or group < least:
+    if not is_count(group, least):
         on = number_of(ranks, "rank")
         raise ScheduleError(
             f"{name} on {on}: group={group!r} does not work; whole numbers from {least} on do"
@@ -94,5 +94,11 @@ def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int)
     # As even as can be, but not so small that ranks wait at the turn of the loop.
     group = min(group, max(-(-microbatches // number), -(-ranks // 2)))
     placement = looped(ranks, virtual)
-    steps = split_in_loops(placement, groups=(group,) * number, behind=(0,) * ranks)
+    ahead = (virtual - 1) * group
+    steps = alternating(
+        placement,
+        groups=(group,) * number,
+        warmups=[ahead + ranks - 1 - rank for rank in range(ranks)],
+        behind=(0,) * ranks,
+    )
     return first_microbatches(steps, name=name, placement=placement, microbatches=microbatches)

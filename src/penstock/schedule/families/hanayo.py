@@ -25,6 +25,7 @@ from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import chain_pattern
 from penstock.schedule.family import refuse_sizes
 from penstock.schedule.list_schedule import list_schedule
+from penstock.schedule.messages import is_count
 from penstock.schedule.placement import Placement, wave
 from penstock.schedule.program import Program
 
@@ -88,7 +89,7 @@ def _waves(virtual: int, waves: int | None) -> int:
                 f"{virtual + 1} do"
             )
         return virtual // 2
-    if not isinstance(waves, int) or isinstance(waves, bool) or waves < 1:
+    if not is_count(waves, 1):
         raise ScheduleError(f"hanayo: waves={waves!r} must be a whole number from 1 on")
     if virtual not in (2, 2 * waves):
         raise ScheduleError(

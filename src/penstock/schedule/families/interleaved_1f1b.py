@@ -29,15 +29,8 @@ Source: arXiv:2104.04473, sec. 2.2; for groups of other sizes than P: arXiv:2407
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
-from penstock.schedule.families.common import (
-    alternate,
-    chunks,
-    even_groups,
-    first_microbatches,
-    looped_order,
-)
-from penstock.schedule.messages import number_of
+from penstock.schedule.families.common import alternating, even_groups, first_microbatches
+from penstock.schedule.messages import is_count, number_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -61,37 +54,21 @@ def interleaved_1f1b(
         >>> " ".join(map(str, program.ranks[1]))
         '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
     """
-    whole = isinstance(group, int) and not isinstance(group, bool)
-    if group is not None and not (whole and ranks <= group <= microbatches):
-        fault = "would leave ranks waiting" if whole else "is not a whole number"
-        if ranks < microbatches:
-            works = f"give a whole number from {ranks} to {microbatches}"
-        elif ranks == microbatches:
-            works = f"give {ranks}, or leave it out"
-        else:
-            works = f"with fewer microbatches ({microbatches}) than ranks, leave it out"
-        on = number_of(ranks, "rank")
-        raise ScheduleError(f"interleaved-1f1b on {on}: group={group!r} {fault}; {works}")
-    groups = (
-        even_groups(microbatches=microbatches, group=ranks)
-        if group is None
-        else _groups(ranks, microbatches, group)
-    )
-    order = looped_order(virtual=virtual, groups=groups)
-    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
-    placement = looped(ranks, virtual)
-    programs = []
-    for rank in range(ranks):
-        stages = placement.stages_of(rank)
-        programs.append(
-            alternate(
-                chunks(Op.FORWARD, order, stages=stages),
-                chunks(Op.FULL_BACKWARD, backward, stages=stages),
-                warmup=(virtual - 1) * max(groups) + 2 * (ranks - 1 - rank),
-            )
+    if group is not None and not (is_count(group, ranks) and group <= microbatches):
+        raise ScheduleError(
+            f"interleaved-1f1b on {number_of(ranks, 'rank')}: group={group!r} does not work; give "
+            f"a whole number from {ranks} to {microbatches} (the microbatches), or leave it out"
         )
+    if group is None:
+        groups = even_groups(microbatches=microbatches, group=ranks)
+    else:
+        groups = _groups(ranks, microbatches, group)
+    placement = looped(ranks, virtual)
+    ahead = (virtual - 1) * max(groups)
+    warmups = [ahead + 2 * (ranks - 1 - rank) for rank in range(ranks)]
+    steps = alternating(placement, groups=groups, warmups=warmups)
     return first_microbatches(
-        programs, name="interleaved-1f1b", placement=placement, microbatches=microbatches
+        steps, name="interleaved-1f1b", placement=placement, microbatches=microbatches
     )
 
 

@@ -28,7 +28,7 @@ Source: arXiv:2401.10241, sec. 2.2 (ZB-H1), over the loops of arXiv:2104.04473, 
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import even_groups, program_of, split_in_loops
+from penstock.schedule.families.common import alternating, even_groups, program_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -45,5 +45,11 @@ def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """
     placement = looped(ranks, virtual)
     groups = even_groups(microbatches=microbatches, group=ranks)
-    steps = split_in_loops(placement, groups=groups, behind=range(ranks))
+    ahead = (virtual - 1) * max(groups)
+    steps = alternating(
+        placement,
+        groups=groups,
+        warmups=[ahead + ranks - 1 - rank for rank in range(ranks)],
+        behind=range(ranks),
+    )
     return program_of("interleaved-zb", placement, microbatches, steps)

@@ -14,7 +14,8 @@ Source: arXiv:2007.01045 (DAPPLE), sec. 3; arXiv:1806.03377 (PipeDream), sec. 3.
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import in_turn
+from penstock.schedule.families.common import alternating, program_of
+from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
 __all__ = ["one_f_one_b"]
@@ -28,4 +29,5 @@ def one_f_one_b(*, ranks: int, microbatches: int) -> Program:
         '0F0 0F1 0B0 0B1'
     """
     warmups = [ranks - 1 - rank for rank in range(ranks)]
-    return in_turn("1f1b", microbatches=microbatches, warmups=warmups)
+    steps = alternating(linear(ranks), groups=(microbatches,), warmups=warmups)
+    return program_of("1f1b", linear(ranks), microbatches, steps)

@@ -31,7 +31,7 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.families.periodic import v_program
-from penstock.schedule.messages import number_of
+from penstock.schedule.messages import is_count, number_of
 from penstock.schedule.program import Program
 
 __all__ = ["one_f_one_b_v"]
@@ -53,7 +53,7 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
     """
     least = 2 * ((2 * ranks + 2) // 3)
     limit = least if limit is None else limit
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < least:
+    if not is_count(limit, least):
         on = number_of(ranks, "rank")
         raise ScheduleError(
             f"1f1b-v on {on}: limit={limit!r} activations do not suffice; give {least} or more, a "

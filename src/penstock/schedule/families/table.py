@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from inspect import getdoc
 from sys import maxsize, modules
@@ -46,14 +47,27 @@ def _rows_of(
     """A function that makes rows of one arrangement."""
 
     def row(
-        name: str, builder: Callable[..., Program], summary: str, source: str, **more: Any
+        name: str,
+        builder: Callable[..., Program],
+        summary: str | None = None,
+        default_virtual: int = virtual,
+        **more: Any,
     ) -> Family:
-        fields: dict[str, Any] = {"arrangement": arrangement, "default_virtual": virtual}
-        fields["virtuals"] = virtuals
-        # The docstring of a builder's module draws a timeline, and has formulas and the source.
+        # The docstring of a builder's module names the method and says its point in a line, draws
+        # a timeline, and has formulas and the source.
         doc = getdoc(modules[builder.__module__]) or ""
+        source = re.search(r"Source:.*?(arXiv:\d+\.\d+)", doc, flags=re.DOTALL)
+        assert source is not None, "each method is published"
         return Family(
-            name=name, builder=builder, summary=summary, source=source, doc=doc, **(fields | more)
+            name=name,
+            builder=builder,
+            arrangement=arrangement,
+            default_virtual=default_virtual,
+            virtuals=virtuals,
+            summary=summary or doc.partition("\n")[0].partition(": ")[2].rstrip("."),
+            source=source[1],
+            doc=doc,
+            **more,
         )
 
     return row
@@ -74,169 +88,58 @@ _COSTS = {
 }
 
 FAMILIES: tuple[Family, ...] = (
-    _looped(
-        "forward-only",
-        forward_only,
-        "forwards alone, for evaluation",
-        "arXiv:2104.04473",
-        default_virtual=1,
-    ),
-    _linear("gpipe", gpipe, "all forwards, then all backwards", "arXiv:1811.06965"),
-    _linear(
-        "1f1b",
-        one_f_one_b,
-        "one forward, one backward in turn: GPipe's time in less memory",
-        "arXiv:2007.01045",
-        aliases=("dapple",),
-    ),
-    _linear(
-        "eager-1f1b",
-        eager_1f1b,
-        "1F1B with twice the warm-up, so that messages travel while ranks compute",
-        "arXiv:2211.05322",
-    ),
+    _looped("forward-only", forward_only, default_virtual=1),
+    _linear("gpipe", gpipe),
+    _linear("1f1b", one_f_one_b, aliases=("dapple",)),
+    _linear("eager-1f1b", eager_1f1b),
     _linear(
         "seq1f1b",
         seq1f1b,
-        "1F1B over chunks of sequences, for causal models: a smaller bubble, less memory",
-        "arXiv:2406.03488",
         options={"splits": "into how many chunks each sequence is split"},
         splits_sequences=True,
     ),
-    _looped(
-        "interleaved-1f1b",
-        interleaved_1f1b,
-        "1F1B over several stages per rank: a smaller bubble, more messages",
-        "arXiv:2104.04473",
-        options=_GROUP,
-    ),
-    _looped(
-        "looped-bfs",
-        looped_bfs,
-        "GPipe over several stages per rank, for sharded parameters",
-        "arXiv:2211.05953",
-        aliases=("breadth-first",),
-    ),
-    _linear(
-        "zb-h1",
-        zb_h1,
-        "1F1B with a split backward: a third of the bubble, the same memory",
-        "arXiv:2401.10241",
-    ),
-    _linear(
-        "zb-h2",
-        zb_h2,
-        "no bubble within a rank's own time, for twice the memory",
-        "arXiv:2401.10241",
-    ),
+    _looped("interleaved-1f1b", interleaved_1f1b, options=_GROUP),
+    _looped("looped-bfs", looped_bfs, aliases=("breadth-first",)),
+    _linear("zb-h1", zb_h1),
+    _linear("zb-h2", zb_h2),
     _linear(
         "zb-1p",
         zb_1p,
         "zero bubble searched for given costs, in the memory of P activations",
-        "arXiv:2401.10241",
         options=_COSTS,
     ),
     _linear(
         "zb-2p",
         zb_2p,
         "zero bubble searched for given costs, in the memory of 2P activations",
-        "arXiv:2401.10241",
         options=_COSTS,
     ),
+    _looped("interleaved-zb", interleaved_zb, aliases=("interleaved-zero-bubble",)),
     _looped(
-        "interleaved-zb",
-        interleaved_zb,
-        "interleaved, with weight gradients put off into the bubble",
-        "arXiv:2401.10241",
-        aliases=("interleaved-zero-bubble",),
-    ),
-    _looped(
-        "gis",
-        gis,
-        "interleaved zero bubble in less memory, for a larger bubble",
-        "arXiv:2503.01328",
-        options=_GROUP,
+        "gis", gis, "interleaved zero bubble in less memory, for a larger bubble", options=_GROUP
     ),
     _looped(
         "gis-h",
         gis_h,
         "GIS in groups of P / 2: about half the memory of interleaved 1F1B",
-        "arXiv:2503.01328",
         options=_GROUP,
     ),
     _looped(
         "po-h",
         po_h,
         "interleaved, the activations of the earlier stages offloaded to the host",
-        "arXiv:2503.01328",
         options=_AHEAD,
     ),
-    _looped(
-        "po-f",
-        po_f,
-        "GIS, all activations offloaded to the host",
-        "arXiv:2503.01328",
-        options=_AHEAD,
-    ),
+    _looped("po-f", po_f, "GIS, all activations offloaded to the host", options=_AHEAD),
+    _v_shaped("zbv", zbv, aliases=("zbv-zero-bubble",)),
+    _v_shaped("v-zb", v_zb),
+    _v_shaped("v-half", v_half),
+    _v_shaped("v-min", v_min),
     _v_shaped(
-        "zbv",
-        zbv,
-        "zero bubble over a V-shape, in 1F1B's memory",
-        "arXiv:2401.10241",
-        aliases=("zbv-zero-bubble",),
+        "1f1b-v", one_f_one_b_v, options={"limit": "the most activations that a rank may hold"}
     ),
-    _v_shaped(
-        "v-zb",
-        v_zb,
-        "zero bubble over a V-shape by a periodic pattern, in 1F1B's memory",
-        "arXiv:2405.15362",
-    ),
-    _v_shaped(
-        "v-half",
-        v_half,
-        "half of 1F1B's memory and half of its bubble over a V-shape",
-        "arXiv:2405.15362",
-    ),
-    _v_shaped(
-        "v-min",
-        v_min,
-        "a third of 1F1B's memory, two thirds of its bubble over a V-shape",
-        "arXiv:2405.15362",
-    ),
-    _v_shaped(
-        "1f1b-v",
-        one_f_one_b_v,
-        "1F1B over a V-shape: two thirds of its memory, whole backwards",
-        "arXiv:2405.15362",
-        options={"limit": "the most activations that a rank may hold"},
-    ),
-    _wave(
-        "hanayo",
-        hanayo,
-        "waves down and up the ranks: a bubble that falls with their number",
-        "arXiv:2308.15762",
-        options={"waves": "how many waves there are: half of virtual"},
-    ),
-    _v_shaped(
-        "dualpipev",
-        dualpipev,
-        "forwards and backwards overlapped over a V-shape",
-        "arXiv:2412.19437",
-    ),
-    _both_ways(
-        "dualpipe",
-        dualpipe,
-        "two directions, a forward of one overlapped with a backward of the other",
-        "arXiv:2412.19437",
-        rule="even P, even M ≥ 2P",
-        nearest=nearest_dualpipe,
-    ),
-    _both_ways(
-        "chimera",
-        chimera,
-        "1F1B in two directions, each in the other's bubbles",
-        "arXiv:2107.06925",
-        rule="even P, M ≥ 2",
-        nearest=nearest_chimera,
-    ),
+    _wave("hanayo", hanayo, options={"waves": "how many waves there are: half of virtual"}),
+    _v_shaped("dualpipev", dualpipev),
+    _both_ways("dualpipe", dualpipe, rule="even P, even M ≥ 2P", nearest=nearest_dualpipe),
+    _both_ways("chimera", chimera, rule="even P, M ≥ 2", nearest=nearest_chimera),
 )

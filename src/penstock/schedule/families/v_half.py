@@ -1,11 +1,11 @@
-"""V-Half: half of 1F1B's memory and about half of its bubble, by a repeated block over a V-shape.
+"""V-Half: half of 1F1B's memory and about half of its bubble, by a periodic pattern over a V-shape.
 
 P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, on the way up:
 
     rank 0  F0 F1 .. f0 i0 F2 w0 f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 f3 i3 I2 W1 I3 w3 W2 W3
     rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 I2 i3 I3 w2 W2 w3 W3
 
-A block's passes come 1 after one another on the way down and 2 on the way up, there and back, so
+A pattern's actions come 1 after one another on the way down and 2 on the way up, there and back, so
 that every rank's activations live about 6P units together: P of them, in chunks, every six units.
 Where tF = tB = tW and M ≥ P the bubble is 6⌊(P - 1) / 2⌋ - 1 for P ≥ 3, of chunks, where 1F1B's
 is 6(P - 1). Each rank holds at most 2⌊(P + 2) / 2⌋ activations, each of
@@ -25,7 +25,7 @@ __all__ = ["v_half"]
 
 
 def v_half(*, ranks: int, microbatches: int) -> Program:
-    """A block whose activations live half as long as V-ZB's.
+    """A pattern whose activations live half as long as V-ZB's.
 
     Example:
         >>> " ".join(map(str, v_half(ranks=1, microbatches=1).ranks[0]))

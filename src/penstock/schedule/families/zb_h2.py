@@ -20,8 +20,7 @@ Source: arXiv:2401.10241, sec. 2.2.
 
 from __future__ import annotations
 
-from penstock.schedule.action import Op
-from penstock.schedule.families.common import alternate, chunks, program_of, trailing
+from penstock.schedule.families.common import alternating, program_of
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
@@ -35,14 +34,10 @@ def zb_h2(*, ranks: int, microbatches: int) -> Program:
         >>> " ".join(map(str, zb_h2(ranks=2, microbatches=3).ranks[1]))
         '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
     """
-    order = [(0, microbatch) for microbatch in range(microbatches)]
-    programs = []
-    for rank in range(ranks):
-        steps = alternate(
-            chunks(Op.FORWARD, order, stages=(rank,)),
-            chunks(Op.INPUT_GRAD, order, stages=(rank,)),
-            warmup=2 * (ranks - 1 - rank),
-        )
-        weights = chunks(Op.WEIGHT_GRAD, order, stages=(rank,))
-        programs.append(trailing(steps, weights, behind=2 * rank))
-    return program_of("zb-h2", linear(ranks), microbatches, programs)
+    steps = alternating(
+        linear(ranks),
+        groups=(microbatches,),
+        warmups=[2 * (ranks - 1 - rank) for rank in range(ranks)],
+        behind=[2 * rank for rank in range(ranks)],
+    )
+    return program_of("zb-h2", linear(ranks), microbatches, steps)
