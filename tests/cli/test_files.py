@@ -317,10 +317,10 @@ def test_search_tells_how_far_it_is(penstock: Command, monkeypatch: pytest.Monke
 def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command) -> None:
     asked = ("search", "-p", "2", "-m", "4", "-v", "2", "--memory", "1", "--time-limit", "1")
     refused = penstock(*asked)
-    assert refused.code == 2 and refused.err.endswith("; with recompute=True, 1 would do\n")
+    assert refused.code == 2 and "with recompute=True 1;" in refused.err
     said = penstock(*asked, "--recompute", "--cost", "recompute=0.5")
     assert said.code == 0
-    assert "found by recomputation, after" in said.out and "without recomputation" not in said.out
+    assert "found by recompute, after" in said.out and "without recomputation" not in said.out
     assert (
         "--cost offload: search: offload=True, but costs say nothing of it"
         in penstock(*asked, "--offload").err

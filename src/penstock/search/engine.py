@@ -22,8 +22,6 @@ from importlib.util import find_spec
 from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement
 from penstock.search.memory_reduction import (
-    Reduction,
-    allowed_reductions,
     can_offload,
     feasible_problems,
     least_reduced,
@@ -127,7 +125,8 @@ def search(
             "reload=...), or activation_bytes and offload_bandwidth",
             parameter="offload",
         )
-    allowed = allowed_reductions(recompute=recompute, offload=offload)
+    ways = {"recompute": recompute, "offload": offload}
+    allowed = tuple(way for way, is_allowed in ways.items() if is_allowed)
     budget = Budget(time_limit_s)
     problems = problems_of(
         costs,
@@ -160,14 +159,14 @@ def search(
     return state.result(with_pareto=pareto)
 
 
-def _reduce(state: SearchState, allowed: Sequence[Reduction], *, pareto: bool) -> None:
+def _reduce(state: SearchState, allowed: Sequence[str], *, pareto: bool) -> None:
     """Reduces programs until they are within the limit; for a front, within lower ones."""
     given = state.problems
     starts = tuple(found for found in state.found if not found.is_reduced)
     state.tell(state.done_share, "memory reduction")
     reduce_memory(state, starts, allowed)
     if pareto:
-        least = min(least_reduced(given, reduction) for reduction in allowed)
+        least = min(least_reduced(given, way) for way in allowed)
         # None is within the limit yet if it takes no reduction, but a search under it.
         most = max((found.peak for found in state.front()), default=0.0)
         for limit in _lower_limits(given, least, most):

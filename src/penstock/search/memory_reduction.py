@@ -10,66 +10,23 @@ them, and the simulation gives their times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Collection, Iterator, Sequence
 
 from penstock.errors import ScheduleError
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
 from penstock.search.list_schedule import schedule_by_priority
-from penstock.search.problem import SearchProblem, slack
+from penstock.search.problem import SearchProblem
 from penstock.search.state import Candidate, SearchState
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import Simulation, simulate
 
-__all__ = [
-    "Reduction",
-    "allowed_reductions",
-    "can_offload",
-    "feasible_problems",
-    "least_reduced",
-    "peaks_of",
-    "reduce_memory",
-]
+__all__ = ["can_offload", "feasible_problems", "least_reduced", "peaks_of", "reduce_memory"]
 
-_Pass: TypeAlias = Callable[[Program, frozenset[int]], Program]
-
+# By the argument of ``search`` that allows it, the pass that reduces some stages.
+_PASSES = {"recompute": recompute, "offload": offload}
 # How many programs of each placement are tried.
 _TRIED = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """A way to hold less.
-
-    Args:
-        name: the name of the method.
-        argument: the argument of ``search`` that allows it.
-        apply: the pass, for some stages of a program.
-    """
-
-    name: str
-    argument: str
-    apply: _Pass
-
-
-_RECOMPUTE = Reduction(
-    name="recomputation",
-    argument="recompute",
-    apply=lambda program, stages: recompute(program, stages=stages),
-)
-_OFFLOAD = Reduction(
-    name="offload",
-    argument="offload",
-    apply=lambda program, stages: offload(program, stages=stages),
-)
-
-
-def allowed_reductions(*, recompute: bool, offload: bool) -> tuple[Reduction, ...]:
-    """The reductions that are allowed."""
-    both = ((recompute, _RECOMPUTE), (offload, _OFFLOAD))
-    return tuple(reduction for allowed, reduction in both if allowed)
 
 
 def can_offload(costs: Costs) -> bool:
@@ -78,49 +35,38 @@ def can_offload(costs: Costs) -> bool:
 
 
 def feasible_problems(
-    problems: Sequence[SearchProblem], allowed: Sequence[Reduction]
+    problems: Sequence[SearchProblem], allowed: Collection[str]
 ) -> tuple[SearchProblem, ...]:
     """The problems whose limit can be met; all of them if programs may be reduced.
 
     Raises:
         ScheduleError: no program meets the limit, on any placement.
     """
-    limit = problems[0].limit
+    some = problems[0]
     least = min(max(problem.least_memory) for problem in problems)
-    reduced = {reduction.name: least_reduced(problems, reduction) for reduction in allowed}
-    if min(least, *reduced.values(), least) > limit + slack(limit):
-        raise ScheduleError(_infeasible(problems, limit, least, reduced), parameter="memory_limit")
+    if min([least, *(least_reduced(problems, way) for way in allowed)]) > some.most:
+        text = f"one microbatch alone holds {least:g} on some rank"
+        for way in _PASSES:
+            if way == "recompute" or can_offload(some.costs):
+                reduced = least_reduced(problems, way)
+                text += f", with {way}=True {reduced:g}" if reduced < least else ""
+        raise ScheduleError(
+            f"search: no program meets memory_limit={some.limit:g}: {text}; raise the limit, or "
+            "use fewer stages per rank",
+            parameter="memory_limit",
+        )
     return tuple(problem for problem in problems if allowed or problem.is_feasible)
 
 
-def _infeasible(
-    problems: Sequence[SearchProblem], limit: float, least: float, reduced: Mapping[str, float]
-) -> str:
-    """The message for a limit that no program meets."""
-    text = (
-        f"search: no program meets memory_limit={limit:g}: on some rank one microbatch alone "
-        f"holds {least:g}"
-    )
-    for name, amount in reduced.items():
-        text += f", with {name} {amount:g}"
-    text += "; give at least that, or fewer stages per rank"
-    others = allowed_reductions(recompute=True, offload=can_offload(problems[0].costs))
-    for reduction in others:
-        would = least if reduction.name in reduced else least_reduced(problems, reduction)
-        if would < min(least, *reduced.values(), least):
-            text += f"; with {reduction.argument}=True, {would:g} would do"
-    return text
-
-
 def reduce_memory(
-    state: SearchState, starts: Sequence[Candidate], allowed: Sequence[Reduction]
+    state: SearchState, starts: Sequence[Candidate], allowed: Collection[str]
 ) -> None:
     """Notes programs within the limit that come from others, by reducing ranks that hold too much.
 
     Args:
         state: the known programs; the new ones are noted there.
         starts: programs within the limit or not.
-        allowed: the ways to hold less.
+        allowed: ``"recompute"``, ``"offload"``, or both.
     """
     for problem in state.problems:
         mine = sorted(
@@ -128,25 +74,24 @@ def reduce_memory(
             key=lambda found: found.value,
         )
         alone = problem.program(_one_by_one(problem), name="one by one")
-        for reduction in allowed:
+        for way in allowed:
             # If that is too much, all is.
-            _reduce(state, problem, alone, reduction, "one by one")
+            _reduce(state, problem, alone, way, "one by one")
         for base, method in _bases(problem, mine[:_TRIED]):
-            for reduction in allowed:
+            for way in allowed:
                 if state.is_late(times=3):
                     return
-                _reduce(state, problem, base, reduction, method)
+                _reduce(state, problem, base, way, method)
 
 
-def least_reduced(problems: Iterable[SearchProblem], reduction: Reduction) -> float:
+def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
     """What the fullest rank holds if microbatches run one by one and all stages are reduced."""
-    return min(_all_reduced(problem.resized(1), reduction) for problem in problems)
-
-
-def _all_reduced(problem: SearchProblem, reduction: Reduction) -> float:
-    program = problem.program(_one_by_one(problem), name="one by one")
-    reduced = reduction.apply(program, frozenset(range(program.num_stages)))
-    return max(peaks_of(simulate(reduced, problem.costs)))
+    found = []
+    for problem in problems:
+        one = problem.resized(1)
+        reduced = _PASSES[way](one.program(_one_by_one(one), name="one by one"))
+        found.append(float(max(peaks_of(simulate(reduced, problem.costs)))))
+    return min(found)
 
 
 def _one_by_one(problem: SearchProblem) -> Sequence[Sequence[int]]:
@@ -185,7 +130,7 @@ def _weights_at_once(problem: SearchProblem, kinds: Sequence[int]) -> tuple[int,
 
 
 def _reduce(
-    state: SearchState, problem: SearchProblem, base: Program, reduction: Reduction, method: str
+    state: SearchState, problem: SearchProblem, base: Program, way: str, method: str
 ) -> None:
     """Reduces stages of the ranks that hold too much, one more of each at a time."""
     sizes = problem.memory.activation
@@ -201,14 +146,14 @@ def _reduce(
         full = [rank for rank, peak in enumerate(peaks) if peak > problem.most]
         if not full:
             if chosen:
-                method = f"{reduction.name}, after {method}"
+                method = f"{way}, after {method}"
                 state.note_simulated(problem, result, float(max(peaks)), method, is_reduced=True)
             return
         more = [left[rank].pop(0) for rank in full if left[rank]]
         if not more:
             return
         chosen.update(more)
-        program = reduction.apply(base, frozenset(chosen))
+        program = _PASSES[way](base, stages=frozenset(chosen))
 
 
 def peaks_of(result: Simulation) -> Sequence[float]:

@@ -74,23 +74,26 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A program with all microbatches, simulated; within the limit or not.
+    """A simulated program, within the limit or not.
 
     Args:
-        placement: its placement.
         program: the program.
         value: the objective.
         peak: the most that a rank holds.
-        method: what found it.
+        method: the method that found it.
         is_reduced: whether it recomputes or offloads.
     """
 
-    placement: Placement
     program: Program
     value: float
     peak: float
     method: str
     is_reduced: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the program."""
+        return self.program.placement
 
 
 class SearchState:
@@ -210,13 +213,9 @@ class SearchState:
         is_reduced: bool = False,
     ) -> Candidate:
         """Keeps a program that has been simulated."""
+        value = result.makespan if problem.objective == "makespan" else result.span
         found = Candidate(
-            placement=problem.placement,
-            program=result.program,
-            is_reduced=is_reduced,
-            value=result.makespan if problem.objective == "makespan" else result.span,
-            peak=peak,
-            method=method,
+            program=result.program, value=value, peak=peak, method=method, is_reduced=is_reduced
         )
         self.found.append(found)
         return found

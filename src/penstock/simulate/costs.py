@@ -137,17 +137,12 @@ class Costs:
         for field in fields(self):
             given = getattr(self, field.name)
             if field.name in _SWITCHES and not isinstance(given, bool):
-                raise ScheduleError(
-                    f"Costs({field.name}=...): {given!r} is not True or False", parameter=field.name
-                )
+                raise _wrong(field.name, f": {given!r} is not True or False")
             if field.name in _SWITCHES or (given is None and field.default is None):
                 continue
             value = _normal(field.name, given)
             if field.name in _POSITIVE and 0.0 in _numbers(value):
-                raise ScheduleError(
-                    f"Costs({field.name}=...): 0 moves nothing; leave it out where it is no limit",
-                    parameter=field.name,
-                )
+                raise _wrong(field.name, ": 0 moves nothing; leave it out where it is no limit")
             object.__setattr__(self, field.name, value)
 
     def of(self, op: Op, *, num_stages: int) -> tuple[float, ...]:
@@ -230,10 +225,7 @@ class Costs:
         """
         value = self._fitting(name, num_stages)
         if isinstance(value, PerEdge):
-            raise ScheduleError(
-                f"Costs({name}=...) is given per edge; ask latency_between or transfer",
-                parameter=name,
-            )
+            raise _wrong(name, " is given per edge; ask latency_between or transfer")
         return value if isinstance(value, tuple) else (value,) * num_stages
 
     def refuse_misfits(self, placement: Placement) -> None:
@@ -248,27 +240,27 @@ class Costs:
             value = self._fitting(field.name, placement.num_stages)
             for edge, _ in value.costs if isinstance(value, PerEdge) else ():
                 if placement.neighbour(edge[0], +1) != edge[1]:
-                    raise ScheduleError(
-                        f"Costs({field.name}=...): the edge {edge} leads from the last stage of "
+                    raise _wrong(
+                        field.name,
+                        f": the edge {edge} leads from the last stage of "
                         "one copy of the model to the first of the next; nothing is sent there",
-                        parameter=field.name,
                     )
 
     def _fitting(self, name: str, num_stages: int) -> float | tuple[float, ...] | PerEdge:
         value: float | tuple[float, ...] | PerEdge = getattr(self, name)
         if isinstance(value, tuple) and len(value) != num_stages:
-            raise ScheduleError(
-                f"Costs({name}=...) has {number_of(len(value), 'number')}, but the program has "
+            raise _wrong(
+                name,
+                f" has {number_of(len(value), 'number')}, but the program has "
                 f"{number_of(num_stages, 'stage')}; give one number for all stages, or "
                 "one per stage",
-                parameter=name,
             )
         if isinstance(value, PerEdge) and value.costs and value.costs[-1][0][1] >= num_stages:
             edge, _ = value.costs[-1]
-            raise ScheduleError(
-                f"Costs({name}=...): the edge {edge} leads to stage {edge[1]}, but the program's "
+            raise _wrong(
+                name,
+                f": the edge {edge} leads to stage {edge[1]}, but the program's "
                 f"stages are 0 to {num_stages - 1}",
-                parameter=name,
             )
         return value
 
@@ -335,22 +327,26 @@ def share_out(costs: Costs, share: float) -> Costs:
     return replace(costs, **shared)
 
 
+def _wrong(name: str, text: str) -> ScheduleError:
+    return ScheduleError(f"Costs({name}=...){text}", parameter=name)
+
+
 def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
     if isinstance(given, PerEdge):
         given = dict(given.costs)
     if isinstance(given, Mapping):
         if name not in _PER_EDGE:
-            raise ScheduleError(
-                f"Costs({name}=...): only {' and '.join(_PER_EDGE)} take edges; give one number "
+            raise _wrong(
+                name,
+                f": only {' and '.join(_PER_EDGE)} take edges; give one number "
                 "for all stages, or a sequence of one per stage",
-                parameter=name,
             )
         return _per_edge(name, given)
     numbers = _in_turn(given)
     if numbers is None:
         return _number(name, given)
     if not numbers:
-        raise ScheduleError(f"Costs({name}=...) is empty; give at least one number", parameter=name)
+        raise _wrong(name, " is empty; give at least one number")
     return tuple(_number(name, each) for each in numbers)
 
 
@@ -373,16 +369,10 @@ def _per_edge(name: str, given: Mapping[tuple[int, int], float]) -> PerEdge:
         except (TypeError, ValueError):
             one = two = -1
         if min(one, two) < 0 or abs(one - two) != 1:
-            raise ScheduleError(
-                f"Costs({name}=...): {key!r} is no edge; give two neighbouring stages, as (1, 2)",
-                parameter=name,
-            )
+            raise _wrong(name, f": {key!r} is no edge; give two neighbouring stages, as (1, 2)")
         edge = (min(one, two), max(one, two))
         if edge in costs:
-            raise ScheduleError(
-                f"Costs({name}=...): the edge {edge} is given twice; one number holds both ways",
-                parameter=name,
-            )
+            raise _wrong(name, f": the edge {edge} is given twice; one number holds both ways")
         costs[edge] = _number(name, cost)
     return PerEdge(costs=tuple(sorted(costs.items())))
 
@@ -397,14 +387,12 @@ def _number(name: str, given: object) -> float:
     number = as_number(given)
     if not (math.isfinite(number) and number >= 0):
         shown = number if math.isinf(number) else given
-        raise ScheduleError(
-            f"Costs({name}=...): {shown!r} is not a finite number ≥ 0", parameter=name
-        )
+        raise _wrong(name, f": {shown!r} is not a finite number ≥ 0")
     if number and not _LEAST <= number <= _MOST:
-        raise ScheduleError(
-            f"Costs({name}=...): {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}, "
+        raise _wrong(
+            name,
+            f": {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}, "
             "in another unit if need be",
-            parameter=name,
         )
     return number
 

@@ -22,7 +22,7 @@ This module knows neither figures nor families.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -230,7 +230,7 @@ class _TimedProgram:
             steps: list[int] = []
             for step in queue:
                 steps.append(step)
-                for part in (step,) if step >= 0 else self.overlapped[~step]:
+                for part in self._parts([step]):
                     row, microbatch = divmod(part, width)
                     if row in self.message_of:
                         message = self.message_of[row] * width + microbatch
@@ -353,13 +353,9 @@ class _TimedProgram:
                 iter(zip(replay.starts[channel], replay.ends[channel], strict=True))
                 for channel in range(self.first_channel + 2 * rank, len(replay.starts))[:2]
             ]
-            parts = (
-                part
-                for step in self.queues[rank]
-                for part in ((step,) if step >= 0 else self.overlapped[~step])
-            )
             shown: list[tuple[float, float]] = []
-            for part, start, end in zip(parts, starts[rank], ends[rank], strict=True):
+            timed = zip(self._parts(self.queues[rank]), starts[rank], ends[rank], strict=True)
+            for part, start, end in timed:
                 row = part // width
                 if row >= self.num_rows:
                     continue
@@ -384,40 +380,34 @@ class _TimedProgram:
         send = self.index.action(self.index.id(*peer, receive % self.width))
         return f"rank {rank} ({self.index.action(receive)}) waits for {send}, which is never sent"
 
+    def _parts(self, queue: Sequence[int]) -> Iterator[int]:
+        """The ids of a queue, overlapped pairs taken apart."""
+        for step in queue:
+            yield from (step,) if step >= 0 else self.overlapped[~step]
+
     def failure(self) -> ScheduleError:
         """The error of a program that repeats an action, or else of one that deadlocks."""
-        parts = (
-            part
-            for queue in self.steps
-            for step in queue
-            for part in ((step,) if step >= 0 else self.overlapped[~step])
-        )
-        planned = Counter[int]()
-        for part in parts:
+        planned = set[int]()
+        for part in chain.from_iterable(map(self._parts, self.steps)):
             for offset in self.rows.fulfilled[part // self.width]:
-                planned[part + offset] += 1
-                if planned[part + offset] > 1:
+                if part + offset in planned:
                     act = self.index.action(part + offset)
                     where = Where(stage=act.stage, microbatch=act.microbatch, action=str(act))
                     return ScheduleError("done twice in the program; remove one", where=where)
+                planned.add(part + offset)
         replay = self.replay()
         replay.play()
         waits = []
         for rank, missing in enumerate(replay.awaits[: self.program.num_ranks]):
-            if missing is None:
-                continue
-            place, queue = replay.positions[rank], self.steps[rank]
-            step = queue[place]
-            at = ";".join(
-                str(self.index.action(part))
-                for part in ((step,) if step >= 0 else self.overlapped[~step])
-            )
-            missing = self._begun_by(missing)
-            why = "comes only later" if missing in planned else "is not in the program"
-            waits.append(
-                f"rank {rank}, step {place} of {len(queue)} ({at}) waits for "
-                f"{self.index.action(missing)}, which {why}"
-            )
+            if missing is not None:
+                place, queue = replay.positions[rank], self.steps[rank]
+                at = ";".join(str(self.index.action(part)) for part in self._parts([queue[place]]))
+                missing = self._begun_by(missing)
+                why = "comes only later" if missing in planned else "is not in the program"
+                waits.append(
+                    f"rank {rank}, step {place} of {len(queue)} ({at}) waits for "
+                    f"{self.index.action(missing)}, which {why}"
+                )
         return _failed(waits)
 
     def _begun_by(self, missing: int) -> int:
