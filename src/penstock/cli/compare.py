@@ -32,39 +32,15 @@ class Per(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One schedule of the table."""
+    """One schedule of the table; with a rank's costs, peaks are in activations of a rank's part."""
 
     label: str
-    share: float  # the stages among which a rank's costs were divided; 1 where costs are a stage's
     result: Simulation
-
-    @property
-    def peaks(self) -> tuple[float, ...]:
-        """Peak activations per rank, in activations of what the costs are given for."""
-        return tuple(peak / self.share for peak in self.result.peak_in_flight)
-
-    def over(self, limit: float | None) -> str | None:
-        """Name the ranks over the limit, in bytes if the costs give the size of an activation."""
-        counted = self.result.costs.activation_bytes is None
-        held = self.result.peak_bytes
-        return over_limit([peak / self.share for peak in held] if counted else held, limit)
+    peaks: tuple[float, ...]
+    fault: str | None  # the ranks over the memory limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failed:
-    """A schedule that can't be built or simulated, and why."""
-
-    label: str
-    error: ScheduleError
-
-    @property
-    def reason(self) -> str:
-        """The message on one line, without the label that stands before it."""
-        text = " ".join(message_of(self.error).split())
-        return text.replace(f"{self.label}: ", "", 1)
-
-
-# Stands for the reason, which replaces all figures of its row once the table is drawn.
+# Stands for the reason of a failure, which replaces all figures of its row in the drawn table.
 _REASON = "\ue000"
 
 
@@ -113,24 +89,34 @@ def compare(
     costs = settings.costs()
     _refuse_unused(schedules, settings)
     rows = [_row(each, settings, costs, per) for each in schedules]
-    if all(isinstance(row, _Failed) for row in rows):
-        raise next(row.error for row in rows if isinstance(row, _Failed))
-    _print(rows, settings.memory)
+    failed = [row for row in rows if isinstance(row, ScheduleError)]
+    if len(failed) == len(rows):
+        raise failed[0]
+    _print(schedules, rows)
     for row in rows:
-        fault = row.over(settings.memory) if isinstance(row, _Row) else None
-        if fault is not None:
-            warn(f"{row.label}: {fault}")
+        if isinstance(row, _Row) and row.fault is not None:
+            warn(f"{row.label}: {row.fault}")
 
 
-def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | _Failed:
+def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | ScheduleError:
     try:
         program = load_program(source, settings, lenient=True)
         share = share_of(program) if per is Per.RANK else 1
         costs = share_out(costs, share) if per is Per.RANK else costs
         result = settings.simulate(program, costs)
     except ScheduleError as error:
-        return _Failed(label=source, error=error)
-    return _Row(label=source if ":" in source else program.name, share=share, result=result)
+        return error
+    peaks = tuple(peak / share for peak in result.peak_in_flight)
+    # Bytes are those of a stage already; activations are smaller ones of a stage.
+    held = result.peak_bytes
+    if costs.activation_bytes is None:
+        held = tuple(peak / share for peak in held)
+    return _Row(
+        label=source if ":" in source else program.name,
+        result=result,
+        peaks=peaks,
+        fault=over_limit(held, settings.memory),
+    )
 
 
 def _refuse_unused(sources: list[str], settings: Settings) -> None:
@@ -138,37 +124,38 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
     chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
     if not chosen:
         settings.refuse_for_program(" ".join(sources))
-    names = ", ".join(each.name for each in chosen)
-    if chosen and not any(takes_virtual(each, settings.virtual) for each in chosen):
+    unused = [
+        f"option {name!r}"
+        for name in settings.options()
+        if not any(each.takes_option(name) for each in chosen)
+    ]
+    if not any(takes_virtual(each, settings.virtual) for each in chosen):
+        unused.append(f"--virtual {settings.virtual}")
+    if chosen and unused:
+        names = ", ".join(each.name for each in chosen)
         raise ScheduleError(
-            f"none of {names} can have --virtual {settings.virtual} stages per rank; `penstock "
-            "schedules` lists what each can"
+            f"none of {names} takes {', '.join(unused)}; `penstock schedules` lists what each takes"
         )
-    for option in settings.options():
-        if not any(each.takes_option(option) for each in chosen):
-            raise ScheduleError(
-                f"none of {names} has an option {option!r}; `penstock schedules` lists what each "
-                "has"
-            )
 
 
-def _print(rows: Sequence[_Row | _Failed], memory: float | None) -> None:
+def _print(sources: Sequence[str], rows: Sequence[_Row | ScheduleError]) -> None:
     numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
     shown = table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
-    fitting = [row for row in rows if isinstance(row, _Row) and row.over(memory) is None]
+    fitting = [row for row in rows if isinstance(row, _Row) and row.fault is None]
     best = min((row.result.bubble_ratio for row in fitting), default=None)
-    for row in rows:
-        if isinstance(row, _Failed):
-            shown.add_row(plain(row.label), _REASON)
+    reasons = []
+    for source, row in zip(sources, rows, strict=True):
+        if isinstance(row, ScheduleError):
+            shown.add_row(plain(source), _REASON)
+            reasons.append(" ".join(message_of(row).split()).replace(f"{source}: ", "", 1))
             continue
-        fits, result = row.over(memory) is None, row.result
-        bubble, peaks = percent(result.bubble_ratio), per_rank(row.peaks)
-        is_best = fits and result.bubble_ratio == best
+        fits, result, peaks = row.fault is None, row.result, per_rank(row.peaks)
+        bubble = percent(result.bubble_ratio)
         shown.add_row(
             plain(row.label),
             number(result.program.num_stages / result.program.num_ranks),
             number(result.makespan),
-            f"[bold green]{bubble}[/]" if is_best else bubble,
+            f"[bold green]{bubble}[/]" if fits and result.bubble_ratio == best else bubble,
             number(result.span),
             percent(result.span_bubble_ratio),
             peaks if fits else f"[yellow]{peaks} over[/]",
@@ -178,5 +165,4 @@ def _print(rows: Sequence[_Row | _Failed], memory: float | None) -> None:
     with console.capture() as drawn:
         print_table(shown, console)
     # Rich has no cell that spans columns.
-    reasons = (row.reason for row in rows if isinstance(row, _Failed))
-    console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {next(reasons)}", drawn.get()), end="")
+    console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {reasons.pop(0)}", drawn.get()), end="")

@@ -33,8 +33,12 @@ __all__ = [
 _RANKS, _MICROBATCHES = 4, 8
 
 
+def _option(text: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=text, **more)
+
+
 def _cost(text: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel="Costs", **more)
+    return _option(text, *flags, rich_help_panel="Costs", **more)
 
 
 def _cost_names(incomplete: str) -> Iterator[str]:
@@ -42,46 +46,35 @@ def _cost_names(incomplete: str) -> Iterator[str]:
     yield from (f"{name}=" for name in OTHER_COSTS if name.startswith(incomplete))
 
 
-Ranks = Annotated[
-    int | None, typer.Option("--ranks", "-p", help="Ranks.", show_default=str(_RANKS))
-]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches", "-m", help="Microbatches per step.", show_default=str(_MICROBATCHES)
-    ),
-]
-Virtual = Annotated[
-    int | None,
-    typer.Option(
-        "--virtual", "-v", help="Stages per rank.", show_default="the schedule's usual number"
-    ),
-]
-_OPTION_HELP = "An option of the schedule, such as group=4; may be repeated."
-Option = Annotated[
-    list[str] | None, typer.Option("--option", "-O", metavar="NAME=VALUE", help=_OPTION_HELP)
-]
-_MEMORY_HELP = (
+_MICROBATCHES_TEXT, _USUAL = "Microbatches per step.", "the schedule's usual number"
+_OPTION_TEXT = "An option of the schedule, such as group=4; may be repeated."
+_MEMORY_TEXT = (
     "Memory limit of a rank: in activations, or in bytes with --cost activation_bytes=..."
 )
-Memory = Annotated[float | None, typer.Option("--memory", help=_MEMORY_HELP, show_default="none")]
-Forward = Annotated[str, _cost("Time of F: one number, or one per stage as 1,2,1.")]
-InputGrad = Annotated[str, _cost("Time of I, the input gradient.")]
-WeightGrad = Annotated[str, _cost("Time of W, the weight gradient; B takes I + W.")]
-_LATENCY_HELP = (
+_LATENCY_TEXT = (
     "Time of a message between ranks: one number, one per sending stage, or one per edge as "
     "1-2=5,2-3=1."
 )
-Latency = Annotated[str, _cost(_LATENCY_HELP)]
+_COST_TEXT = f"Another cost, such as bandwidth=2; repeatable. Names: {', '.join(OTHER_COSTS)}."
+
+Ranks = Annotated[int | None, _option("Ranks.", "--ranks", "-p", show_default=str(_RANKS))]
+Microbatches = Annotated[
+    int | None,
+    _option(_MICROBATCHES_TEXT, "--microbatches", "-m", show_default=str(_MICROBATCHES)),
+]
+Virtual = Annotated[int | None, _option("Stages per rank.", "--virtual", "-v", show_default=_USUAL)]
+Option = Annotated[list[str] | None, _option(_OPTION_TEXT, "--option", "-O", metavar="NAME=VALUE")]
+Memory = Annotated[float | None, _option(_MEMORY_TEXT, "--memory", show_default="none")]
+Forward = Annotated[str, _cost("Time of F: one number, or one per stage as 1,2,1.")]
+InputGrad = Annotated[str, _cost("Time of I, the input gradient.")]
+WeightGrad = Annotated[str, _cost("Time of W, the weight gradient; B takes I + W.")]
+Latency = Annotated[str, _cost(_LATENCY_TEXT)]
 OverlapTime = Annotated[
     str | None, _cost("Time of an overlapped forward and backward.", show_default="the sum of both")
 ]
-_OTHER_HELP = (
-    f"Another cost, such as bandwidth=2; may be repeated. Names: {', '.join(OTHER_COSTS)}."
-)
 OtherCosts = Annotated[
     list[str] | None,
-    _cost(_OTHER_HELP, "--cost", metavar="NAME=VALUE", autocompletion=_cost_names),
+    _cost(_COST_TEXT, "--cost", metavar="NAME=VALUE", autocompletion=_cost_names),
 ]
 Jitter = Annotated[
     float, _cost("Lengthen each computation by a random share of its cost, up to this one.")

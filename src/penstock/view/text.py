@@ -103,7 +103,12 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     origin = min((span.start for span in spans), default=0.0)
     cell = min((s.end - s.start for s in spans if s.end > s.start), default=trace.makespan or 1.0)
     several = any(s.action.stage >= trace.num_ranks for s in spans)
-    label = _brief_label if brief else _stage_label if several else _label
+
+    def label(act: Action) -> str:
+        """`` 3`` in brief, else ``F3``, or ``2F3`` if ranks hold several stages."""
+        stage = str(act.stage) if several else ""
+        return f" {act.microbatch}" if brief else f"{stage}{letter_of(act.op)}{act.microbatch}"
+
     label_width = max((len(label(s.action)) for lane in lanes for s in lane), default=1)
     count = math.ceil(trace.makespan / cell - _ROUNDING)
     labelled = count * (label_width + (not brief)) - (not brief) <= room
@@ -167,18 +172,3 @@ def _text(cell: Cell, labelled: bool) -> str:
     if not labelled:
         return "+" if cell.joins else letter_of(cell.span.action.op)
     return cell.text if cell.begins else "-" * len(cell.text)
-
-
-def _label(act: Action) -> str:
-    """``F3``."""
-    return f"{letter_of(act.op)}{act.microbatch}"
-
-
-def _stage_label(act: Action) -> str:
-    """``2F3``."""
-    return f"{act.stage}{_label(act)}"
-
-
-def _brief_label(act: Action) -> str:
-    """`` 3``: the space separates it from the box before."""
-    return f" {act.microbatch}"
