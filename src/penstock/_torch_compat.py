@@ -524,7 +524,8 @@ def ddp_casts(module: DistributedDataParallel) -> bool:
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:
-    """Whether the user registered a communication hook; DDP has no public way to ask."""
+    """True if the user registered a communication hook: DDP has no public way to ask. Torch 2.11
+    to 2.15."""
     return bool(module._comm_hooks)
 
 
@@ -601,23 +602,27 @@ def _fsdp_groups(state: Any) -> list[Any]:
 
 # -------------------- the runtime and process groups --------------------
 def has_grad_hooks(param: Tensor) -> bool:
-    """Whether hooks run whenever the gradient of ``param`` has been accumulated."""
+    """True if post-accumulate-grad hooks are registered on ``param``: torch has no public way to
+    ask. Torch 2.11 to 2.15."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether torch raised ``error`` for a process that can't be reached; gloo says so in words."""
+    """True if torch raised ``error`` for a process that can't be reached. Gloo raises a plain
+    RuntimeError, known by its text. Torch 2.11 to 2.15."""
     said_by_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return said_by_gloo or isinstance(error, dist.DistError)
 
 
 def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """Whether one of the group's backends moves CPU tensors."""
+    """True if one of the group's backends moves CPU tensors: ``_device_types``, since the public
+    ``get_backend`` names one backend of several. Torch 2.11 to 2.15."""
     return torch.device("cpu") in group._device_types
 
 
 def profiler_is_on() -> bool:
-    """Whether ``torch.profiler`` is recording in this process."""
+    """True while ``torch.profiler`` records in this process: torch has no public way to ask.
+    Torch 2.11 to 2.15."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
@@ -626,9 +631,10 @@ def make_group(
 ) -> dist.ProcessGroup:
     """A group of some processes, made by these alone.
 
-    ``new_group`` names groups by how many this process is in already, which may differ from rank
-    to rank; sorts the ranks; and, where the default group is bound to a device, makes one over
-    which sends and receives wait for each other, by a call that all processes have to join.
+    No public way: ``new_group`` names groups by how many this process is in, which may differ from
+    rank to rank; it sorts the ranks; and where the default group is bound to a device, it splits
+    that group's communicator, by a call that all processes have to join. ``bound_device_id`` is
+    therefore cleared for the call. Torch 2.11 to 2.15.
 
     Args:
         ranks: the processes, in the group's order; each of them calls.

@@ -96,7 +96,7 @@ class PenstockError(Exception):
 
 
 class ScheduleError(PenstockError, ValueError):
-    """A schedule or program is wrong or impossible: the fault of who wrote or asked for it."""
+    """A schedule or program is wrong or impossible; the mistake of its author."""
 
 
 class PartitionError(PenstockError, ValueError):
@@ -109,7 +109,7 @@ class StageError(PenstockError, RuntimeError):
 
 
 class BoundaryError(PenstockError, RuntimeError):
-    """What crosses between two stages is not what was agreed: shape, dtype, structure."""
+    """A value between two stages has another shape, dtype or structure than was agreed."""
 
 
 class PeerError(PenstockError, RuntimeError):

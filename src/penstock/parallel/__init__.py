@@ -1,1 +1,1 @@
-"""What surrounds a stage: data parallelism, shared parameters, gradient clipping."""
+"""Around a stage: data parallelism, shared parameters, gradient clipping."""

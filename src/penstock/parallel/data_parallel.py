@@ -371,7 +371,7 @@ class ReplicaStep:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are sharded; the graph's are then other ones than the module's."""
+        """True if parameters are sharded; the graph's are then other ones than the module's."""
         return self._replicas is not None and self._replicas.sharded
 
     def begin(self, module: nn.Module) -> None:

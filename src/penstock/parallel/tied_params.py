@@ -128,7 +128,7 @@ class SharedParams:
         return 1 if self._transport is None else self._placement.num_ranks
 
     def counts_here(self, param: Tensor) -> bool | None:
-        """Whether sums over ranks count ``param`` on this rank; None if it is not of these stages.
+        """True if sums over ranks count ``param`` on this rank; None if it is not of these stages.
 
         A parameter in several places counts in the first one.
         """

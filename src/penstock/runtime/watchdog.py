@@ -77,7 +77,7 @@ class StoreQuery(Generic[T]):
         self.value = request()
 
     def is_done(self, *, within_s: float) -> bool:
-        """Whether the answer is there; waits for it at most so long."""
+        """Wait for the answer at most so long; returns whether it is there."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
@@ -205,7 +205,7 @@ class Watchdog:
             self._abort_wait(waiting[1])
 
     def _finds_failure(self, errors: ErrorStore, waited_s: float) -> bool:
-        """Whether the store has a failure or is gone; False while it does not answer."""
+        """True if the store has a failure or is gone; False while it does not answer."""
         if self._query is None:
             self._query = StoreQuery(lambda: _has_failure(errors, waited_s))
         if not self._query.is_done(within_s=READ_INTERVAL_S):

@@ -1,1 +1,1 @@
-"""What a training loop needs around a pipelined step."""
+"""Around a pipelined step: checkpoints, state dicts, gradient clipping."""

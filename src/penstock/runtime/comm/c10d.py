@@ -340,7 +340,7 @@ class C10dTransport(ABC):
         return self._failures.resolve(error, waited_for, self._watchdog)
 
     def _is_broken_wait(self, error: BaseException | None) -> bool:
-        """Whether the watchdog or the death of a process ended a wait by ``error``."""
+        """True if the watchdog or the death of a process ended a wait by ``error``."""
         return self._watchdog.has_aborted or _torch_compat.is_lost_connection(error)
 
 

@@ -141,7 +141,7 @@ def break_replicas(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def is_closed(group: dist.ProcessGroup, peer: int) -> bool:
-    """Whether gloo's connection to ``peer`` is closed."""
+    """True if gloo's connection to ``peer`` is closed."""
     try:
         _poke(group, peer)
     except RuntimeError:
