@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     )
     from penstock.partition.balance.balance import balance
     from penstock.partition.export.markers import SplitPoint, annotate_split_points, pipe_split
-    from penstock.partition.export.pipe import Pipe, PipeInfo
-    from penstock.partition.export.split_model import pipeline
+    from penstock.partition.export.pipe import Pipe, PipeInfo, pipeline
     from penstock.partition.forward.by_module import split_by_module
     from penstock.partition.plan import Plan
     from penstock.partition.profile import profile
@@ -178,7 +177,7 @@ class _Function:
 class _Package(ModuleType):
     """This package."""
 
-    pipeline = _Function("penstock.partition.export.split_model")
+    pipeline = _Function("penstock.partition.export.pipe")
     schedule = _Function("penstock.schedule.registry")
     search = _Function("penstock.search.engine")
     simulate = _Function("penstock.simulate.simulation")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.export.split_model import pipeline
+from penstock.partition.export.pipe import pipeline
 from penstock.stage.weight_grad import DeferredGrads
 from penstock.stage.weight_grad.rules import proxy_grads
 

@@ -159,7 +159,7 @@ def _export(
     model: nn.Module, split: SplitSpec | None, num_stages: int, example: Example, why: str = ""
 ) -> ModelCut:
     """Cut by torch.export as ``split`` says, or at the marks in the model's forward."""
-    from penstock.partition.export.split_model import pipeline_of
+    from penstock.partition.export.pipe import pipeline_of
 
     args, kwargs = as_call(example)
     pipe = pipeline_of(model, args, kwargs, split)

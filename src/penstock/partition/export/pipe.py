@@ -1,16 +1,22 @@
-"""Pipe: a captured model, cut into stages.
+"""pipeline(): from a model to a Pipe, a captured model cut into stages.
+
+    model ──capture──► one graph ──cut at marks──► graphs ──► stage modules ──► Pipe
+            twice: as it trains, and as it evaluates, over the same parameters
 
     pipe.get_stage_module(i)     the module, to be wrapped (DDP, FSDP2) or moved
     pipe.build_stage(i, device)  the stage, to be given to a schedule
     pipe(...)                    all stages in turn, as the model itself runs
 
-This module knows neither how models are captured nor schedules.
+This module knows no schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +25,26 @@ from torch import fx, nn
 
 from penstock.compat.traced_stage import TracedStage, build_stage
 from penstock.errors import PartitionError
-from penstock.partition.ties import Tie, record_ties
+from penstock.partition.export.call_form import CallForm
+from penstock.partition.export.capture import CONSTANTS, Captured, capture
+from penstock.partition.export.graph_cut import assign, take_marks
+from penstock.partition.export.markers import SplitPoint, marked
+from penstock.partition.export.places import (
+    Places,
+    SplitPolicy,
+    check_labels,
+    places_of_counts,
+    places_of_names,
+)
+from penstock.partition.export.stage_module import CutGraph, StageModule, build_modules
+from penstock.partition.huggingface import install_hooks
+from penstock.partition.plan import Plan
+from penstock.partition.spec import SplitSpec, describe
+from penstock.partition.ties import Tie, named_tensors, record_ties
 
-__all__ = ["Pipe", "PipeInfo", "SplitPolicy"]
+__all__ = ["Pipe", "PipeInfo", "SplitPolicy", "pipeline", "pipeline_of"]
 
-# Given the captured graph, returns one with calls of ``pipe_split`` in it.
-SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +150,6 @@ class Pipe(nn.Module):
         split_policy: SplitPolicy | None = None,
     ) -> Pipe:
         """``pipeline`` without a ``split_spec``, under the name that torch has for it."""
-        from penstock.partition.export.split_model import pipeline  # which makes a Pipe
-
         return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
 
     def __repr__(self) -> str:
@@ -146,3 +164,196 @@ class Pipe(nn.Module):
         for tie in self.shared:
             lines.append("  shared: " + ", ".join(f"{n} (stage {s})" for s, n in tie.items()))
         return "\n".join(lines)
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+) -> Pipe:
+    """Capture a model and cut it into stages.
+
+    Args:
+        module: the model. It stays as it is; the stages hold its own parameters and buffers.
+        mb_args: positional arguments of one example microbatch.
+        mb_kwargs: its keyword arguments.
+        split_spec: for names of modules, the side on which to cut. The forward may mark further
+            cuts with ``pipe_split()``.
+        split_policy: instead, a function that puts calls of ``pipe_split`` into the captured
+            graph: given a ``torch.fx.GraphModule``, it returns one.
+
+    Returns:
+        The stages.
+
+    Raises:
+        PartitionError: the model can't be captured, or not be cut there.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.END})
+        >>> pipe
+        Pipe of 2 stages
+          stage 0: 40 parameters in 0; hands on relu float32[*,8]
+          stage 1: 18 parameters in 2
+        >>> [name for name, _ in pipe.get_stage_module(1).named_parameters()]
+        ['2.weight', '2.bias']
+    """
+    if split_spec and split_policy:
+        raise PartitionError("split_spec and split_policy are both given; use either")
+    return _pipe_at(Places(spec=split_spec or {}, policy=split_policy), module, mb_args, mb_kwargs)
+
+
+def pipeline_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split: SplitSpec | None
+) -> Pipe:
+    """Capture a model and cut it as a spec says; at its own marks if None.
+
+    Names may be given in any order: a stage is all that runs from the first of its modules on.
+
+    Raises:
+        PartitionError: the model can't be captured, or a module runs in another stage than its.
+    """
+    if split is None:
+        return _pipe_at(Places(spec={}), model, args, kwargs)
+    split = split.resolve(model)
+    if split.starts:
+        points = dict.fromkeys(split.starts, SplitPoint.BEGINNING)
+        return _pipe_at(Places(spec=points), model, args, kwargs)
+    if split.counts:
+        return _pipe_at(places_of_counts(model, split), model, args, kwargs)
+    Plan(stages=split.stages).check(model)
+    pipe = _pipe_at(places_of_names(model, split.stages), model, args, kwargs)
+    _check_stages(model, pipe, split.stages)
+    return pipe
+
+
+def _check_stages(model: nn.Module, pipe: Pipe, stages: Sequence[Sequence[str]]) -> None:
+    """Refuse names whose parameters are used in another stage."""
+
+    def parameters(name: str) -> list[nn.Parameter]:
+        named = model.named_parameters(remove_duplicate=False)
+        return [param for each, param in named if f"{each}.".startswith(f"{name}.")]
+
+    used: dict[int, set[int]] = {}
+    for stage in range(pipe.num_stages):
+        inside: Any = pipe.get_stage_module(stage)
+        for name in inside.names_used():
+            for tensor in parameters(name):
+                used.setdefault(id(tensor), set()).add(stage)
+    for stage, names in enumerate(stages):
+        for name in names:
+            for tensor in parameters(name):
+                where = used.get(id(tensor), {stage})
+                if stage not in where:
+                    raise PartitionError(
+                        f"{name} is named in stage {stage}, but runs in stage {min(where)} of the "
+                        "captured graph, which is cut where the first module of each stage runs; "
+                        "name modules in the order in which they run"
+                    )
+
+
+# --- capturing and cutting ----------------------------------------------------------------------
+
+
+def _pipe_at(
+    places: Places, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Pipe:
+    form = CallForm(model, args, kwargs)
+    device = _device_of(model, form)
+    if device.type == "meta":  # then shapes are all that there is
+        form.examples = tuple(example.to("meta") for example in form.examples)
+    install_hooks(model)  # or the first call would, in the midst of the capture
+    mode = _cut_graph(model, form, places)
+    modes = {model.training: mode}
+    if mode.captured.output.dropped:
+        logger.warning(
+            "the output of %s holds %s, which no stage can pass on: None takes their place",
+            type(model).__name__,
+            ", ".join(mode.captured.output.dropped),
+        )
+    missing = ""
+    try:
+        with _other_mode(model):
+            other = _cut_graph(model, form, places)
+        if other.num_stages != mode.num_stages:
+            raise PartitionError(f"{other.num_stages} instead of {mode.num_stages} stages there")
+        modes[not model.training] = other
+    except PartitionError as error:
+        was, wanted = ("train", "eval") if model.training else ("eval", "train")
+        missing = f"the model was captured in {was} mode, and can't be in {wanted} mode: {error}"
+        logger.warning("%s", missing)
+    modules = build_modules(model, modes, missing, device)
+    pipe = Pipe(_split_gm(form, modules), len(modules))
+    pipe.crossing = tuple(
+        tuple(_described(node) for node in nodes) for nodes in mode.assignment.crossing
+    )
+    form.forget_example()
+    return pipe
+
+
+def _cut_graph(model: nn.Module, form: CallForm, places: Places) -> CutGraph:
+    """The forward in the model's current mode, captured and cut."""
+    with marked(model, places.spec):
+        captured = capture(model, form)
+    if places.policy is not None:
+        captured = _apply_policy(model, captured, places.policy)
+    cuts = take_marks(captured.graph)
+    if places.choose is None:
+        check_labels(model, captured.graph, places.spec, cuts)
+    else:
+        cuts = places.choose(cuts)
+    return CutGraph(captured=captured, assignment=assign(captured.graph, cuts))
+
+
+def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> Captured:
+    attributes: dict[str, Any] = {**named_tensors(model)}
+    attributes |= {f"{CONSTANTS}.{name}": value for name, value in captured.constants.items()}
+    names = (str(n.target) for n in captured.graph.nodes if n.op == "get_attr")
+    split = policy(fx.GraphModule({name: attributes[name] for name in names}, captured.graph))
+    if not isinstance(split, fx.GraphModule):
+        raise PartitionError(
+            f"the split_policy returned a {type(split).__name__}, expected the GraphModule that it "
+            "was given, with calls of pipe_split in its graph"
+        )
+    return replace(captured, graph=split.graph)
+
+
+@contextmanager
+def _other_mode(model: nn.Module) -> Iterator[None]:
+    """Switch the model to the other mode within this block."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.train(not model.training)
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _device_of(model: nn.Module, form: CallForm) -> torch.device:
+    tensors = (*model.parameters(), *model.buffers(), *form.examples)
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _split_gm(form: CallForm, modules: Sequence[StageModule]) -> fx.GraphModule:
+    """A graph that runs the stages in turn."""
+    graph = fx.Graph()
+    positional, named = form.argument_names()
+    args: Any = tuple(graph.placeholder(name) for name in positional)
+    kwargs: dict[str, Any] = {name: graph.placeholder(name) for name in named}
+    for stage, module in enumerate(modules):
+        result = graph.call_module(f"submod_pp_{stage}", args, kwargs)
+        if stage < len(modules) - 1:
+            count = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+            args = tuple(graph.call_function(operator.getitem, (result, i)) for i in range(count))
+            kwargs = {}
+    graph.output(result)
+    root = {f"submod_pp_{i}": module for i, module in enumerate(modules)}
+    return fx.GraphModule(root, graph, "SplitModel")
+
+
+def _described(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return node.name if value is None else f"{node.name} {describe(value)}"
