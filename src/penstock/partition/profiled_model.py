@@ -32,6 +32,7 @@ from penstock._torch_compat import (
 )
 from penstock.errors import PartitionError
 from penstock.partition.blocks import LeafModule
+from penstock.partition.forward.module_state import ModuleSnapshot
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, as_call, describe, own_loss
 from penstock.stage.pytree import as_args, flatten, tensors_of
@@ -102,13 +103,12 @@ class ProfiledModel:
 
         They may hold ``state``: recurrent layers have a list of their weights.
         """
-        kept = [(vars(module), dict(vars(module))) for module in self.model.modules()]
+        snapshot = ModuleSnapshot(self.model)
+        snapshot.hold()
         try:
             yield
         finally:
-            for now, before in kept:
-                now.clear()
-                now.update(before)
+            snapshot.restore()
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """Run the model, within ``on_own_state``; returns the roots of the backward, and their
