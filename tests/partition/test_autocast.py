@@ -70,7 +70,7 @@ def test_what_crosses_is_found_anew_under_autocast() -> None:
     assert torch.equal(second(*first(x)), model(x))
 
 
-def test_another_dtype_than_in_the_dry_run_is_named() -> None:
+def test_another_dtype_than_in_the_trace_is_named() -> None:
     class Casts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.double() if Fickle.casts else x

@@ -65,7 +65,7 @@ def test_one_tensor_is_an_example_like_others() -> None:
 
 def test_where_a_model_cannot_be_cut_by_module_what_was_seen_counts() -> None:
     class Counting(nn.Module):
-        """Asks for values between its layers, which a dry run has not."""
+        """Asks for values between its layers, which a trace has not."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -85,7 +85,7 @@ def test_without_an_example_the_first_batch_is_one() -> None:
     x = batch("Skips")["x"]
     first, second = split.stages
     assert torch.equal(second(*first(x)), plain(x))
-    # Another shape is another dry run, on the first stage alone; positional or by name.
+    # Another shape is another trace, on the first stage alone; positional or by name.
     assert torch.equal(second(*first(x=x[:3])), plain(x[:3]))
 
 

@@ -64,7 +64,7 @@ def test_compiled_blocks_are_cut_between(compiled: str, schedule: str) -> None:
     trains_alike(Outer(compiled), Outer(), schedule=schedule)
 
 
-def test_compiled_blocks_need_no_values_for_their_dry_run() -> None:
+def test_compiled_blocks_need_no_values_for_their_trace() -> None:
     with torch.device("meta"):
         model = Outer("blocks in place")
     assert split_by_module(model, [2, 2], (X[:2],)).plan is not None

@@ -1,4 +1,4 @@
-"""What a dry run leaves behind, in the model and for the next dry run: nothing."""
+"""What a trace leaves behind, in the model and for the next trace: nothing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Remembers(Net):
         return super().forward(x)
 
 
-def test_what_is_kept_between_modules_is_none_of_the_next_dry_run() -> None:
+def test_what_is_kept_between_modules_is_none_of_the_next_trace() -> None:
     trains_alike(Remembers())
 
 
@@ -117,7 +117,7 @@ class Begins(Net):
         return super().forward(self.layers[0](x + bias) + first)
 
 
-def test_parameters_between_modules_in_a_dry_run_on_values() -> None:
+def test_parameters_between_modules_in_a_trace_on_values() -> None:
     split_by_module(Begins(), [2, 2], (batch(),))
     trains_alike(Begins())
 

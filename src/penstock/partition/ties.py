@@ -170,13 +170,6 @@ class SharedBuffers:
 
     Args:
         modules: the modules of the model's stages, rising; those of other ranks may be missing.
-
-    Example:
-        >>> norm, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
-        >>> SharedBuffers({0: norm, 1: nn.Sequential(other, norm)}).names
-        ('running_mean', 'running_var', 'num_batches_tracked')
-        >>> SharedBuffers({0: norm, 1: other}).names
-        ()
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -185,11 +178,6 @@ class SharedBuffers:
             for first, stage, name, layer in _shared_layers(modules)
             for buffer in buffers_of(layer)
         ]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Their names in the first stage that has each."""
-        return tuple(name for _, _, name, _, _ in self._shared)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
