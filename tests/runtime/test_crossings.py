@@ -354,6 +354,45 @@ def test_a_change_is_an_error_and_fine_if_allowed(change: str, schedule: str, ra
         both.step(inputs, target=target)
 
 
+class Narrows(nn.Module):
+    """Its output's shape follows from a value that it is given."""
+
+    def forward(self, value: Any) -> Tensor:
+        hidden, width = value
+        narrow: Tensor = hidden[:, :width]
+        return narrow
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) * self.scale
+
+
+def test_a_value_that_crosses_may_change_from_step_to_step() -> None:
+    model = [Counting([1, 1, 2, 2]), Ignores(), nn.Linear(DIM, DIM)]
+    both = Twins(model, F.mse_loss, schedule="1f1b", ranks=3, n_microbatches=2)
+    for step in range(4):
+        inputs, target = features(4, step)
+        both.step(inputs, target=target)
+
+
+def test_shapes_that_follow_from_such_a_value_need_dynamic_shapes() -> None:
+    options: dict[str, Any] = {"schedule": "1f1b", "ranks": 3, "n_microbatches": 2}
+    inputs, target = features(4, 0)[0], torch.zeros(4, 1)
+    pipe = Pipeline([Counting([2, 2, 3, 3]), Narrows(), Averages()], loss_fn=F.mse_loss, **options)
+    pipe.step(inputs, target=target)
+    with pytest.raises(BoundaryError, match="dynamic_shapes=True"):
+        pipe.step(inputs, target=target)
+    model = [Counting([2, 2, 3, 3]), Narrows(), Averages()]
+    both = Twins(model, F.mse_loss, dynamic_shapes=True, **options)
+    for _ in range(2):
+        both.step(inputs, target=target)
+
+
 # --- what can't cross ------------------------------------------------------------------------
 
 

@@ -109,21 +109,19 @@ class Engine:
         weakref.finalize(self, _close, self.transports).atexit = False
 
     def _check_stages(self, program: Program) -> None:
-        placement = program.placement
-        for transport in self.transports:
-            expected = set(placement.stages_of(transport.rank))
-            if missing := sorted(expected - set(self.stages)):
+        placement, given = program.placement, sorted(self.stages)
+        laid = f"{program.name} (stage → rank: {placement.stage_ranks})"
+        for rank in (transport.rank for transport in self.transports):
+            expected = sorted(placement.stages_of(rank))
+            if missing := [i for i in expected if i not in self.stages]:
                 raise ScheduleError(
-                    f"rank {transport.rank} needs the stages {sorted(expected)} for "
-                    f"{program.name} (stage → rank: {placement.stage_ranks}), but was given "
-                    f"{sorted(self.stages)}; missing: {missing}"
+                    f"rank {rank} needs the stages {expected} for {laid}, but was given {given}; "
+                    f"missing: {missing}"
                 )
-        ranks = {t.rank for t in self.transports}
-        foreign = [i for i in sorted(self.stages) if placement.rank_of(i) not in ranks]
-        if foreign:
+        ranks = {transport.rank for transport in self.transports}
+        if foreign := [i for i in given if placement.rank_of(i) not in ranks]:
             raise ScheduleError(
-                f"stages {foreign} lie on other ranks than {sorted(ranks)} in {program.name} "
-                f"(stage → rank: {placement.stage_ranks})"
+                f"stages {foreign} lie on other ranks than {sorted(ranks)} in {laid}"
             )
 
     @property

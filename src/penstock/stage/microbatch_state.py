@@ -26,7 +26,7 @@ __all__ = ["MicrobatchState", "Phase", "WeightWork"]
 
 
 class Phase(Enum):
-    """Progress of a microbatch in a stage."""
+    """Progress of a microbatch in a stage that is driven by hand."""
 
     EMPTY = "not run"
     FORWARD = "forward done"
