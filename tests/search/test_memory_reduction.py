@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_clock")
 
 
 def find(costs: Costs | None = None, **options: Any) -> SearchResult:
-    sizes = {"ranks": 4, "microbatches": 8, "time_limit_s": 1, "exact": False}
+    sizes = {"ranks": 4, "microbatches": 8, "time_limit_s": 0.4, "exact": False}
     return search(Costs() if costs is None else costs, **{**sizes, **options})
 
 
