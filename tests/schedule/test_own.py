@@ -280,5 +280,13 @@ def test_two_copies_of_a_model_must_be_told() -> None:
         penstock.build("mine", ranks=2, microbatches=4)
 
 
+def test_an_option_can_not_be_called_as_what_build_takes() -> None:
+    with pytest.raises(ScheduleError, match="an option can't be called 'name'"):
+
+        @penstock.schedule("mine")
+        def mine(*, ranks: int, microbatches: int, name: str = "x") -> Program:
+            raise NotImplementedError
+
+
 def test_any_even_number_of_stages_per_rank_is_any() -> None:
     assert (1 << 16) in (registry.family("hanayo").virtuals or ())

@@ -67,10 +67,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """A forward and a backward that a rank runs as one block, overlapped where it can.
+    """An overlapped pair: a forward and a backward that a rank runs as one step.
 
     Args:
-        parts: the actions of the block, in the order in which a device without streams runs them.
+        parts: the actions of the pair, in the order in which a device without streams runs them.
     """
 
     parts: tuple[Action, ...]

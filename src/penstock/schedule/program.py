@@ -55,13 +55,13 @@ class Program:
 
     @property
     def blocks(self) -> tuple[Overlap, ...]:
-        """The forwards and backwards that ranks run as one step, rank by rank."""
+        """The overlapped pairs, rank by rank."""
         return tuple(s for steps in self.ranks for s in steps if isinstance(s, Overlap))
 
     @property
     def has_transfers(self) -> bool:
         """Whether the program spells out its sends and receives."""
-        # Blocks hold computations only; taking none apart makes this several times faster.
+        # Overlapped pairs hold computations only; looking into none is several times faster.
         ops = {s.op for steps in self.ranks for s in steps if isinstance(s, Action)}
         return not SENDS.isdisjoint(ops)
 

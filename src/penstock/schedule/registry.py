@@ -319,6 +319,11 @@ def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
             f"@penstock.schedule({name!r}) above a function that takes ranks and microbatches by "
             "name, and returns a Program"
         )
+    if "name" in found:
+        raise ScheduleError(
+            f"schedule {name!r}: an option can't be called 'name', which build takes for the "
+            "schedule's; call the parameter something else"
+        )
     return found
 
 

@@ -36,7 +36,7 @@ Kind: TypeAlias = tuple[Op, int]
 """An operation and a loop."""
 
 Pattern: TypeAlias = Sequence[Kind | tuple[Kind, Kind] | Op]
-"""Kinds in order; a pair of kinds is one block; a lone ``Op.WEIGHT_GRAD`` is that of any loop."""
+"""Kinds in order; a pair of kinds is overlapped; a lone ``Op.WEIGHT_GRAD`` is that of any loop."""
 
 
 def program_of(
@@ -209,14 +209,14 @@ def first_microbatches(
     """The program of the first ``microbatches`` of those in ``ranks``.
 
     Microbatches depend on one another through their order alone, so that what is left when some
-    are taken out is in an order that works, and holds no more activations. Of a block with one
-    part left, that part is left as an action.
+    are taken out is in an order that works, and holds no more activations. Of an overlapped pair
+    with one part left, that part is left as an action.
 
     Example:
         >>> from penstock.schedule.placement import linear
-        >>> block = Overlap(parts=(action(0, Op.FORWARD, 1), action(0, Op.FULL_BACKWARD, 0)))
+        >>> pair = Overlap(parts=(action(0, Op.FORWARD, 1), action(0, Op.FULL_BACKWARD, 0)))
         >>> program = first_microbatches(
-        ...     [[action(0, Op.FORWARD, 0), block, action(0, Op.FULL_BACKWARD, 1)]],
+        ...     [[action(0, Op.FORWARD, 0), pair, action(0, Op.FULL_BACKWARD, 1)]],
         ...     name="example", placement=linear(1), microbatches=1,
         ... )
         >>> " ".join(map(str, program.ranks[0]))

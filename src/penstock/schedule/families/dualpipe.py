@@ -2,7 +2,7 @@
 
 P = 4, M = 8 (tF = tB = tW = 1). Even microbatches go down through stages 0 to 3, odd ones (lower
 case) up through stages 4 to 7, which are the model's stages 0 to 3 again: every rank holds two
-stages, and the weights are there twice. ``+`` joins a block:
+stages, and the weights are there twice. ``+`` joins an overlapped pair:
 
     rank 0  F0 F2 F4 f1 i1 w1 f3 F6+b3 -- .. f5+B0 -- b5 -- .. f7+B2 -- b7 -- I4 W4 I6 W6
     rank 1  .. F0 f1 F2 f3 F4 b1 -- f5+B0 -- F6+b3 -- f7+B2 -- b5 -- B4 -- .. i7 I6 w7 W6
@@ -12,13 +12,13 @@ stages, and the weights are there twice. ``+`` joins a block:
 The lower half of the ranks mirrors the upper. Cut along that axis, each half is DualPipeV's V of
 P/2 ranks and M/2 microbatches, with the turn of the V between the two middle ranks.
 
-In the steady state every step is a block of a forward and a full backward, whose messages hide
+In the steady state every step is a pair of a forward and a full backward, whose messages hide
 behind the other's compute. On one stream its parts run in turn: what is saved then is the waiting
 for messages, not the time of the compute; on two, side by side, what one leaves of the device is
 the other's.
 
-Where tF = tB ≥ tW and a block takes as long as its parts in turn, the bubble is
-(P/2 - 1)(F&B + B - 3W), F&B being the block's time, B the full backward's and W that of a weight
+Where tF = tB ≥ tW and a pair takes as long as its parts in turn, the bubble is
+(P/2 - 1)(F&B + B - 3W), F&B being the pair's time, B the full backward's and W that of a weight
 gradient. Each rank holds P + 1 activations at its peak. After a step the gradients of the two
 copies are summed, once for each of the P/2 pairs of ranks that hold the same stages.
 

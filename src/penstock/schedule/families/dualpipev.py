@@ -1,17 +1,17 @@
 """DualPipeV: forwards of one half of a V overlapped with backwards of the other.
 
-P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, ``+`` joins a block:
+P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, ``+`` joins a pair:
 
     rank 0  F0 F1 F2 f0 i0 w0 f1 F3+b1 -- .. f2+B0 -- b2 -- .. f3+B1 -- b3 -- I2 W2 I3 W3
     rank 1  .. F0 f0 F1 f1 F2 b0 -- f2+B0 -- F3+b1 -- f3+B1 -- b2 -- B2 -- .. i3 I3 w3 W3
 
-In the steady state every step is a block of a forward and a full backward, whose messages hide
+In the steady state every step is a pair of a forward and a full backward, whose messages hide
 behind the other's compute. On one stream its parts run in turn: what is saved then is the waiting
 for messages, not the time of the compute; on two, side by side, what one leaves of the device is
 the other's.
 
-Where tF = tB ≥ tW, M ≥ 2P and a block takes as long as its parts in turn, the bubble is
-(P - 1)(F&B + B - 3W) in chunks, F&B being the block's time, B the full backward's and W that of a
+Where tF = tB ≥ tW, M ≥ 2P and a pair takes as long as its parts in turn, the bubble is
+(P - 1)(F&B + B - 3W) in chunks, F&B being the pair's time, B the full backward's and W that of a
 weight gradient. Each rank holds 2P + 1 activations at its peak.
 
 Any P ≥ 1, M ≥ 1; below 2P microbatches the steady state can't be reached, and bubbles appear.
@@ -64,7 +64,7 @@ def phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, Pattern]
         microbatches: at least 2·``ranks``.
     """
     above = ranks - 1 - rank
-    # At the turn of the V the first pair runs apart, as published: in a block, the backward that
+    # At the turn of the V the first pair runs apart, as published: in a pair, the backward that
     # all other ranks wait for would share its device with a forward.
     turn = int(above == 0)
     half, odd = divmod(rank + 1, 2)

@@ -19,7 +19,7 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
         before   0F0 0F1 0B0 0B1        after   0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1
 
     From F to RECOMPUTE a stage holds the microbatch's inputs alone. Keeps the order of all steps;
-    of a block that overlaps, the recomputation comes before the block.
+    of an overlapped pair, the recomputation comes before the pair.
 
     Args:
         program: any program with backwards, with or without transfers.

@@ -40,7 +40,7 @@ def merge_backward(program: Program) -> Program:
 
         before   0F0 0F1 0I0 0W0 0I1 0I2 0W1        after   0F0 0F1 0B0 0I1 0I2 0W1
 
-    Keeps the order of all other steps, and leaves overlapped blocks as they are. In a program with
+    Keeps the order of all other steps, and leaves overlapped pairs as they are. In a program with
     transfers an I whose gradient is sent before its W is kept, for the send stands between them.
 
     Args:
