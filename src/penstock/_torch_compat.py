@@ -280,7 +280,7 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Whether saved tensors pass through hooks now: checkpointing, ``save_on_cpu``.
+    """True if saved tensors pass through hooks now: checkpointing, ``save_on_cpu``.
 
     Torch has functions to set such hooks, and none to see them.
 
@@ -314,7 +314,7 @@ def saved_through(
 
 
 def deferrable_now() -> bool:
-    """Whether an operation called now is recorded by autograd, and by nothing beside it.
+    """True if an operation called now is recorded by autograd, and by nothing beside it.
 
     False under ``no_grad``, in functional transforms, and in forward-mode differentiation; torch
     has no public question for the latter two.
@@ -328,7 +328,7 @@ def deferrable_now() -> bool:
 
 
 def in_transform(value: object) -> bool:
-    """Whether ``value`` was computed inside of ``torch.func.grad``, ``vjp`` or the like.
+    """True if ``value`` was computed inside of ``torch.func.grad``, ``vjp`` or the like.
 
     Example:
         >>> in_transform(torch.ones(()))
@@ -338,7 +338,7 @@ def in_transform(value: object) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there is memory behind ``tensor``: not where it stands for zeros, as tangents do.
+    """True if there is memory behind ``tensor``: not where it stands for zeros, as tangents do.
 
     Example:
         >>> has_memory(torch.ones(())), has_memory(torch._efficientzerotensor(()))
@@ -387,7 +387,7 @@ def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
 
 
 def observed(tensor: Tensor) -> bool:
-    """Whether ``observe_grad`` has been called on ``tensor``."""
+    """True if ``observe_grad`` has been called on ``tensor``."""
     return type(tensor._backward_hooks) is ObserverLast
 
 
@@ -498,17 +498,17 @@ def _loaded(module_name: str, name: str) -> Any:
 
 
 def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
-    """Whether ``module`` was given to ``fully_shard``."""
+    """True if ``module`` was given to ``fully_shard``."""
     return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule"))
 
 
 def is_fsdp1(module: object) -> TypeGuard[FullyShardedDataParallel]:
-    """Whether ``module`` is wrapped in the first FSDP."""
+    """True if ``module`` is wrapped in the first FSDP."""
     return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 def is_composable_ddp(module: object) -> TypeGuard[ComposableDdp]:
-    """Whether ``module`` was given to the ``replicate`` built on DDP, which has no public class."""
+    """True if ``module`` was given to the ``replicate`` built on DDP, which has no public class."""
     return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
 
 
@@ -519,7 +519,7 @@ def _replicate_state(module: ComposableDdp) -> Any:
 
 
 def ddp_casts(module: DistributedDataParallel) -> bool:
-    """Whether DDP casts parameters and gradients: it was given ``mixed_precision``."""
+    """True if DDP casts parameters and gradients: it was given ``mixed_precision``."""
     return module.mixed_precision is not None
 
 
@@ -571,7 +571,7 @@ def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
 
 
 def composable_syncs(module: ComposableDdp) -> bool:
-    """Whether a module given to ``replicate`` reduces its gradients; it has a setter alone."""
+    """True if a module given to ``replicate`` reduces its gradients; it has a setter alone."""
     state = _replicate_state(module)
     return not state._no_sync
 

@@ -361,7 +361,7 @@ class PipelineStage(ExchangingStage):
     # --- replicas ----------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """Begin a step driven by hand, if there is none; whether it computes gradients."""
+        """Begin a step driven by hand, if there is none; True if it computes gradients."""
         trains = self.has_backward and torch.is_grad_enabled()
         if trains:
             self._replica_step.begin(self.submod)

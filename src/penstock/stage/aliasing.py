@@ -44,7 +44,7 @@ class InputAliases:
         self._shared: list[tuple[int, int, Tensor, int]] = []
 
     def may_write(self, module: nn.Module) -> bool:
-        """Whether ``module`` may write into its inputs; asked before each of its forwards."""
+        """True if ``module`` may write into its inputs; asked before each of its forwards."""
         if module is not self._module:
             self._module, self._writes = module, None
         elif self._writes is None and self._first:

@@ -97,7 +97,7 @@ def dtensor_meta(tensor: Tensor) -> DTensorMeta | None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor."""
+    """True if ``tensor`` is a DTensor."""
     if type(tensor) is Tensor:
         return False
     kinds = sys.modules.get(_MODULE)

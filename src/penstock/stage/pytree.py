@@ -100,7 +100,7 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two values are equal; False if they can't be compared."""
+    """True if two values are equal; False if they can't be compared."""
     if left is right:
         return True
     try:
@@ -143,7 +143,7 @@ class _Outline:
     children: Sequence[Any]
 
 
-# Whether unflatten makes outlines; and the outlines of bare instances, by the instances' ids.
+# True if unflatten makes outlines; and the outlines of bare instances, by the instances' ids.
 _outlining: ContextVar[bool] = ContextVar("outlining", default=False)
 _outlines: ContextVar[dict[int, _Outline] | None] = ContextVar("outlines", default=None)
 _registered: set[type[Any]] = set()
@@ -268,7 +268,7 @@ def _mapping_parts(cls: type[Any]) -> tuple[_Open, _Make]:
 
 
 def _is_same(left: Any, right: Any, *, made: bool = False) -> bool:
-    """Whether two attributes agree: one object, or containers of the same objects.
+    """True if two attributes agree: one object, or containers of the same objects.
 
     Args:
         left: the attribute of a value.

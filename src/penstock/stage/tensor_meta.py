@@ -66,7 +66,7 @@ class TensorMeta:
         return tensor.permute(inverse)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether this describes ``tensor``.
+        """True if this describes ``tensor``.
 
         A tensor that no longer requires grad fits (its producer was frozen since); one that
         requires grad where none would be sent back does not.

@@ -236,7 +236,7 @@ def _difference(
         return None
     wide = torch.complex128 if actual.is_complex() else torch.float64
     left, right = actual.to(wide), expected.to(wide)
-    # Where both are the same infinity or both NaN, their difference is none.
+    # Two equal infinities, or two NaN, do not differ.
     alike = (left == right) | (left.isnan() & right.isnan())
     if alike.all():
         return None

@@ -196,7 +196,7 @@ class DeferredGrads(TorchFunctionMode):
         return self.weight(owner) if type(owner) is Parameter else None
 
     def _may_hold_weight(self, args: Iterable[Any]) -> bool:
-        """Whether any of ``args`` may be or contain a weight; quick, and never wrongly False."""
+        """True if any of ``args`` may be or contain a weight; quick, and never wrongly False."""
         known, recalls = self.expressions, self.recalls
         for arg in args:
             kind = type(arg)
@@ -341,7 +341,7 @@ class DeferredGrads(TorchFunctionMode):
 
     @property
     def is_reached(self) -> bool:
-        """Whether a gradient has come since the forward: user code ran a backward of its own."""
+        """True if a gradient has come since the forward: user code ran a backward of its own."""
         return any(record and record[5] for record in self.records)
 
     def accumulate(self) -> None:

@@ -127,7 +127,7 @@ def _collect(
 
 
 def _weights_only(func: Func, weight: Weight, others: list[Tensor]) -> bool:
-    """Whether the result depends on weights, and on constants shaped like them, alone."""
+    """True if the result depends on weights, and on constants shaped like them, alone."""
     if func in LOOKUPS:
         return not any(t.is_floating_point() or t.is_complex() for t in others)
     if func not in ELEMENTWISE or others[0].requires_grad or others[0].dim() > len(weight.shape):
@@ -137,7 +137,7 @@ def _weights_only(func: Func, weight: Weight, others: list[Tensor]) -> bool:
 
 
 def _changes_in_place(func: Func, kwargs: Kwargs) -> bool:
-    """Whether ``func`` writes into its first argument or into ``out=``, going by its name."""
+    """True if ``func`` writes into its first argument or into ``out=``, going by its name."""
     name: str = getattr(func, "__name__", "").partition(".")[0]  # overloads: add_.Tensor
     if name.startswith("__"):
         # Setting an attribute, such as ``weight.data``, is a change too.

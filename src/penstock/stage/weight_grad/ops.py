@@ -51,7 +51,7 @@ aten: Any = torch.ops.aten
 
 
 def plain_activation(value: object) -> bool:
-    """Whether the rules apply to ``value``: a dense real tensor, no subclass."""
+    """True if the rules apply to ``value``: a dense real tensor, no subclass."""
     return (
         type(value) is Tensor
         and value.layout is torch.strided
@@ -196,7 +196,7 @@ def einsum(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def broadcast_free(terms: list[str], args: Args) -> bool:
-    """Whether every index has one size: einsum broadcasts a size of one."""
+    """True if every index has one size: einsum broadcasts a size of one."""
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, args[1:], strict=False):
         for index, size in zip(term, operand.shape, strict=False):
