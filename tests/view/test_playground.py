@@ -22,8 +22,8 @@ def settled(document: Document) -> None:
     [
         ("virtual=4", "interleaved-1f1b has no option &#x27;virtual&#x27;"),
         ("ranks=3", "interleaved-1f1b has no option &#x27;ranks&#x27;"),
-        ("group=nan", "group=nan is not a whole number; give a whole number from 4 to 8"),
-        ("group=1e400", "group=inf is not a whole number"),
+        ("group=nan", "group=nan does not work; give a whole number from 4 to 8"),
+        ("group=1e400", "group=inf does not work; give a whole number from 4 to 8"),
         ("group", "expected NAME=VALUE, such as group=4"),
         ("name=3", "interleaved-1f1b has no option &#x27;name&#x27;"),
         ("costs=3", "interleaved-1f1b has no option &#x27;costs&#x27;"),
