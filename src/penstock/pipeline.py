@@ -137,9 +137,6 @@ class Pipeline:
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._takes_model_call = made.takes_model_call
         self._forecast, self._num_steps = made.forecast, 0
-        self._state = ModelState(
-            self.stages, made.program.placement, made.ties, self._group, made.state_names
-        )
         self._schedule = ScheduleProgram(
             list(self.stages),
             made.program,
@@ -151,6 +148,9 @@ class Pipeline:
             scale_grads=scale_grads,
             shared=made.ties,
             **options,
+        )
+        self._state = ModelState(
+            self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers

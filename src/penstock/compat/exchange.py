@@ -13,6 +13,7 @@ It makes operations, and posts none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import StageError
+from penstock.stage.aliasing import sharing_memory
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.microbatch_state import MicrobatchState
 from penstock.stage.stage import Stage
 from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["ExchangingStage"]
+
+_log = logging.getLogger(__name__)
 
 
 class ExchangingStage(Stage):
@@ -47,6 +51,7 @@ class ExchangingStage(Stage):
         self.has_backward = True
         self.chunks: int | None = None
         self._states: dict[int, MicrobatchState] = {}
+        self._has_warned = False
 
     def _state(self, chunk_id: int) -> MicrobatchState:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
@@ -83,11 +88,7 @@ class ExchangingStage(Stage):
         return self._p2p(dist.irecv, state.received, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of this microbatch's outputs; none on the last stage.
-
-        Outputs that share memory arrive as separate tensors, which no message tells the next
-        stage: return a clone of one of them if the next stage writes into the other in place.
-        """
+        """The sends of this microbatch's outputs; none on the last stage."""
         if self.is_last:
             return []
         state = self._state(fwd_chunk_id)
@@ -97,8 +98,21 @@ class ExchangingStage(Stage):
                 "forward_one_chunk() first, and send once"
             )
         to_send, state.to_send = state.to_send, None
+        self._warn_of_shared_memory(to_send)
         tensors = [t.contiguous() for t in to_send]
         return self._p2p(dist.isend, tensors, self.stage_index + 1)
+
+    def _warn_of_shared_memory(self, tensors: Sequence[Tensor]) -> None:
+        """Warn once: these messages carry no metadata by which the next stage could refuse it."""
+        if self._has_warned or not (shared := sharing_memory(tensors)):
+            return
+        self._has_warned = True
+        _log.warning(
+            "stage %d sends tensors %d and %d, which share memory here and arrive as separate "
+            "tensors: return a clone of one of them if the next stage writes into the other",
+            self.stage_index,
+            *shared[0],
+        )
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of the gradients of this microbatch's outputs; none on the last stage."""
