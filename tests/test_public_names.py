@@ -1,6 +1,7 @@
 """The public surface: what is there, where it comes from, and what importing it costs."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_torchs_own_pipelines_are_never_imported() -> None:
         "assert 'torch.distributed' in sys.modules\n"
         "assert not [name for name in sys.modules if name.startswith(theirs)]\n"
     )
+
+
+def test_modules_import_each_other_in_no_cycle() -> None:
+    """Imports within functions and those for type checkers are counted too."""
+    root = Path(penstock.__file__).parent
+    sources = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts): path
+        for path in root.rglob("*.py")
+    }
+    sources = {name.removesuffix(".__init__"): path for name, path in sources.items()}
+    imports: dict[str, set[str]] = {}
+    for name, path in sources.items():
+        found = imports[name] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in sources:
+                parts = {f"{node.module}.{each.name}" for each in node.names}
+                # A submodule by its name, or names of the module itself.
+                found |= parts & sources.keys() or {node.module}
+    assert len(imports["penstock"]) > 20
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
 
 
 def test_a_name_of_a_class_means_one_thing() -> None:

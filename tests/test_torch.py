@@ -60,3 +60,13 @@ PRIVATE = {"_version", "_is_view", "_base", "_modules", "_parameters", "_buffers
 def test_private_names_are_found() -> None:
     source = "import torch\nfrom torch import _dynamo\ntorch._C.x\ny._version\nself._version\n"
     assert set(private_names(source)) == {"torch._dynamo", "torch._C", "y._version"}
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    used = {
+        f"{path.relative_to(SOURCES)}: {name}"
+        for path in SOURCES.rglob("*.py")
+        if path.name != "_torch_compat.py"
+        for name in private_names(path.read_text())
+    }
+    assert not used

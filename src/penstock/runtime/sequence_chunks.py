@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from penstock.schedule.program import Program
 from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.sequence_state import takes_state
 from penstock.stage.stage import Stage
-
-if TYPE_CHECKING:
-    from penstock.runtime.step import StepState
 
 __all__ = ["SequenceChunks"]
 
@@ -66,11 +63,12 @@ class SequenceChunks:
                 "checkpointing within the modules, or whole sequences"
             )
 
-    def split(self, batch: StepState, *, even: bool) -> None:
-        """Split a batch's microbatches into chunks, in place.
+    def split(self, trees: Sequence[Any], what: str, *, even: bool) -> Sequence[Any]:
+        """Split the pytrees of microbatches into those of their chunks.
 
         Args:
-            batch: arguments and targets by microbatch; after this, by chunk.
+            trees: a pytree per microbatch.
+            what: the name of such a tensor in errors, such as "input".
             even: whether chunks must be of one length, as for means of their losses.
 
         Raises:
@@ -78,14 +76,7 @@ class SequenceChunks:
                 evenly.
         """
         if self._num == 1:
-            return
-        if batch.args is not None:
-            batch.args = self._split(batch.args, "input", even)
-        batch.kwargs = self._split(batch.kwargs, "keyword argument", even)
-        if batch.targets is not None:
-            batch.targets = self._split(batch.targets, "target", even)
-
-    def _split(self, trees: Sequence[Any], what: str, even: bool) -> list[Any]:
+            return trees
         return list(chain.from_iterable(self._split_tree(tree, what, even) for tree in trees))
 
     def _split_tree(self, tree: Any, what: str, even: bool) -> list[Any]:

@@ -174,7 +174,12 @@ class BatchSplitter:
         if given.target_mbs is None and has_target and self._has_last:
             step.targets = split_tree(given.target, num, seen=target_rows)
         check_rows({**target_rows, **rows}, num)
-        self._chunks.split(step, even=config.averages_losses)
+        even, chunks = config.averages_losses, self._chunks
+        if step.args is not None:
+            step.args = chunks.split(step.args, "input", even=even)
+        step.kwargs = chunks.split(step.kwargs, "keyword argument", even=even)
+        if step.targets is not None:
+            step.targets = chunks.split(step.targets, "target", even=even)
         return step
 
     def merge_losses(self, losses: Tensor | None) -> Tensor | None:

@@ -14,12 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    from penstock.runtime.failure import ErrorStore
-
-__all__ = ["Peers", "StoreQuery", "Wait", "Watchdog", "Whom", "poll"]
+__all__ = ["FailureSource", "Peers", "StoreQuery", "Wait", "Watchdog", "Whom", "poll"]
 
 T = TypeVar("T")
 
@@ -32,6 +29,19 @@ IDLE_INTERVAL_S = 0.8
 MAX_LAST_READ_S = 10.0
 # The same when a watchdog is stopped.
 MAX_READ_S = 1.0
+
+
+class FailureSource(Protocol):
+    """The store of failures as a watchdog reads it; see ``failure.ErrorStore``."""
+
+    is_lost: bool
+    pace_s: float
+
+    def read(self, *, patient: bool = False) -> object | None:
+        """The first cause of this schedule, or None."""
+
+    def read_elsewhere(self, waited_s: float | None = None) -> object | None:
+        """A failure in another call over the group, or None."""
 
 
 class Peers(Enum):
@@ -118,11 +128,11 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._active = threading.Event()
         self._stopped = threading.Event()
-        self._errors: ErrorStore | None = None
+        self._errors: FailureSource | None = None
         self._watches_always = False
         self._query: StoreQuery[bool] | None = None
 
-    def watch(self, errors: ErrorStore, *, always: bool) -> None:
+    def watch(self, errors: FailureSource, *, always: bool) -> None:
         """Set the error store to read.
 
         Args:
@@ -195,7 +205,7 @@ class Watchdog:
                     # themselves, and the groups of replicas stay whole.
                     has_failed = True
 
-    def _check_wait(self, waiting: Wait, waited_s: float, errors: ErrorStore) -> None:
+    def _check_wait(self, waiting: Wait, waited_s: float, errors: FailureSource) -> None:
         if waited_s > self.timeout_s:
             self.timed_out = True
         elif not self._finds_failure(errors, waited_s):
@@ -204,7 +214,7 @@ class Watchdog:
         if self.waiting_for is waiting:
             self._abort_wait(waiting[1])
 
-    def _finds_failure(self, errors: ErrorStore, waited_s: float) -> bool:
+    def _finds_failure(self, errors: FailureSource, waited_s: float) -> bool:
         """True if the store has a failure or is gone; False while it does not answer."""
         if self._query is None:
             self._query = StoreQuery(lambda: _has_failure(errors, waited_s))
@@ -218,7 +228,7 @@ class Watchdog:
         self._abort(whom)
 
 
-def _has_failure(errors: ErrorStore, waited_s: float) -> bool:
+def _has_failure(errors: FailureSource, waited_s: float) -> bool:
     found = errors.read(patient=True) or errors.read_elsewhere(waited_s)
     return found is not None or errors.is_lost
 
