@@ -1,6 +1,6 @@
 """Pipeline-parallel training on PyTorch, with the gradients of one device.
 
-The public names, each imported on first use: planning a schedule neither needs nor imports torch.
+Each public name is imported on first use. Planning a schedule neither needs nor imports torch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ __all__ += ["save_csv", "schedule", "schedules", "search", "simulate"]
 __all__ += ["BoundaryError", "InternalError", "PartitionError", "PeerError", "PenstockError"]
 __all__ += ["ScheduleError", "StageError"]
 
-# module → the public names in it; the imports above say the same to type checkers.
+# module → its public names. Type checkers read the imports above instead.
 _NAMES = {
     "penstock.compat.stage": "PipelineStage",
     "penstock.compat.traced_stage": "TracedStage build_stage",
@@ -122,7 +122,7 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-# Names that torch writes with an underscore and that users import all the same.
+# Names that users import although torch gives them a leading underscore.
 _OF_TORCH = {
     "OVERLAP_F_B": "Overlap",
     "_CustomReducer": "Reducer",
@@ -150,10 +150,10 @@ def __getattr__(name: str) -> object:
 
 
 class _Function:
-    """A function of this package that has the name of a subpackage.
+    """A public function that shares its name with a subpackage.
 
-    Importing the subpackage would replace the function; it stays, with the subpackage's modules as
-    attributes, where ``import penstock.schedule.check as check`` looks for them.
+    Importing the subpackage would replace the function. This descriptor keeps the function, and sets
+    the subpackage's modules as its attributes for ``import penstock.schedule.check as check``.
     """
 
     def __init__(self, home: str) -> None:
@@ -175,7 +175,7 @@ class _Function:
 
 
 class _Package(ModuleType):
-    """This package."""
+    """The package's module class, which keeps functions that share a subpackage's name."""
 
     pipeline = _Function("penstock.partition.export.pipe")
     schedule = _Function("penstock.schedule.registry")
@@ -187,5 +187,5 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    """All names, imported yet or not."""
+    """List all public names, including those not imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,7 +1,8 @@
 """Every private name of torch that Penstock uses, and why.
 
-``tests/test_torch.py`` names the versions of torch that they were seen to work on. Nothing else in
-the library reaches below public torch.
+Every entry says why public torch does not suffice. Unless an entry says otherwise, it was seen to
+work on torch 2.11 to 2.15 (the versions in ``SEEN`` of ``tests/test_torch.py``). No other module
+uses private names of torch.
 """
 
 from __future__ import annotations
@@ -111,23 +112,29 @@ __all__ = [
 def version_of(tensor: Tensor) -> int:
     """The number of in-place writes to ``tensor``'s storage: ``_version``, which autograd checks.
 
-    There is no public counter of writes. Torch 2.11 to 2.15.
+    Torch has no public counter of writes. Torch 2.11 to 2.15.
     """
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a differentiable view: ``_is_view``. Torch 2.11 to 2.15."""
+    """True if ``tensor`` is a differentiable view: ``_is_view``.
+
+    Torch has no public test for views. Torch 2.11 to 2.15.
+    """
     return tensor._is_view()
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that ``tensor`` is a view of: ``_base``. Torch 2.11 to 2.15."""
+    """The base tensor of a view: ``_base``.
+
+    Torch has no public way from a view to its base. Torch 2.11 to 2.15.
+    """
     return tensor._base
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The registered submodules of ``module``, those set to None too: ``_modules``.
+    """The registered submodules of ``module``, including those set to None: ``_modules``.
 
     ``named_children`` omits None and repeated modules. Torch 2.11 to 2.15.
     """
@@ -135,28 +142,34 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The registered parameters of ``module`` itself: ``_parameters``. Torch 2.11 to 2.15."""
+    """The registered parameters of ``module`` itself: ``_parameters``.
+
+    ``named_parameters`` omits None and repeated parameters. Torch 2.11 to 2.15.
+    """
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The registered buffers of ``module`` itself: ``_buffers``. Torch 2.11 to 2.15."""
+    """The registered buffers of ``module`` itself: ``_buffers``.
+
+    ``named_buffers`` omits None and repeated buffers. Torch 2.11 to 2.15.
+    """
     return module._buffers
 
 
 # -------------------- stages and the deferral of weight gradients --------------------
-# Seen in torch 2.11, 2.13, 2.14 and 2.15, each name of this section.
+# Every name in this section was seen in torch 2.11, 2.13, 2.14 and 2.15.
 
-# The attributes under which torch.compile and the wrapper of activation checkpointing hold the
-# module that they wrap: no public method unwraps a module, or a name without the prefix.
+# The attributes in which torch.compile and activation checkpointing store the wrapped module.
+# Torch has no public method to unwrap such a module, or to remove the prefix from a name.
 WRAPPERS_KEEP_UNDER = ("_orig_mod", "_checkpoint_wrapped_module")
 
-# The public torch.is_autocast_enabled(device) takes the device's name, and reading that costs more
-# than all the rest of an interception.
+# The public torch.is_autocast_enabled(device) needs the device's name. Looking up the name costs
+# more than the rest of an interception.
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-# TorchFunctionMode's own __enter__ and __exit__, less two Python calls each: a mode is entered for
-# every operation that is looked into.
+# The bodies of TorchFunctionMode's __enter__ and __exit__, without two Python calls each. A mode is
+# entered for every intercepted operation, so that these calls would add up.
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
@@ -167,14 +180,14 @@ _interpreters = torch._C._functorch.peek_interpreter_stack
 
 
 class CompiledCall:
-    """The call of a module that ``torch.compile`` has compiled, replaceable for a while.
+    """A temporarily replaceable call of a module compiled by ``torch.compile``.
 
-    A compiled call runs below every public hook: ``_compiled_call_impl`` of a module compiled in
-    place, ``forward`` of the module around a compiled one.
+    No public hook surrounds a compiled call. The call is ``_compiled_call_impl`` for a module
+    compiled in place, and ``forward`` for the wrapper that ``torch.compile`` returns.
 
     Args:
         module: the compiled module.
-        outside: makes the context that the replaced call runs in.
+        outside: makes the context manager around the replaced call.
     """
 
     def __init__(self, module: nn.Module, outside: Callable[[], Any]) -> None:
@@ -183,7 +196,7 @@ class CompiledCall:
         compiled = self._held[self._name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():  # inside another compiled function
+            if torch.compiler.is_dynamo_compiling():  # inlined into another compiled function
                 return compiled(*args, **kwargs)
             with outside():
                 return compiled(*args, **kwargs)
@@ -191,16 +204,16 @@ class CompiledCall:
         self._compiled, self._call = compiled, call
 
     def replace(self) -> None:
-        """Run the call in the context from now on."""
+        """Wrap the call in the context from now on."""
         self._held[self._name] = self._call
 
     def restore(self) -> None:
-        """Run the call as it was compiled."""
+        """Restore the compiled call."""
         self._held[self._name] = self._compiled
 
 
 def compiled_calls(module: nn.Module, outside: Callable[[], Any]) -> list[CompiledCall]:
-    """The calls of a module's outermost compiled parts."""
+    """The calls of a module's outermost compiled submodules."""
     if is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
         return [CompiledCall(module, outside)]
     return [call for _, child in children(module) for call in compiled_calls(child, outside)]
@@ -208,10 +221,10 @@ def compiled_calls(module: nn.Module, outside: Callable[[], Any]) -> list[Compil
 
 @contextmanager
 def without_modes(kind: type) -> Iterator[None]:
-    """Take the function modes of one class off the stack for a while.
+    """Remove the function modes of one class from the stack within a block.
 
-    Torch itself can switch off every mode alone. Uses ``_len_torch_function_stack`` beside
-    ``push_mode`` and ``pop_mode``.
+    Public torch can only disable all modes at once. Uses ``_len_torch_function_stack`` in addition
+    to ``push_mode`` and ``pop_mode``.
 
     Example:
         >>> from torch.overrides import TorchFunctionMode
@@ -237,9 +250,9 @@ def without_modes(kind: type) -> Iterator[None]:
 
 @contextmanager
 def without_hooks(*leaves: Tensor) -> Iterator[None]:
-    """Call none of these leaves' hooks on gradients for a while.
+    """Disable the gradient hooks of these leaves within a block.
 
-    There is no public list of a tensor's hooks: the engine reads ``_backward_hooks`` and
+    Torch has no public list of a tensor's hooks. The engine reads ``_backward_hooks`` and
     ``_post_accumulate_grad_hooks`` when it runs them.
 
     Example:
@@ -263,10 +276,10 @@ def without_hooks(*leaves: Tensor) -> Iterator[None]:
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward(roots, grads)`` on the CPU, without its checks in Python.
+    """Run ``torch.autograd.backward(roots, grads)`` on the CPU without its Python checks.
 
-    The engine, ``_execution_engine``, checks shapes again. On other devices its threads need the
-    context that torch's function hands them.
+    The engine, ``_execution_engine``, repeats the shape checks. On other devices its threads need
+    the context that ``torch.autograd.backward`` passes to them.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -280,9 +293,9 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]
 
 
 def saved_tensor_hooks_active() -> bool:
-    """True if saved tensors pass through hooks now: checkpointing, ``save_on_cpu``.
+    """True if saved-tensor hooks are active, as in checkpointing and ``save_on_cpu``.
 
-    Torch has functions to set such hooks, and none to see them.
+    Torch has public functions to set these hooks, but none to query them.
 
     Example:
         >>> with torch.autograd.graph.save_on_cpu():
@@ -301,8 +314,8 @@ def saved_through(
     Args:
         pack: called with each tensor that is saved.
         unpack: called with the result of ``pack`` when the tensor is needed.
-        refused: raised if ``torch.func.grad`` or the like is met, which refuse hooks; torch tells
-            so by the text of its error alone.
+        refused: the error to raise under ``torch.func`` transforms, which forbid hooks. Torch's own
+            error can be recognized only by its text.
     """
     try:
         with saved_tensors_hooks(pack, unpack):
@@ -314,10 +327,10 @@ def saved_through(
 
 
 def deferrable_now() -> bool:
-    """True if an operation called now is recorded by autograd, and by nothing beside it.
+    """True if autograd, and no functional transform, records operations now.
 
-    False under ``no_grad``, in functional transforms, and in forward-mode differentiation; torch
-    has no public question for the latter two.
+    False under ``no_grad``, in functional transforms, and in forward-mode differentiation. Torch
+    has no public query for the latter two.
 
     Example:
         >>> with torch.no_grad():
@@ -328,7 +341,9 @@ def deferrable_now() -> bool:
 
 
 def in_transform(value: object) -> bool:
-    """True if ``value`` was computed inside of ``torch.func.grad``, ``vjp`` or the like.
+    """True if ``value`` is a wrapper tensor of ``torch.func.grad``, ``vjp`` or a similar transform.
+
+    Torch has no public test for these wrapper tensors.
 
     Example:
         >>> in_transform(torch.ones(()))
@@ -338,7 +353,9 @@ def in_transform(value: object) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """True if there is memory behind ``tensor``: not where it stands for zeros, as tangents do.
+    """True if ``tensor`` is backed by memory; False for a zero tensor, as tangents may be.
+
+    Uses ``_is_zerotensor``, which has no public counterpart.
 
     Example:
         >>> has_memory(torch.ones(())), has_memory(torch._efficientzerotensor(()))
@@ -363,13 +380,13 @@ class ObserverLast(dict[Any, Callable[..., Any]]):
 
 
 def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
-    """Have ``observer`` called with the gradient that reaches the operation behind ``tensor``.
+    """Call ``observer`` with the gradient that reaches the operation behind ``tensor``.
 
-    ``Tensor.register_hook`` costs three times as much, per operation, and hooks registered later
+    ``Tensor.register_hook`` costs three times as much per operation, and hooks registered later
     would run after it. Uses ``_backward_hooks`` and ``_register_hook_dict``.
 
     Args:
-        tensor: a result of an operation that no hook was registered on yet.
+        tensor: the result of an operation, without any hook registered on it.
         observer: called with each gradient of ``tensor``; must return None.
 
     Example:
@@ -394,8 +411,8 @@ def observed(tensor: Tensor) -> bool:
 def observe_at_node(tensor: Tensor) -> None:
     """Move the observer of ``tensor`` behind the hooks of its graph node.
 
-    Hooks registered on ``tensor.grad_fn`` itself run after those of the tensor. A node's
-    post-hook is given the gradients as the operation received them, whatever came before.
+    Hooks registered on ``tensor.grad_fn`` run after those of the tensor. A node's post-hook
+    receives the gradients as the operation received them, after all earlier hooks.
     """
     hooks: dict[Any, Callable[..., Any]] = tensor._backward_hooks  # type: ignore[assignment]
     observer = hooks["observer"]
@@ -409,7 +426,7 @@ def observe_at_node(tensor: Tensor) -> None:
 
 
 def ignore(_: Tensor) -> None:
-    """An observer that has moved elsewhere."""
+    """Ignore a gradient whose observer has moved to the graph node."""
 
 
 NO_OVERRIDES = {
@@ -419,10 +436,10 @@ NO_OVERRIDES = {
 
 
 def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A copy of one of torch's Python functions that runs its body under an active mode.
+    """A copy of a Python function of torch that runs its body under an active mode.
 
-    Such functions dispatch to the active mode before they do anything, so that the mode never sees
-    the operations inside. The copy shares code and defaults, and skips the dispatch.
+    These functions first dispatch to the active mode, which therefore never sees the operations
+    inside. The copy shares code and defaults, and skips the dispatch.
 
     Args:
         function: a Python function of torch, such as ``F.multi_head_attention_forward``.
@@ -448,23 +465,23 @@ def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] |
     return twin
 
 
-# Registered with torch's pytree, and leaves here: torch's sizes, and the mask of flex attention,
-# whose tensors hold numbers of blocks.
+# Classes registered with torch's pytree that are leaves here: torch.Size, and the BlockMask of flex
+# attention, whose tensors hold block indices rather than rows.
 NO_TREES = ("torch.Size", "torch.nn.attention.flex_attention.BlockMask")
 
 
 def pytree_node(
     cls: type[Any],
 ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Sequence[Any], Any], Any]] | None:
-    """The functions that a class is registered with in torch's pytree; None if it is not.
+    """The flatten and unflatten functions of a class in torch's pytree; None if unregistered.
 
-    The registry, ``SUPPORTED_NODES``, is read here: torch has a public way in alone.
+    Reads the registry ``SUPPORTED_NODES``: torch has a public function to register, but no lookup.
 
     Args:
-        cls: the class; a subclass of a registered one is not registered by that.
+        cls: the class. A subclass of a registered class does not inherit the registration.
 
     Returns:
-        A function from a value to (children, context), and one from these to a value.
+        A function from a value to (children, context), and a function from these to a value.
 
     Example:
         >>> class Point:
@@ -487,10 +504,10 @@ def pytree_node(
 
 
 # -------------------- DDP, FSDP2 and replicate --------------------
-# Seen in torch 2.11, 2.13, 2.14 and 2.15, unless a name says otherwise. These wrappers reduce
-# gradients by hooks of the last backward; a pipeline's last weight gradient may come after it, so
-# that reductions are begun, held back and ended here. Importing them takes a second, and a module
-# is wrapped only where user code has imported them.
+# Seen in torch 2.11, 2.13, 2.14 and 2.15, unless an entry says otherwise. These wrappers reduce
+# gradients in hooks of the last backward. A pipeline's last weight gradient may come later, so that
+# reductions are started, delayed and finished here. The wrappers are not imported, since an import
+# takes a second and a wrapped module implies that user code has imported its wrapper.
 
 
 def _loaded(module_name: str, name: str) -> Any:
@@ -498,17 +515,17 @@ def _loaded(module_name: str, name: str) -> Any:
 
 
 def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
-    """True if ``module`` was given to ``fully_shard``."""
+    """True if ``fully_shard`` was applied to ``module``."""
     return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule"))
 
 
 def is_fsdp1(module: object) -> TypeGuard[FullyShardedDataParallel]:
-    """True if ``module`` is wrapped in the first FSDP."""
+    """True if ``module`` is wrapped in FSDP1."""
     return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 def is_composable_ddp(module: object) -> TypeGuard[ComposableDdp]:
-    """True if ``module`` was given to the ``replicate`` built on DDP, which has no public class."""
+    """True if the DDP-based ``replicate`` was applied to ``module``; its class is not public."""
     return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
 
 
@@ -519,34 +536,36 @@ def _replicate_state(module: ComposableDdp) -> Any:
 
 
 def ddp_casts(module: DistributedDataParallel) -> bool:
-    """True if DDP casts parameters and gradients: it was given ``mixed_precision``."""
+    """True if DDP casts parameters and gradients (``mixed_precision``)."""
     return module.mixed_precision is not None
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:
-    """True if the user registered a communication hook: DDP has no public way to ask. Torch 2.11
-    to 2.15."""
+    """True if a communication hook is registered: ``_comm_hooks``, which DDP does not expose.
+    Torch 2.11 to 2.15."""
     return bool(module._comm_hooks)
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
-    """Broadcast the first replica's buffers, but for those that DDP was told to ignore.
+    """Broadcast the first replica's buffers, except those that DDP ignores.
 
-    DDP does so in its forward, per microbatch; the public arguments can only switch it off.
+    DDP broadcasts in every forward, thus per microbatch. Its public arguments can only disable
+    the broadcast. Uses ``_sync_buffers``.
     """
     module._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that DDP reduces; those that it was told to ignore it lists nowhere else."""
+    """The parameters that DDP reduces: ``_module_parameters``, which has no public counterpart."""
     held: list[nn.Parameter] = module._module_parameters
     return [p for p in held if p.requires_grad]
 
 
 def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
-    """Keep DDP with ``static_graph=True`` from its all-reduce after the first backward.
+    """Suppress the all-reduce of DDP with ``static_graph=True`` after the first backward.
 
-    It runs even under ``no_sync()``, where it fails.
+    The all-reduce runs even under ``no_sync()``, where it fails. Sets
+    ``_static_graph_delay_allreduce_enqueued``, since DDP has no public switch.
 
     Returns:
         The previous setting.
@@ -559,9 +578,9 @@ def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
 
 
 def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
-    """The DDP module behind a module given to ``replicate``, which has no other way to it.
+    """The DDP module of a module under ``replicate``, stored only in its private ``_ddp``.
 
-    Torch makes it in the first forward; here it is made at once.
+    Torch creates the DDP module in the first forward; this function creates it at once.
     """
     state = _replicate_state(module)
     if state._init_args or state._init_kwargs:
@@ -571,30 +590,30 @@ def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
 
 
 def composable_syncs(module: ComposableDdp) -> bool:
-    """True if a module given to ``replicate`` reduces its gradients; it has a setter alone."""
+    """True if a module under ``replicate`` reduces gradients: ``_no_sync`` has no public getter."""
     state = _replicate_state(module)
     return not state._no_sync
 
 
 def fsdp_finish_backward(root: FSDPModule) -> None:
-    """Reduce-scatter the gradients of ``root``'s parameters, as after a last backward.
+    """Reduce-scatter the gradients of ``root``'s parameters, as FSDP does after a last backward.
 
-    FSDP does so in a callback of the autograd engine at the end of ``backward()``; deferred weight
-    gradients may come later. If a module's output holds no tensor that FSDP sees, the callback was
-    never set.
+    FSDP reduces in an autograd callback at the end of ``backward()``, but deferred weight gradients
+    may come later. FSDP sets no callback if it finds no tensor in a module's output. The callback,
+    ``_root_post_backward_final_callback``, has no public counterpart.
     """
     state: Any = root._get_fsdp_state()
     for each in state._state_ctx.all_states:
         for group in _fsdp_groups(each):
             group._training_state = type(group._training_state).IDLE
-    # Of torch 2.15, likewise set by the callback.
+    # Exists since torch 2.15, where the callback sets it too.
     context, manual = state._state_ctx, "manual_backward_finalization_active"
     setattr(context, manual, getattr(context, manual, None) or False)
     state._root_post_backward_final_callback()
 
 
 def _fsdp_groups(state: Any) -> list[Any]:
-    """The parameter groups of one module's FSDP; torch 2.11 has one at most."""
+    """The parameter groups of one module's FSDP state; torch 2.11 has at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [group for group in (state._fsdp_param_group,) if group is not None]
@@ -602,26 +621,26 @@ def _fsdp_groups(state: Any) -> list[Any]:
 
 # -------------------- the runtime and process groups --------------------
 def has_grad_hooks(param: Tensor) -> bool:
-    """True if post-accumulate-grad hooks are registered on ``param``: torch has no public way to
-    ask. Torch 2.11 to 2.15."""
+    """True if ``param`` has post-accumulate-grad hooks, which torch does not list publicly.
+    Torch 2.11 to 2.15."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """True if torch raised ``error`` for a process that can't be reached. Gloo raises a plain
-    RuntimeError, known by its text. Torch 2.11 to 2.15."""
+    """True if torch raised ``error`` because a process is unreachable. Gloo raises a plain
+    RuntimeError, recognizable only by its text. Torch 2.11 to 2.15."""
     said_by_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return said_by_gloo or isinstance(error, dist.DistError)
 
 
 def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """True if one of the group's backends moves CPU tensors: ``_device_types``, since the public
-    ``get_backend`` names one backend of several. Torch 2.11 to 2.15."""
+    """True if one of the group's backends handles CPU tensors: ``_device_types``, since the public
+    ``get_backend`` names only one of several backends. Torch 2.11 to 2.15."""
     return torch.device("cpu") in group._device_types
 
 
 def profiler_is_on() -> bool:
-    """True while ``torch.profiler`` records in this process: torch has no public way to ask.
+    """True while ``torch.profiler`` records in this process: torch has no public query.
     Torch 2.11 to 2.15."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
@@ -629,18 +648,18 @@ def profiler_is_on() -> bool:
 def make_group(
     ranks: Sequence[int], backend: str, name: str, *, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A group of some processes, made by these alone.
+    """Create a group of some processes without a call on the others.
 
-    No public way: ``new_group`` names groups by how many this process is in, which may differ from
-    rank to rank; it sorts the ranks; and where the default group is bound to a device, it splits
-    that group's communicator, by a call that all processes have to join. ``bound_device_id`` is
-    therefore cleared for the call. Torch 2.11 to 2.15.
+    The public ``new_group`` does not suffice. It names groups by the number of groups of this
+    process, which may differ between ranks. It sorts the ranks. If the default group is bound to a
+    device, it splits that group's communicator in a call that all processes must join;
+    ``bound_device_id`` is therefore cleared for the call. Torch 2.11 to 2.15.
 
     Args:
-        ranks: the processes, in the group's order; each of them calls.
+        ranks: the processes, in the group's order; each one must call.
         backend: ``"gloo"`` or ``"nccl"``.
-        name: the same on each of them, and of no other group.
-        timeout_s: after how long torch itself ends a wait of theirs.
+        name: a unique name, the same on each of these processes.
+        timeout_s: torch's own timeout for operations of the group.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a pipeline's group"
@@ -666,8 +685,9 @@ def make_group(
 
 
 # -------------------- cutting models by module --------------------
-# Torch has no public way to copy a module without its parameters, to ask an operation what it
-# writes and draws, or to make a tensor without memory that claims a device. Torch 2.11 to 2.15.
+# Torch has no public way to copy a module without its parameters, to query an operation's mutated
+# arguments and randomness, or to make a tensor without memory on a named device.
+# Torch 2.11 to 2.15.
 
 # The registries of a module's hooks, which a copy must not share.
 HOOKS = (
@@ -683,25 +703,24 @@ HOOKS = (
 # All registries that a copy must not share.
 REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS)
 
-# The attribute in which FSDP2 and replicate keep their state, with a number behind: theirs, not
-# the module's.
+# The prefix of the numbered attribute in which FSDP2 and replicate store their state on a module.
 WRAPPERS_STATE = "__composable_api_state_key_"
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """True if calling ``module`` runs hooks beside its forward, in the forward or the backward."""
+    """True if ``module`` has forward or backward hooks of its own."""
     return bool(module._forward_pre_hooks or module._forward_hooks or has_backward_hooks(module))
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """True if a backward through ``module`` runs hooks of its own."""
+    """True if ``module`` has backward hooks of its own."""
     return bool(module._backward_pre_hooks or module._backward_hooks)
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The function that calling ``module`` runs, of its own or of its class.
+    """The function that calling ``module`` runs: an instance attribute, or its class's method.
 
-    Read from their dicts: some classes of torch.jit fail in ``getattr``.
+    Reads the dicts, since ``getattr`` fails for some classes of torch.jit.
 
     Example:
         >>> forward_of(nn.Identity()) is nn.Identity.forward
@@ -712,7 +731,7 @@ def forward_of(module: nn.Module) -> Any:
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """True if ``module`` runs its children one after the other, as ``nn.Sequential`` does.
+    """True if ``module`` runs its children in sequence, as ``nn.Sequential`` does.
 
     Example:
         >>> is_sequential(nn.ModuleList()), is_sequential(nn.Sequential())
@@ -722,7 +741,7 @@ def is_sequential(module: nn.Module) -> bool:
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """True if ``module`` only holds others, as ``nn.ModuleList`` does, and can't be called.
+    """True if ``module`` is a container without a forward, such as ``nn.ModuleList``.
 
     Example:
         >>> has_no_forward(nn.ModuleList()), has_no_forward(nn.Sequential())
@@ -738,17 +757,17 @@ def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The direct children by name; a module that stands in several places, in each."""
+    """The direct children with their names; a module registered twice appears twice."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
-    """A module with the attributes of ``module``, and registries of its own.
+    """A shallow copy of ``module`` with registries of its own.
 
-    ``copy.copy`` shares the registries, ``copy.deepcopy`` copies the parameters.
+    ``copy.copy`` would share the registries, and ``copy.deepcopy`` would copy the parameters.
 
     Args:
-        module: the module to copy; its parameters, buffers and children are those of the copy.
+        module: the module to copy. The copy shares its parameters, buffers and children.
         cls: the class of the copy; the module's own if None.
 
     Example:
@@ -768,10 +787,10 @@ def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Mo
 
 
 def fused_by(module: nn.Module) -> str | None:
-    """The compiler that makes one piece of a module's forward; None if there is none.
+    """The compiler of a module's forward, such as torch.compile or torch.jit; None if uncompiled.
 
-    A copy of such a module would run the module itself: ``_compiled_call_impl`` and
-    ``_torchdynamo_orig_callable`` are where torch.compile leaves its mark.
+    A copy of a compiled module would run the original. torch.compile marks modules only by
+    ``_compiled_call_impl`` and ``_torchdynamo_orig_callable``.
 
     Example:
         >>> linear = nn.Linear(2, 2)
@@ -790,28 +809,28 @@ def fused_by(module: nn.Module) -> str | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True for the module that ``torch.compile`` makes of another one."""
+    """True if ``module`` is the wrapper that ``torch.compile`` returns: ``OptimizedModule``."""
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
 def run_uncompiled(copy: nn.Module) -> None:
-    """Let a ``copied_shell`` of a compiled module run its own children, uncompiled."""
+    """Make a ``copied_shell`` of a compiled module run its own children uncompiled."""
     vars(copy)["_compiled_call_impl"] = None
     if is_compiled(copy):
         vars(copy)["forward"] = lambda *args, **kwargs: copy._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
 
 
 def without_torch_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` past ``__torch_function__``: operations reach ``__torch_dispatch__`` alone.
+    """Call ``func`` without ``__torch_function__``; ``__torch_dispatch__`` stays active.
 
-    Torch's guide to subclasses names ``torch._C.DisableTorchFunctionSubclass`` for it.
+    Torch's guide to subclasses documents ``torch._C.DisableTorchFunctionSubclass``.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """True if other tensors have the same memory, by the count of its storage's users.
+    """True if other tensors share the storage of ``tensor``, judged by its use count.
 
     Example:
         >>> tensor = torch.zeros(2)
@@ -826,7 +845,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
-    """A tensor of class ``cls`` that has ``like``'s shape, strides and dtype, and no storage."""
+    """A tensor of class ``cls`` with the shape, strides and dtype of ``like``, without storage."""
     return Tensor._make_wrapper_subclass(
         cls,
         like.shape,
@@ -838,8 +857,8 @@ def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
 
 
 def is_data_dependent(func: Any, args: Sequence[Any]) -> bool:
-    """True if a call of an operation of ATen needs values, if only for its result's shape."""
-    if func is torch.ops.aten.index.Tensor:  # by positions the shape is known
+    """True if an ATen call needs tensor values, if only for its result's shape."""
+    if func is torch.ops.aten.index.Tensor:  # positions determine the result's shape
         return any(_is_mask(index) for index in args[1])
     return (
         torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
@@ -851,7 +870,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor], bool]) -> Any:
-    """The arguments of a call of ATen, with masks of known value turned into positions.
+    """The arguments of an ATen call, with masks of available value replaced by positions.
 
     Example:
         >>> mask = torch.tensor([True, False, True])
@@ -869,10 +888,10 @@ def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor],
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a call of an operation of ATen draws random numbers.
+    """True if an ATen call draws random numbers.
 
-    Attention is tagged as random whatever its dropout: its schema (``_schema``) tells where that
-    stands.
+    Attention is tagged as random regardless of its dropout. The schema (``_schema``) locates the
+    dropout argument.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -884,7 +903,7 @@ def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation of ATen writes into, by its ``_schema``."""
+    """The arguments that an ATen call mutates, according to the private ``_schema``."""
     if not func._schema.is_mutable:
         return []
     found: list[Any] = []
@@ -896,9 +915,9 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def fake_mode() -> Any:
-    """A mode for tensors of ``as_fake``: on a device by name, without values.
+    """A mode for the tensors of ``as_fake``, which name a device and have no values.
 
-    On the meta device autocast does nothing; for fake tensors it does what it does on theirs.
+    Autocast ignores meta tensors, but treats a fake tensor as one on its named device.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -906,7 +925,7 @@ def fake_mode() -> Any:
 
 
 def as_fake(mode: Any, meta: Tensor, device: torch.device) -> Tensor:
-    """A tensor without a value that claims to be on ``device``, like ``meta``.
+    """A fake tensor on ``device`` with the shape and dtype of the meta tensor ``meta``.
 
     Example:
         >>> mode = fake_mode()
@@ -931,19 +950,19 @@ def autocast_state(device: torch.device) -> tuple[Any, ...]:
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
-# Of torch's own code, what looks at the graph in a user's stead.
+# Functions of torch that inspect the graph on behalf of user code.
 _GRAPH = str(Path(torch.__file__).parent / "autograd" / "graph.py")
 _GRAD_FN: Any = torch._C.TensorBase.grad_fn
 _GETTER = type(_GRAD_FN.__get__)
 
 
 class HookWatch(TorchFunctionMode):
-    """Within it, tells of every tensor that gets a hook, or shows its node of the graph.
+    """A mode that reports hooks registered on tensors, and reads of ``grad_fn``.
 
-    Hooks on nodes can't be seen, but who would put one there reads ``grad_fn`` first.
+    Hooks on graph nodes can't be observed, but registering one requires reading ``grad_fn``.
 
     Args:
-        tell: called with what was done.
+        tell: called with a description of each event.
 
     Example:
         >>> with HookWatch(print):
@@ -957,12 +976,12 @@ class HookWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch."""
+        """Run ``func`` and report it if it registers a hook or reads ``grad_fn``."""
         if func is Tensor.register_hook:
             self._tell("registers a hook on a tensor")
         elif type(func) is _GETTER and func.__self__ is _GRAD_FN:
             frame: Any = sys._getframe(1)
-            while frame.f_code.co_name == "__torch_function__":  # of other modes
+            while frame.f_code.co_name == "__torch_function__":  # a frame of another mode
                 frame = frame.f_back
             helps = frame.f_code.co_filename == _GRAPH
             while frame.f_code.co_filename == _GRAPH:
@@ -972,15 +991,15 @@ class HookWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def paused(self) -> AbstractContextManager[None]:
-        """See nothing for a while."""
+        """Suspend reports within a block."""
         return without_modes(HookWatch)
 
 
 def in_function_forward() -> bool:
-    """True if the caller runs within the forward of an autograd function that is not Penstock's.
+    """True if the caller runs within the forward of a user's or torch's autograd function.
 
-    Such a function makes a graph of its own in its backward, or none. Torch does not tell, but the
-    frames of the stack do.
+    Such a function builds its own graph in its backward, or none. Torch has no query for this, so
+    that the stack frames are inspected.
 
     Example:
         >>> in_function_forward()
@@ -991,7 +1010,7 @@ def in_function_forward() -> bool:
     while frame is not None:
         was, ours = ours, frame.f_code.co_filename.startswith(_OURS)
         if ours and not was:
-            return False  # what runs around the call of the model's code is no part of it
+            return False  # frames outside the model's code are irrelevant
         first = next(iter(frame.f_code.co_varnames), "")
         if isinstance(frame.f_locals.get(first), torch.autograd.function.FunctionCtx):
             return True
@@ -1000,13 +1019,13 @@ def in_function_forward() -> bool:
 
 
 def same_storage(left: Tensor, right: Tensor) -> bool:
-    """True if two tensors share memory, or would if the meta device had any."""
+    """True if two tensors share a storage; meta tensors too, although they have no memory."""
     return left.untyped_storage() is right.untyped_storage()
 
 
 # -------------------- torch.export and profiling --------------------
-# For gaps of torch.export, and the profiler.
-# Modules of torch with autograd functions of their own that a graph of operations would lose.
+# Workarounds for gaps of torch.export.
+# Modules of torch whose autograd functions a graph of operations would lose.
 LOST = ("torch.utils.checkpoint", "torch.nn.modules._functions")
 HOOK_KINDS = {
     "registers a hook on a tensor": "Tensor.register_hook()",
@@ -1018,10 +1037,10 @@ HOOK_KINDS = {
 def around_compiled(
     module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
 ) -> Iterator[bool]:
-    """Call hooks around a module that is compiled in place; yields False for any other module.
+    """Call hooks around a module compiled in place; yields False for any other module.
 
-    ``nn.Module.compile`` keeps the compiled call in ``_compiled_call_impl``, and compiles hooks
-    with it; there is no public way to run code around it.
+    ``nn.Module.compile`` stores the compiled call in ``_compiled_call_impl`` and compiles hooks
+    into it, so that no public hook runs outside the compiled code.
     """
     compiled = module._compiled_call_impl
     if compiled is None:
@@ -1042,11 +1061,11 @@ def around_compiled(
 
 
 def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
-    """For each argument of an operation its name, whether a result may share its memory, and
-    whether it is written; None for a function without a schema.
+    """Per argument of an operation: (name, may be aliased by a result, is mutated). None without a
+    schema.
 
-    ``_schema``: no public way tells aliases and writes of an ``OpOverload``. The results' own
-    alias marks are not read: those of lists, as of ``split``, are missing.
+    Uses ``_schema``, since aliases and mutations of an ``OpOverload`` are not public. Alias marks
+    of results are not used, since list results, as of ``split``, lack them.
     """
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -1056,7 +1075,7 @@ def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
 
 
 def is_metadata_assert(target: Any) -> bool:
-    """Whether an exported operation asserts dtype and device of a tensor.
+    """True if an exported operation asserts a tensor's dtype and device.
 
     ``aten._assert_tensor_metadata`` has no public name.
     """
@@ -1065,11 +1084,11 @@ def is_metadata_assert(target: Any) -> bool:
 
 @contextmanager
 def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
-    """Call ``refuse`` when code in this block does what torch.export would lose in silence.
+    """Call ``refuse`` when code in this block does something that torch.export silently drops.
 
-    That is: a user's ``autograd.Function`` (its own backward), hooks on tensors, and gradients
-    taken inside a forward. None of them is an operation, and torch.export has no callback for
-    them, so that these functions are replaced within the block.
+    Dropped are the backward of a user's ``autograd.Function``, hooks on tensors, and gradients
+    computed inside a forward. None of them is an operation, and torch.export has no callback for
+    them. Their functions are therefore replaced within the block.
     """
     function: Any = torch.autograd.Function
     apply = function.__dict__["apply"]
@@ -1100,10 +1119,10 @@ def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep torch.export from printing whole graphs to stderr when it fails; its error is enough.
+    """Suppress the graphs that torch.export prints to stderr on failure; its error suffices.
 
-    It prints by ``print`` in ``torch.export._trace`` and by the loggers below. The output
-    of the model's own code passes.
+    torch.export prints with ``print`` in ``torch.export._trace`` and with the loggers below, and
+    has no public switch. Output of the model's own code is not suppressed.
     """
     from torch.export import _trace
     from torch.fx.experimental import symbolic_shapes
@@ -1111,7 +1130,7 @@ def quietly() -> Iterator[None]:
     loggers = [logging.getLogger(module.__name__) for module in (_trace, symbolic_shapes)]
     levels = [logger.level for logger in loggers]
     shadow: Any = _trace
-    shadow.print = lambda *args, **kwargs: None  # in place of the builtin, in that module alone
+    shadow.print = lambda *args, **kwargs: None  # shadows the builtin in that module only
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
@@ -1125,10 +1144,10 @@ def quietly() -> Iterator[None]:
 def shape_check(
     program: torch.export.ExportedProgram, argument: str, names: Sequence[str]
 ) -> Callable[[Sequence[Tensor]], str | None]:
-    """The function that checks the shapes of tensors against an exported program.
+    """Make a function that checks the shapes of tensors against an exported program.
 
-    ``program.module()`` would check them too, but with the whole program; stages are parts of it.
-    ``_guards_code`` holds relations between sizes, as Python over ``SYMPY_INTERP``.
+    ``program.module()`` checks shapes too, but only for the whole program, and stages are parts of
+    the program. ``_guards_code`` lists the relations between sizes as Python over ``SYMPY_INTERP``.
 
     Args:
         program: the program; its one argument is a list of tensors.
@@ -1152,7 +1171,7 @@ def shape_check(
                 sizes.append((i, dim, _bound(known.lower, 0), _bound(known.upper, float("inf"))))
     guards = []
     for code in program._guards_code:
-        if "._base." in code:  # of the tensor of which the example was a view: no input's shape
+        if "._base." in code:  # about the base of an example that is a view, not an input's shape
             continue
         text = code
         for i, name in enumerate(names):

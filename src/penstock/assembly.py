@@ -1,4 +1,4 @@
-"""From the arguments of ``Pipeline`` to a program and this process's stages.
+"""Assemble a program and this process's stages from the arguments of ``Pipeline``.
 
 schedule, ranks, microbatches ──► program ──┐
                                             ├──► this process's stages
@@ -44,15 +44,15 @@ class Assembly:
 
     Args:
         program: the program.
-        stages: this process's stages. No more of the model is kept.
+        stages: this process's stages, the only part of the model that is kept.
         ties: the parameters that stages share.
         loss_fn: the user's loss function, or the model's own; None if there is neither.
-        takes_model_call: whether the stages together are called as the model is.
-        forecast: the predicted time of a step, where the program was searched for.
-        state_names: the names in the whole model's state; None if this process does not know
-            those of other ranks.
+        takes_model_call: whether the stages accept the model's own call signature.
+        forecast: the predicted time of a step, for a program found by search.
+        state_names: the names in the whole model's state; None if the names on other ranks are
+            unknown.
         shared_buffers: the buffers of layers that several stages call, on all ranks; None if the
-            stages of other ranks are not known here.
+            stages of other ranks are unknown.
     """
 
     program: Program
@@ -66,7 +66,7 @@ class Assembly:
 
 
 def assemble(spec: PipelineSpec) -> Assembly:
-    """Choose a program, cut the model, and make this process's stages.
+    """Choose a program, split the model, and make this process's stages.
 
     Raises:
         PartitionError: the model can't be cut so.
@@ -122,7 +122,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
 
 
 def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> ModelCut:
-    """The modules of all stages."""
+    """Split the model into the modules of all stages."""
     if split is not None and split.auto:
         split = SplitSpec.parse(_balance(spec, program))
     num = program.placement.num_model_stages
@@ -140,14 +140,14 @@ def _balance(spec: PipelineSpec, program: Program) -> Plan:
             spec.model, program, spec.example, device=spec.device, loss_fn=spec.loss_fn
         ).to_toml()
 
-    # Measured on one rank: times differ between ranks.
+    # Measured on one rank only, since times differ between ranks.
     return Plan.from_toml(from_first_rank(spec.group, measure))
 
 
 def _make_stages(
     spec: PipelineSpec, modules: Sequence[nn.Module], program: Program
 ) -> tuple[PipelineStage, ...]:
-    """The stages of this process's ranks."""
+    """Make the stages of this process's ranks."""
     local = _local(program, spec.group)
     mine = [modules[program.placement.model_stage(i)] for i in local]
     whole = spec.model if isinstance(spec.model, nn.Module) else None
@@ -164,7 +164,7 @@ def _of_stages(
     program: Program,
     forecast: Forecast | None,
 ) -> Assembly:
-    """An assembly of stages that the user made: those of all ranks, or this process's own."""
+    """Assemble ready-made stages: those of all ranks, or only this process's."""
     ties: Sequence[Tie] = stages[0].ties
     names: frozenset[str] | None = None
     if [stage.stage_index for stage in stages] == list(range(program.num_stages)):
@@ -211,7 +211,7 @@ def _refuse_empty(model: object) -> None:
 
 
 def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> int | None:
-    """The number of stages that the user asked for; None if it follows from the ranks."""
+    """The user's number of stages; None if it follows from the ranks."""
     if split is not None:
         return None if split.auto else split.num_stages
     if isinstance(model, nn.Module):

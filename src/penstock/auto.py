@@ -1,11 +1,11 @@
-"""``Pipeline(schedule="auto")``: measures the stages, searches for a program, logs the outcome.
+"""Profile, search and log for ``Pipeline(schedule="auto")``.
 
     model, example ──profile──► costs per stage ─┐
     messages between ranks ──► latency, bandwidth ┴─search─► program ──Pipeline──► steps
                                                    │                                │
                                                    └─ predicted time ───────► log ◄─┘ measured time
 
-The first rank measures and searches, since times differ between ranks, and broadcasts the result.
+Times differ between ranks. Therefore rank 0 alone measures and searches, and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Forecast:
     """The predicted time of a step.
 
     Args:
-        step_s: with all ranks in parallel.
-        alone_s: of one process that runs all ranks in turn.
+        step_s: the time with all ranks in parallel.
+        alone_s: the time in one process that runs all ranks in turn.
     """
 
     step_s: float
@@ -60,7 +60,7 @@ class Forecast:
 
     @contextmanager
     def watch(self, number: int, device: torch.device, *, alone: bool) -> Iterator[None]:
-        """Log the time of a step beside the prediction, for the first few steps.
+        """Log the measured and the predicted time of each of the first few steps.
 
         Args:
             number: the step, from 0.
@@ -86,11 +86,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """The choice for ``"auto"``.
+    """The program and the split chosen for ``"auto"``.
 
     Args:
         program: the program to run.
-        split: where to cut the model.
+        split: the split points of the model.
         forecast: the predicted time of a step.
     """
 
@@ -100,20 +100,20 @@ class AutoChoice:
 
 
 def find_program(spec: PipelineSpec, split: SplitSpec | None, num_stages: int | None) -> AutoChoice:
-    """Search for the best program of a model's stages, as measured on this machine.
+    """Search for the fastest program for a model's stages, as profiled on this machine.
 
-    The model is run on the example a few times; its state, gradients and random numbers are left
-    as they are.
+    Runs the model on the example a few times. Preserves its state, its gradients and the random
+    number generators.
 
     Args:
-        spec: the arguments of ``Pipeline``; the model is whole on the first rank.
-        split: where to cut the model.
+        spec: the arguments of ``Pipeline``, with the whole model on the first rank.
+        split: the split points of the model.
         num_stages: the number of stages of the model, if given.
 
     Raises:
-        ScheduleError: numbers that do not fit each other, no example, or a memory limit that no
-            program can meet.
-        PartitionError: the model can't be cut so, or can't be measured.
+        ScheduleError: ranks, stages and microbatches do not fit, the example is missing, or the
+            memory limit is infeasible.
+        PartitionError: the model can't be split this way, or can't be profiled.
     """
     group, model = spec.group, spec.model
     if spec.example is None:
@@ -145,7 +145,7 @@ def find_program(spec: PipelineSpec, split: SplitSpec | None, num_stages: int | 
 def _find(
     spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, link: Link | None
 ) -> str:
-    """The first rank's choice, as JSON."""
+    """Search on the first rank and return the choice as JSON."""
     assert spec.example is not None
     num_stages = ranks * virtual
     measured = measure_model(spec.model, spec.example, device=spec.device, loss_fn=spec.loss_fn)
@@ -212,7 +212,7 @@ def _sizes(num_stages: int | None, ranks: int | None, virtual: int | None) -> tu
 def _by_stage(
     spec: PipelineSpec, split: SplitSpec | None, measured: Profile, num_stages: int
 ) -> list[list[BlockCosts]]:
-    """The measured blocks of each stage: the stage that has the parameters of the block."""
+    """Group the measured blocks by the stage that has their parameters."""
     blocks, model = list(measured.blocks), spec.model
     if not isinstance(model, nn.Module) and len(blocks) == num_stages:
         return [[block] for block in blocks]
@@ -227,7 +227,7 @@ def _by_stage(
             for s in range(stage, num_stages)
             if any(f"{name}.".startswith(prefixes) for name in names[s])
         )
-        # A block without parameters goes with the block before it.
+        # A block without parameters belongs to the stage of the block before it.
         stage = next(holders, stage)
         groups[stage].append(block)
     if empty := [stage for stage, group in enumerate(groups) if not group]:

@@ -1,8 +1,8 @@
 """The first cause of a failure as data, and errors published before any schedule exists.
 
-A cause is made on one rank, passed on as JSON, and raised on the other ranks. A rank whose stage
-or schedule can't be made never comes to the first step, where the others wait for it: it leaves
-its cause as a *note* in the job's store, which ``runtime/failure.py`` reads.
+A cause is created on the failed rank, sent as JSON, and raised on the other ranks. If a rank fails
+to make a stage or schedule, it never reaches the first step, where its peers wait for it. Therefore
+it publishes its cause in the job's store, under the *note* key that ``runtime/failure.py`` reads.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ __all__ = [
     "withdraw_note",
 ]
 
-# Limit on a message and on a traceback: torch's store breaks connections over 8 MiB.
+# Limit on a message and on a traceback: torch's store closes the connection above 8 MiB.
 MAX_CHARACTERS = 1 << 16
 NOTE = "note"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The first failure.
+    """The first failure of a pipeline.
 
     Args:
-        kind: the exception's class name; of a subclass of Penstock's own, the public one's.
-        message: its message.
+        kind: the exception's class name; the public base class's for a subclass of Penstock's own.
+        message: the exception's message.
         rank: the pipeline rank that raised it.
         processes: the processes (global ranks) of that pipeline, by rank.
-        stage, microbatch, action: its place, where known.
-        traceback: the original traceback; empty if nothing was raised.
+        stage, microbatch, action: the place of the failure, if available.
+        traceback: the original traceback; empty without an exception.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Cause:
 
     @property
     def where(self) -> Where:
-        """Its place."""
+        """The place of the failure."""
         return Where(
             rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action
         )
@@ -88,10 +88,10 @@ def message_of(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause:
-    """The cause to publish for ``error``, raised on ``rank`` of these processes."""
+    """Make the cause to publish for ``error``, raised on ``rank`` of these processes."""
     where = error.where if isinstance(error, PenstockError) else NOWHERE
     if where.rank not in (None, rank):
-        where = NOWHERE  # a place in a program, not on this rank
+        where = NOWHERE  # a position in the program, not on this rank
     message = message_of(error)
     if not isinstance(error, PenstockError):
         message = f"{type(error).__name__}: {message}"
@@ -119,20 +119,20 @@ def _shortened(text: str) -> str:
 def _traceback_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except BaseException as failed:  # its notes, or its causes, can't be shown either
+    except BaseException as failed:  # formatting its notes or its causes failed as well
         where = "".join(traceback.format_tb(error.__traceback__))
         return f"{where}(the rest can't be shown: it raised {type(failed).__name__})\n"
 
 
 def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
-    """The exception that a rank raises for another rank's failure.
+    """Make the exception that a rank raises for another rank's failure.
 
-    Mistakes (``BoundaryError``, ``ScheduleError``, ``PartitionError``) keep their type, so that
-    every rank raises the same; a failure of the user's code comes as a ``PeerError``.
+    Usage errors (``BoundaryError``, ``ScheduleError``, ``PartitionError``) keep their type, so that
+    every rank raises the same type. A failure of user code becomes a ``PeerError``.
 
     Args:
         cause: the failure.
-        processes: the processes of the pipeline that raises it now.
+        processes: the processes of the pipeline that raises the exception now.
     """
     kinds: dict[str, type[PenstockError]] = {
         "BoundaryError": errors.BoundaryError,
@@ -165,12 +165,12 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The user's group, or the default group.
 
     Raises:
-        StageError: it is no process group, or one that this process is not in.
+        StageError: ``group`` is no process group, or does not include this process.
     """
     if group is None:
         return default_group()
     if not isinstance(group, dist.ProcessGroup):
-        # torch.distributed.new_group returns this to processes outside of the new group.
+        # torch.distributed.new_group returns this value on processes outside the new group.
         elsewhere = group is dist.GroupMember.NON_GROUP_MEMBER
         given = "one that this process is not in" if elsewhere else repr(group)
         raise StageError(
@@ -181,24 +181,24 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store in which the ranks of ``group`` publish failures: one for the whole job, since a
-    second connection, for other threads, may take seconds."""
+    """The store in which the ranks of ``group`` publish failures. The job has one store, since another
+    connection may take seconds."""
     return (default_group() or group).get_group_store()
 
 
 def key_of(group: dist.ProcessGroup, what: str | int) -> str:
-    """The store's key for one value of ``group``, alike on all its ranks.
+    """The store's key for one value of ``group``, the same on all its ranks.
 
     Args:
-        group: the group; others may have its name, but not for the same processes.
+        group: the group. Another group may have its name, but not the same processes.
         what: the value's name.
     """
-    # A key with thousands of processes would be too long for torch's store.
+    # A key that lists thousands of processes would be too long for torch's store.
     processes = repr(dist.get_process_group_ranks(group)).encode()
     return f"penstock/{group.group_name}/{hashlib.sha256(processes).hexdigest()[:16]}/{what}"
 
 
-# The groups for which a note of this process stands in the store.
+# The groups for which this process has a note in the store.
 _noted: set[str] = set()
 
 
@@ -214,7 +214,7 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if group is not None and group.size() > 1:
-            # If the store is gone, so is every reader.
+            # If the store is gone, no reader is left.
             with contextlib.suppress(RuntimeError, dist.DistError):
                 cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
                 store_of(group).set(key_of(group, NOTE), cause.to_json())
@@ -225,9 +225,9 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def withdraw_note(group: dist.ProcessGroup) -> None:
-    """Clear this process's note, if it left one."""
+    """Clear this process's note, if any."""
     if group.group_name in _noted:
         _noted.discard(group.group_name)
         with contextlib.suppress(RuntimeError, dist.DistError):
-            # Emptied, not deleted: a rank that saw the key may be about to read it.
+            # Overwritten, not deleted: a rank that saw the key may be about to read it.
             store_of(group).set(key_of(group, NOTE), "")

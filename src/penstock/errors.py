@@ -1,7 +1,7 @@
-"""Every exception that Penstock raises on purpose, typed by whose fault it is.
+"""Exceptions of Penstock, with a type per party at fault.
 
-The facts of a failure are attributes, so that a program can act on them; the message says where,
-what was expected, what was found and what to do next. This module knows no other part.
+The facts of a failure are attributes, so that a program can act on them. The message gives the
+place, the expected and the actual value, and the next step. This module imports no other part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """The place of a failure; what is not known of it is None.
+    """The place of a failure; unavailable fields are None.
 
     Args:
         rank: the pipeline rank that failed.
@@ -37,7 +37,7 @@ class Where:
     action: str | None = None
 
     def __str__(self) -> str:
-        """``rank 1, stage 2, microbatch 3, action 2F3``, leaving out what is not known."""
+        """``rank 1, stage 2, microbatch 3, action 2F3``, without the unavailable fields."""
         names = ("rank", "stage", "microbatch", "action")
         known = [(name, getattr(self, name)) for name in names]
         return ", ".join(f"{name} {value}" for name, value in known if value is not None)
@@ -47,13 +47,13 @@ NOWHERE = Where()
 
 
 class PenstockError(Exception):
-    """Base of all of Penstock's own exceptions.
+    """Base class of all Penstock exceptions.
 
     Args:
-        message: what happened and what to do next.
-        where: the place of the failure; shown before the message when known.
+        message: the failure and the next step.
+        where: the place of the failure, shown before the message if available.
         parameter: the argument at fault, such as ``"microbatches"`` or a field of ``Costs``, so
-            that a command line can name its flag; None where no single argument is.
+            that a command line can name its flag; None without a single such argument.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PenstockError(Exception):
         self.parameter = parameter
 
     def locate(self, where: Where) -> None:
-        """Say where it happened, unless that is known already; the message begins with it.
+        """Set the place of the failure unless it is set; the message begins with the place.
 
         Args:
             where: the place of the failure.
@@ -76,45 +76,45 @@ class PenstockError(Exception):
 
     @property
     def rank(self) -> int | None:
-        """The rank that failed first, where known."""
+        """The rank that failed first; None if unavailable."""
         return self.where.rank
 
     @property
     def stage(self) -> int | None:
-        """The stage at work when it failed, where known."""
+        """The stage that was running; None if unavailable."""
         return self.where.stage
 
     @property
     def microbatch(self) -> int | None:
-        """The microbatch at work when it failed, where known."""
+        """The microbatch that was running; None if unavailable."""
         return self.where.microbatch
 
     @property
     def action(self) -> str | None:
-        """The action that failed, in text form, where known."""
+        """The failed action in text form; None if unavailable."""
         return self.where.action
 
 
 class ScheduleError(PenstockError, ValueError):
-    """A schedule or program is wrong or impossible; the mistake of its author."""
+    """A schedule or program is invalid; the mistake of its author."""
 
 
 class PartitionError(PenstockError, ValueError):
-    """A model can't be cut as asked: the fault of the plan, or a limit of the model."""
+    """A model can't be split as requested: the fault of the plan, or a limit of the model."""
 
 
 class StageError(PenstockError, RuntimeError):
-    """The user's code failed inside a stage (forward, backward, loss or hook), or a stage was
-    used out of order. Its ``__cause__`` is the original exception where there is one."""
+    """User code failed inside a stage (forward, backward, loss or hook), or a stage was used out of
+    order. ``__cause__`` is the original exception, if any."""
 
 
 class BoundaryError(PenstockError, RuntimeError):
-    """A value between two stages has another shape, dtype or structure than was agreed."""
+    """A value between two stages has an unexpected shape, dtype or structure."""
 
 
 class PeerError(PenstockError, RuntimeError):
-    """Another rank failed, died or fell silent; this rank stops with the first cause known."""
+    """Another rank failed, died or stopped responding; the message names the first known cause."""
 
 
 class InternalError(PenstockError, RuntimeError):
-    """A fault of Penstock's own. Please report it with its message."""
+    """A bug in Penstock. Please report it with its message."""

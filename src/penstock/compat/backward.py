@@ -1,11 +1,11 @@
-"""Backwards through a graph that exists already, whole or in two: for stages driven by hand.
+"""Full and split backwards through an existing autograd graph, for manually driven stages.
 
-    full_backward      one pass: weight gradients into ``.grad``, input gradients returned
-    input_backward     I: a pass to the inputs alone; the graph is kept
-    weight_backward    W: a pass to the weights alone, which walks from the outputs again
+    full_backward      one pass: accumulates weight gradients, returns input gradients
+    input_backward     I: a pass to the inputs only; the graph is retained
+    weight_backward    W: a pass to the weights only, starting from the outputs again
 
-The split costs half a backward more than a whole one. Stages whose forward runs in
-``stage.weight_grad.DeferredGrads`` split at no cost.
+Splitting costs half a backward more than a full backward. Splitting is free for stages whose
+forward runs in ``stage.weight_grad.DeferredGrads``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def full_backward(stage_output: Any, output_grads: Any, input_values: Sequence[A
 
     Args:
         stage_output: a tensor, or a tuple, list or dict of outputs, nested in any depth; values
-            that are no tensors, or require no grad, are skipped.
-        output_grads: gradients in the same structure. None stands for no gradient, or, for a
-            scalar tensor, for one.
+            that are not tensors, or require no grad, are skipped.
+        output_grads: gradients in the same structure. None means no gradient, or 1.0 for a scalar
+            tensor.
         input_values: the stage's inputs.
 
     Returns:
-        For each input its gradient, or None. The inputs' ``.grad`` is None again.
+        The gradient of each input, or None. The inputs' ``.grad`` is reset to None.
 
     Raises:
         StageError: gradients and outputs differ in structure.
@@ -49,7 +49,7 @@ def full_backward(stage_output: Any, output_grads: Any, input_values: Sequence[A
     found = tuple(None if leaf is None else leaf.grad for leaf in leaves)
     for leaf in leaves:
         if leaf is not None:
-            leaf.grad = None  # the gradient is sent, and freed after that
+            leaf.grad = None  # the caller sends the gradient, and then frees it
     return found
 
 
@@ -59,22 +59,21 @@ def input_backward(
     input_values: Sequence[Any],
     weights: Iterable[Parameter],
 ) -> tuple[Grads, list[dict[str, Any]]]:
-    """Run I: compute the gradients of the inputs alone.
+    """Run I: compute only the gradients of the inputs.
 
-    The outputs are detached in place where possible, so that the graph lives no longer than the
-    groups do.
+    Detaches the outputs in place where possible, so that the graph is freed with the groups.
 
     Args:
         stage_outputs_or_loss: the stage's outputs, or its loss.
-        output_grads: for each output its gradient or None; None as a whole stands for ones.
-        input_values: the stage's inputs; their ``.grad`` is added to as well.
-        weights: the parameters that W computes the gradients of.
+        output_grads: the gradient of each output, or None; None instead of the list means ones.
+        input_values: the stage's inputs, whose gradients also accumulate into ``.grad``.
+        weights: the parameters whose gradients W computes.
 
     Returns:
-        For each input its gradient or None, and the groups for ``weight_backward``.
+        The gradient of each input, or None; and the parameter groups for ``weight_backward``.
 
     Raises:
-        StageError: there is not one gradient, or None, for each output.
+        StageError: the numbers of outputs and gradients differ.
     """
     outputs = stage_outputs_or_loss
     if output_grads is None:
@@ -104,13 +103,13 @@ def input_backward(
 
 
 def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, Any]]) -> Grads:
-    """Run W: accumulate the weight gradients that ``input_backward`` left.
+    """Run W: accumulate the weight gradients that ``input_backward`` has skipped.
 
     Hooks on the weights run once, here.
 
     Args:
         weights: the parameters given to ``input_backward``.
-        param_groups: the groups that it returned; their graph is freed.
+        param_groups: the groups returned by ``input_backward``; their graph is freed.
 
     Returns:
         The ``.grad`` of each weight.
@@ -132,7 +131,7 @@ def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, A
 
 
 def _paired(output: Any, grad: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors of ``output`` that get a gradient, each with it."""
+    """Pair the tensors of ``output`` with their gradients; tensors without one are left out."""
     if isinstance(output, Tensor):
         if output.requires_grad and grad is None and output.numel() == 1:
             yield output, torch.ones_like(output)

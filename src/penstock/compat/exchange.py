@@ -1,4 +1,4 @@
-"""The messages of a stage driven by hand, with another rank or on the same one.
+"""Messages of a manually driven stage, to another rank or on the same rank.
 
     stage 0                               stage 1, on another rank
     get_fwd_send_ops(mb)   ──────────►    get_fwd_recv_ops(mb)
@@ -8,7 +8,7 @@
     the output of its forward  ──────►    set_local_fwd_input(outputs, mb)
     set_local_bwd_input(grads, mb)  ◄─    get_local_bwd_output(mb)
 
-It makes operations, and posts none.
+This module makes the operations; the caller posts them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 class ExchangingStage(Stage):
-    """The part of ``PipelineStage`` that exchanges tensors with its neighbours.
+    """The base class of ``PipelineStage`` that exchanges tensors with neighbouring stages.
 
     Attributes:
         has_backward: whether gradients are exchanged.
-        chunks: the number of microbatches, if it is known.
+        chunks: the number of microbatches; None until it is set.
     """
 
     group: dist.ProcessGroup | None
@@ -64,21 +64,21 @@ class ExchangingStage(Stage):
     # --- messages by hand --------------------------------------------------------------------
 
     def _p2p(self, op: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[Any]:
-        """Operations with the rank of ``stage``."""
+        """Make operations with the rank of ``stage``."""
         if self.group is None:
             raise StageError("messages need a process group: call init_process_group first")
         peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
     def _empty(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
-        # Contiguous, whatever ``meta.order`` says: the peer may know shapes alone.
+        # Contiguous regardless of ``meta.order``, since the peer may have only the shapes.
         return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of this microbatch's inputs; none on the first stage.
+        """Receives for the microbatch's inputs; empty on the first stage.
 
         Raises:
-            StageError: the shapes of the inputs are not known: pass ``input_args``.
+            StageError: the input shapes are unknown; pass ``input_args``.
         """
         if self.is_first:
             return []
@@ -88,7 +88,7 @@ class ExchangingStage(Stage):
         return self._p2p(dist.irecv, state.received, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of this microbatch's outputs; none on the last stage."""
+        """Sends of the microbatch's outputs; empty on the last stage."""
         if self.is_last:
             return []
         state = self._state(fwd_chunk_id)
@@ -103,7 +103,7 @@ class ExchangingStage(Stage):
         return self._p2p(dist.isend, tensors, self.stage_index + 1)
 
     def _warn_of_shared_memory(self, tensors: Sequence[Tensor]) -> None:
-        """Warn once: these messages carry no metadata by which the next stage could refuse it."""
+        """Warn once of outputs that share memory; manual messages carry no metadata to refuse them."""
         if self._has_warned or not (shared := sharing_memory(tensors)):
             return
         self._has_warned = True
@@ -115,7 +115,7 @@ class ExchangingStage(Stage):
         )
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of the gradients of this microbatch's outputs; none on the last stage."""
+        """Receives for the gradients of the microbatch's outputs; empty on the last stage."""
         if self.is_last or not self.has_backward:
             return []
         state = self._state(bwd_chunk_id)
@@ -124,9 +124,9 @@ class ExchangingStage(Stage):
         return self._p2p(dist.irecv, state.received_grads, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of the gradients of this microbatch's inputs; none on the first stage.
+        """Sends of the gradients of the microbatch's inputs; empty on the first stage.
 
-        A missing gradient is sent as zeros: the other side waits for it.
+        A missing gradient is sent as zeros, since the peer waits for a tensor.
         """
         if self.is_first or not self.has_backward:
             return []
@@ -144,14 +144,14 @@ class ExchangingStage(Stage):
     # --- neighbours on the same rank ---------------------------------------------------------
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take a microbatch's inputs from the previous stage on the same rank, no message sent."""
+        """Set a microbatch's inputs directly, from the previous stage on the same rank."""
         state = self._state(mb_index)
         state.in_spec = spec = describe(prev_stage_outputs)
         spec.check_static(self.static_inputs, "input")
         state.received = [t.detach() for t in spec.tensors(prev_stage_outputs)]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
-        """The gradients of a microbatch's inputs, for the previous stage; returned once."""
+        """Return, once, the gradients of a microbatch's inputs for the previous stage."""
         state = self._state(mb_index)
         grads, spec = state.grads_to_send, state.in_spec
         if grads is None or spec is None:
@@ -168,7 +168,7 @@ class ExchangingStage(Stage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """Take the gradients of a microbatch's outputs from the next stage on the same rank."""
+        """Set the gradients of a microbatch's outputs, from the next stage on the same rank."""
         if not isinstance(next_stage_bwd_outputs, tuple):
             raise StageError(
                 f"stage {self.stage_index}: gradients come as a tuple, got "
@@ -177,10 +177,10 @@ class ExchangingStage(Stage):
         self._state(mb_index).received_grads = next_stage_bwd_outputs
 
     def get_outputs_meta(self) -> tuple[Tensor, ...]:
-        """The outputs of one microbatch as meta tensors: shapes and dtypes without data.
+        """The outputs of one microbatch as meta tensors.
 
         Raises:
-            StageError: they are not known yet.
+            StageError: the output shapes are unknown so far.
         """
         spec = self._known(self.static_outputs or self.outputs_spec, "output_args")
         return tuple(torch.empty(m.shape, dtype=m.dtype, device="meta") for m in spec.metas)

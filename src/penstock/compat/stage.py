@@ -1,7 +1,7 @@
-"""PipelineStage: a stage that the user cut by hand, with the API of torch's class of that name.
+"""PipelineStage: a manually split stage, with the API of torch's ``PipelineStage``.
 
-A schedule drives a stage through the methods of ``Stage``. The methods here drive one by hand,
-microbatch by microbatch; ``exchange.py`` has those for messages.
+A schedule drives a stage through the methods of ``Stage``. The methods here drive a stage manually,
+one microbatch at a time. ``exchange.py`` has the methods for messages.
 
     for op in stage.get_fwd_recv_ops(mb): ...          # post, wait
     out = stage.forward_one_chunk(mb, args)
@@ -10,7 +10,7 @@ microbatch by microbatch; ``exchange.py`` has those for messages.
     stage.backward_one_chunk(mb, loss=loss)            # loss on the last stage
     for op in stage.get_bwd_send_ops(mb): ...
 
-or without microbatches, while the caller keeps the graph:
+Without microbatches, the caller keeps the graph:
 
     out = stage.forward_maybe_with_nosync(x)
     stage.backward_maybe_with_nosync("full", {"stage_output": out, "output_grads": grads,
@@ -45,36 +45,37 @@ GetMesh = Callable[..., Any]
 
 
 class PipelineStage(ExchangingStage):
-    """A stage of a model that was cut by hand.
+    """A stage of a manually split model.
 
     Args:
-        submodule: this stage's module. It is called with the output of the previous stage (the
+        submodule: this stage's module. Its arguments are the output of the previous stage (the
             items of a tuple or list as positional arguments) and the step's keyword arguments.
         stage_index: its index in the model, from 0.
         num_stages: the number of stages of the model.
         device: the device of the module.
-        input_args: example inputs of one microbatch (shapes and dtypes count, values do not).
-            Optional: shapes are learned from the first microbatch; if given, they are checked.
-        output_args: example outputs, likewise.
-        output_grads: example gradients of the outputs; None where an output takes none.
-        input_grads: example gradients of the inputs; None where an input takes none.
+        input_args: example inputs of one microbatch, of which shapes and dtypes are used. If None,
+            shapes are inferred from the first microbatch. If given, shapes are checked.
+        output_args: example outputs of one microbatch, as for ``input_args``.
+        output_grads: example gradients of the outputs; None for an output without gradient.
+        input_grads: example gradients of the inputs; None for an input without gradient.
         group: the pipeline's process group; the default group if None.
-        dw_builder: makes, after each backward, a callable that computes the weight gradients,
-            for modules that split their backward by themselves.
-        get_mesh: called with the names of a mesh's dimensions, and None, when a DTensor is
-            received; returns this rank's mesh of these names. If None, it is the mesh with such
-            dimensions of a parameter of the module.
-        defers_weights: whether the input gradient I defers weight gradients to W, in schedules
-            that split the backward. False, for a module that differentiates with respect to its
-            parameters in its own forward: I computes all. It may be set on the stage, too.
+        dw_builder: called after each backward; returns a callable that computes the weight
+            gradients. For modules that split their backward themselves.
+        get_mesh: called with the dimension names of a mesh, and None, when a DTensor is received;
+            returns this rank's mesh with these dimensions. If None, the mesh is taken from a
+            parameter of the module.
+        defers_weights: whether the input gradient I defers weight gradients to W in schedules that
+            split the backward. If False, I computes all gradients. Pass False for a module that
+            differentiates with respect to its parameters in its own forward. Also settable on
+            the stage.
 
     Attributes:
-        stage_index_to_group_rank: the rank of each stage in the group, for messages by hand:
-            stages in turn, unless a schedule, or you, says otherwise.
-        has_backward: whether stages driven by hand compute gradients.
+        stage_index_to_group_rank: the group rank of each stage, for manual messages. Round-robin
+            unless a schedule or the user sets another mapping.
+        has_backward: whether manually driven stages compute gradients.
 
     Raises:
-        StageError: the index is out of range, ``submodule`` is no module, or this process is not
+        StageError: the index is out of range, ``submodule`` is not a module, or this process is not
             in the group.
         BoundaryError: static gradients do not match static values.
 
@@ -113,7 +114,7 @@ class PipelineStage(ExchangingStage):
             self.static_inputs = static_spec(input_args, input_grads, "input", stage_index)
             self.static_outputs = static_spec(output_args, output_grads, "output", stage_index)
         self.get_mesh = get_mesh
-        # Parameters that several stages share, by stage and name, told by the cut of the model.
+        # Parameters that several stages share, by stage and name; set when the model is split.
         self.ties: Sequence[Mapping[int, str]] = getattr(unwrapped(submodule), "ties_of_stages", ())
         self.group = group
         self.group_rank: int = group.rank() if group is not None else 0
@@ -130,15 +131,15 @@ class PipelineStage(ExchangingStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run one microbatch forward.
+        """Run the forward of one microbatch.
 
         Args:
             fwd_chunk_id: the microbatch.
-            args: positional arguments of the first stage; ignored on later ones, which take
-                received inputs (``get_fwd_recv_ops``) or set ones (``set_local_fwd_input``).
+            args: positional arguments of the first stage. Ignored on later stages, whose inputs
+                come from ``get_fwd_recv_ops`` or ``set_local_fwd_input``.
             kwargs: keyword arguments.
-            save_forward_output: whether ``output_chunks`` keeps the last stage's output. Outputs
-                that are sent are never kept.
+            save_forward_output: whether ``output_chunks`` keeps the last stage's output. Sent
+                outputs are never kept.
 
         Returns:
             The module's output.
@@ -157,7 +158,7 @@ class PipelineStage(ExchangingStage):
 
     @property
     def output_chunks(self) -> list[Any]:
-        """The last stage's outputs by microbatch, of forwards that were run by hand."""
+        """The last stage's outputs by microbatch, for manually run forwards."""
         states = sorted(self._states.items())
         return [state.output for _, state in states if state.output is not None]
 
@@ -180,18 +181,18 @@ class PipelineStage(ExchangingStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run one microbatch backward; without ``has_backward`` nothing is done.
+        """Run the backward of one microbatch; a no-op without ``has_backward``.
 
         Args:
             bwd_chunk_id: the microbatch.
-            loss: its loss, on the last stage.
+            loss: the microbatch's loss, on the last stage.
             full_backward: False leaves the weight gradients to ``backward_weight_one_chunk``.
-            last_backward: whether the step's gradients are complete when all microbatches that
-                went forward have been backward: then the backward that completes them reduces
-                the gradients of replicas (DDP, FSDP2). Otherwise ``perform_reduce_grad`` does.
+            last_backward: whether no further forward follows in the step. If True, the backward
+                that completes the gradients of all microbatches reduces the gradients of replicas
+                (DDP, FSDP2). If False, ``perform_reduce_grad`` reduces them.
 
         Raises:
-            StageError: the forward has not run, or the backward has run already.
+            StageError: the forward has not run, or the backward has already run.
         """
         if not self.has_backward:
             return
@@ -232,16 +233,17 @@ class PipelineStage(ExchangingStage):
         return grads
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute the weight gradients that ``backward_one_chunk(full_backward=False)`` left.
+        """Compute the weight gradients deferred by ``backward_one_chunk(full_backward=False)``.
 
-        Without ``has_backward`` nothing is done.
+        A no-op without ``has_backward``.
 
         Args:
             bwd_chunk_id: the microbatch.
             last_backward: see ``backward_one_chunk``.
 
         Raises:
-            StageError: that has not run for this microbatch, or its weights are done already.
+            StageError: the input gradients of this microbatch have not run, or its weight
+                gradients have already run.
         """
         if not self.has_backward:
             return
@@ -251,7 +253,7 @@ class PipelineStage(ExchangingStage):
         self._finish(state, last_backward)
 
     def _finish(self, state: MicrobatchState, last_backward: bool) -> None:
-        """Mark a microbatch as done; after the step's last one, reduce replicas if due."""
+        """Mark a microbatch as done; after the step's last one, reduce replicas if requested."""
         state.phase = Phase.DONE
         self._replica_step.due |= last_backward
         in_flight = (Phase.FORWARD, Phase.INPUT_GRAD)
@@ -275,9 +277,9 @@ class PipelineStage(ExchangingStage):
     # --- through a graph ---------------------------------------------------------------------
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, without a reduction of gradients by a data-parallel wrapper.
+        """Call the module without gradient reduction by a data-parallel wrapper.
 
-        Its weight gradients are not deferred. ``backward_maybe_with_nosync`` goes with it.
+        Weight gradients are not deferred. Run the backward by ``backward_maybe_with_nosync``.
         """
         self._begin()
         with self._no_sync():
@@ -286,27 +288,26 @@ class PipelineStage(ExchangingStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Sequence[Tensor | None], list[dict[str, Any]] | None]:
-        """Run a backward through a graph, such as ``forward_maybe_with_nosync`` leaves.
+        """Run a backward through a graph, such as that of ``forward_maybe_with_nosync``.
 
-        A data-parallel wrapper reduces no gradients in it.
+        Data-parallel wrappers do not reduce gradients during this backward.
 
         Args:
             backward_type: ``"full"``, ``"input"`` or ``"weight"``. With sharded parameters,
-                ``"input"`` computes all gradients and leaves nothing to ``"weight"``. Without,
-                both together cost half a backward more than ``"full"``.
+                ``"input"`` computes all gradients and ``"weight"`` none. Otherwise both together
+                cost half a backward more than ``"full"``.
             bwd_kwargs: ``stage_output`` (the outputs, or the loss), ``output_grads`` and
                 ``input_values``; for ``"weight"`` the ``param_groups`` that ``"input"`` returned.
-            last_backward: whether the step's gradients are complete with this backward, or with
-                the weight gradients that it leaves: then replicas are reduced.
+            last_backward: whether this backward, with its weight gradients, completes the step's
+                gradients. If True, the gradients of replicas are then reduced.
 
         Returns:
-            The gradients of the inputs (for ``"weight"``, of the weights); and for ``"input"``
-            the groups for ``"weight"``.
+            The gradients of the inputs (of the weights for ``"weight"``). For ``"input"`` also
+            the parameter groups for ``"weight"``.
 
         Raises:
-            StageError: there is no such backward, or one of its arguments is missing; or an
-                input gradient is asked for where ``forward_one_chunk`` has deferred weight
-                gradients.
+            StageError: ``backward_type`` is unknown, an argument is missing, or ``"input"`` is
+                requested although ``forward_one_chunk`` has deferred weight gradients.
         """
         self._replica_step.begin(self.submod)
         groups: list[dict[str, Any]] | None = None
@@ -321,7 +322,7 @@ class PipelineStage(ExchangingStage):
                 if backward_type == "input":
                     self._refuse_deferred()
                 if backward_type == "full" or self._replica_step.is_sharded:
-                    # The graph of sharded parameters does not lead to the module's own.
+                    # The graph of sharded parameters does not lead to the registered parameters.
                     grads, groups = full_backward(*graph), [] if backward_type == "input" else None
                 else:
                     output, output_grads, values = graph
@@ -340,7 +341,7 @@ class PipelineStage(ExchangingStage):
         return grads, groups
 
     def _refuse_deferred(self) -> None:
-        """Refuse to split a backward along the graph whose forward has deferred by operation."""
+        """Refuse to split a backward by graph if its forward has deferred weight gradients."""
         for state in self._states.values():
             if state.phase is Phase.FORWARD and state.work is not None:
                 raise StageError(
@@ -351,7 +352,7 @@ class PipelineStage(ExchangingStage):
                 )
 
     def _run_reached(self) -> None:
-        """Run the deferred weight gradients that a backward through the graph has reached."""
+        """Run the deferred weight gradients of operations that a graph backward has reached."""
         for state in self._states.values():
             work = state.work if state.phase is Phase.FORWARD else None
             if work is not None and work.is_reached:
@@ -361,7 +362,7 @@ class PipelineStage(ExchangingStage):
     # --- replicas ----------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """Begin a step driven by hand, if there is none; True if it computes gradients."""
+        """Begin a manual step, unless one has begun; True if it computes gradients."""
         trains = self.has_backward and torch.is_grad_enabled()
         if trains:
             self._replica_step.begin(self.submod)
@@ -379,18 +380,18 @@ class PipelineStage(ExchangingStage):
                     param.grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Average the gradients over the module's replicas, once after a step's last backward.
+        """Average the gradients over the replicas, once after a step's last backward.
 
-        Nothing is averaged where a backward with ``last_backward=True`` has done so already.
+        A no-op if a backward with ``last_backward=True`` has already averaged the gradients.
 
         Args:
-            grad_scale_factor: the number to divide the gradients by (see ``scale_grads``).
+            grad_scale_factor: the divisor of the gradients (see ``scale_grads``).
         """
         self._replica_step.end(reduce=True)
         self.scale_grads(grad_scale_factor)
 
     def clear_runtime_states(self) -> None:
-        """Forget all microbatches, and a step driven by hand that is not over."""
+        """Clear all microbatch states and abort an unfinished manual step."""
         self._states.clear()
         self._replica_step.end(reduce=False)
 

@@ -1,7 +1,7 @@
 """Replacements for the internal names of torch.distributed.pipelining.
 
-The errors of importing such a name, or of reading it from a stage or a schedule, name the
-replacement. ``docs/from-torch.md`` lists them.
+Importing an internal name, or reading it from a stage or schedule, raises an error with the
+replacement. ``docs/from-torch.md`` lists the replacements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _by_name(by_use: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 _NOTHING = "nothing, since shapes are learned from microbatches, and may change between steps"
 
-# Replacement → the names of torch's that it replaces.
+# Replacement → the replaced names of torch.
 OF_MODULE = dict(
     _by_name(
         {
@@ -85,7 +85,7 @@ OF_STAGE = dict(
 
 
 def no_import(name: str) -> ImportError:
-    """The error of importing a name of torch's; Python drops an ``AttributeError``'s message."""
+    """The error for importing an internal name; Python drops an ``AttributeError``'s message."""
     return ImportError(
         f"cannot import name {name!r} from 'penstock': use {OF_MODULE[name]} (docs/from-torch.md)",
         name=name,
@@ -93,7 +93,7 @@ def no_import(name: str) -> ImportError:
 
 
 def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
-    """The error of reading an attribute that ``owner`` lacks."""
+    """The error for reading an attribute that ``owner`` lacks."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in instead:
         message += f", which torch's has: use {instead[name]} (docs/from-torch.md)"

@@ -1,7 +1,7 @@
-"""The stage of a captured model, with torch's API; made by ``Pipe.build_stage``.
+"""The stage of a traced model, with torch's API; made by ``Pipe.build_stage``.
 
-It is a ``PipelineStage`` that knows the graph of all stages. Any rank may pass the model's own
-keyword arguments: they are the first stage's.
+A ``TracedStage`` is a ``PipelineStage`` with the graph of all stages. Any rank may pass the model's
+own keyword arguments; only the first stage uses them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["GraphInfo", "TracedStage", "build_stage"]
 
 
 class GraphInfo(Protocol):
-    """A stage's view of its pipe; see ``penstock.PipeInfo``."""
+    """The graph of a pipe, as its stages need it; see ``penstock.PipeInfo``."""
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph whose nodes are the stages."""
+        """The graph with a node per stage."""
         ...
 
     @property
@@ -35,16 +35,16 @@ class GraphInfo(Protocol):
 
     @property
     def shared(self) -> Sequence[Mapping[int, str]]:
-        """For each parameter that several stages hold, its name by stage."""
+        """Per shared parameter, its name by stage."""
         ...
 
 
 class TracedStage(PipelineStage):
-    """A stage of a captured model.
+    """A stage of a traced model.
 
     Args:
-        stage_module: its module, from ``Pipe.get_stage_module``.
-        stage_index: its index, from 0.
+        stage_module: the stage's module, from ``Pipe.get_stage_module``.
+        stage_index: the stage's index, from 0.
         pipe_info: ``Pipe.info()``.
         device: the device of the module.
         group: the pipeline's process group; the default group if None.
@@ -73,17 +73,17 @@ class TracedStage(PipelineStage):
         *,
         defer: bool,
     ) -> Any:
-        """Run the module; keyword arguments are the first stage's alone."""
+        """Run the module; stages after the first ignore keyword arguments."""
         return super().forward(state, args, kwargs if self.is_first else {}, defer=defer)
 
     def get_stage_index_of_submod(self, submod_name: str) -> int:
-        """The index of the stage of this name in the pipe's graph.
+        """Look up a stage's index by its name in the pipe's graph.
 
         Args:
-            submod_name: such as ``"submod_pp_0"``.
+            submod_name: the stage's name, such as ``"submod_pp_0"``.
 
         Raises:
-            StageError: there is none.
+            StageError: no stage has this name.
         """
         if submod_name not in self._stage_names:
             raise StageError(
@@ -93,13 +93,13 @@ class TracedStage(PipelineStage):
         return self._stage_names[submod_name]
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
-        """The rank that holds the stage of a node of the pipe's graph.
+        """The rank of the stage of a node in the pipe's graph.
 
         Args:
             user: a node of ``Pipe.info().graph``.
 
         Returns:
-            The rank in the group; None for a node that is no stage, such as the output.
+            The rank in the group; None for a node without a stage, such as the output.
         """
         if user.op != "call_module":
             return None
@@ -113,7 +113,7 @@ def build_stage(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> TracedStage:
-    """Make the stage of a captured model from its module, which may have been wrapped since.
+    """Make a stage of a traced model from its module, wrapped or not.
 
     Args:
         stage_module: from ``Pipe.get_stage_module``, wrapped or not.
@@ -123,6 +123,6 @@ def build_stage(
         group: the pipeline's process group; the default group if None.
 
     Returns:
-        The stage, to be given to a schedule.
+        The stage, ready for a schedule.
     """
     return TracedStage(stage_module.to(device), stage_index, pipe_info, device, group)

@@ -1,8 +1,8 @@
-"""Data parallelism around a stage: the only file that knows DDP, FSDP2 and replicate.
+"""Data parallelism around a stage: the only module that depends on DDP, FSDP2 and replicate.
 
-Within a step gradients accumulate locally, microbatch by microbatch. They are reduced once, at the
-stage's REDUCE_GRAD, when its last weight gradient is there. Neither the order in which a schedule
-computes input and weight gradients nor the moment at which a hook fires makes a difference.
+Within a step gradients accumulate locally. They are reduced once, at the stage's REDUCE_GRAD, after
+its last weight gradient. The result depends neither on the schedule's order of input and weight
+gradients nor on the moment at which a hook fires.
 
     DDP, replicate   ``average_grads``: torch's all-reduce, bucket by bucket
     FSDP2            FSDP's own reduce-scatter, all-gather and resharding
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaStep", "Replicas", "average_grads", "in_buckets", "replicas_of"]
 
 T = TypeVar("T")
-# As large as DDP's by default.
+# DDP's default bucket size.
 BUCKET_BYTES = 25 << 20
 
 
 class Replicas(ABC):
-    """A stage's module, or a part of it, as one of several replicas or shards.
+    """One replica or shard of a stage's module or submodules.
 
     Attributes:
-        sharded: whether parameters are sharded: gathered by ``unshard``.
-        groups: the processes of reductions and gathers; known once a step has begun.
+        sharded: whether parameters are sharded, so that ``unshard`` must gather them.
+        groups: the process groups of reductions and gathers; set once a step has begun.
     """
 
     sharded: bool = False
@@ -45,11 +45,12 @@ class Replicas(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Start a step: no reduction until ``reduce_grads``."""
+        """Begin a step: suspend reductions until ``reduce_grads``."""
 
     def share_buffers(self) -> None:
-        """Broadcast the first replica's buffers, if the wrapper would do so now: once per step,
-        after ``begin`` and before the first forward."""
+        """Broadcast the first replica's buffers if the wrapper's forward would.
+
+        Called once per step, after ``begin`` and before the first forward."""
         return
 
     @abstractmethod
@@ -58,30 +59,30 @@ class Replicas(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End the step, whole or broken: the module is as it was before."""
+        """End the step, complete or failed, and restore the module."""
 
     def unshard(self) -> None:
-        """Gather the parameters, if they are sharded."""
+        """All-gather sharded parameters."""
         return
 
     def reshard(self) -> None:
-        """Free gathered parameters."""
+        """Free the gathered parameters."""
         return
 
 
 def replicas_of(module: nn.Module) -> Replicas | None:
-    """The replication or sharding of ``module`` or of its parts; None if there is none.
+    """Find the replication or sharding of ``module`` or its submodules; None without any.
 
     Raises:
-        StageError: a wrapper that can't be pipelined: DDP with mixed precision, with a
-            communication hook or around sparse embeddings, or FSDP1.
+        StageError: a wrapper is unsupported: FSDP1, or DDP with mixed precision, a communication
+            hook or sparse embeddings.
     """
     found = _find(module)
     return found[0] if len(found) == 1 else _Several(found) if found else None
 
 
 def _find(module: nn.Module) -> list[Replicas]:
-    """The outermost wrappers within ``module``, itself included."""
+    """Find the outermost wrappers in ``module``, itself included."""
     if isinstance(module, DistributedDataParallel):
         if _torch_compat.ddp_casts(module):
             raise StageError(
@@ -137,7 +138,7 @@ class _Ddp(Replicas):
 
     Args:
         ddp: the wrapper.
-        module: the module with the layers.
+        module: the wrapped module.
     """
 
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
@@ -149,7 +150,7 @@ class _Ddp(Replicas):
                 )
         self._ddp = ddp
         self.groups = (ddp.process_group,)
-        # Within the user's own no_sync() a step reduces nothing.
+        # A step inside the user's no_sync() reduces nothing.
         self._synced = ddp.require_backward_grad_sync
         self._sink_off = False
         self._shares_buffers = self._trains = False
@@ -160,11 +161,11 @@ class _Ddp(Replicas):
                 "a stage in DDP has a communication hook (register_comm_hook), which a pipeline "
                 "can't call; leave it out, or shard the stage by fully_shard"
             )
-        # As DDP's no_sync() does, for the whole step.
+        # Equivalent to DDP's no_sync() around the whole step.
         self._synced = self._ddp.require_backward_grad_sync
         self._ddp.require_backward_grad_sync = False
         self._sink_off = _torch_compat.switch_ddp_sink(self._ddp, off=True)
-        # DDP's forward would broadcast buffers wherever it runs first; ``share_buffers`` does.
+        # ``share_buffers`` broadcasts the buffers in place of DDP's forward.
         will_share: Callable[[], bool] = self._ddp.will_sync_module_buffers
         self._shares_buffers = will_share()
         self._trains = torch.is_grad_enabled()
@@ -179,7 +180,7 @@ class _Ddp(Replicas):
             self.average()
 
     def average(self) -> None:
-        """Average the gradients, whether or not the user holds reductions back."""
+        """Average the gradients, even under the user's ``no_sync()``."""
         params = _torch_compat.ddp_parameters(self._ddp)
         average_grads(params, self._ddp.process_group, self._ddp.bucket_bytes_cap)
 
@@ -187,16 +188,16 @@ class _Ddp(Replicas):
         self.end_as(synced=self._synced)
 
     def end_as(self, *, synced: bool) -> None:
-        """End the step as DDP's own forwards and backwards would, with a reduction or without."""
+        """Leave DDP in the state that its own forwards and backwards would, reduced or not."""
         self._ddp.require_backward_grad_sync = self._synced
-        # Buffers are broadcast again after gradients were reduced: not between steps that
-        # accumulate under no_sync(), nor between evaluations.
+        # Buffers are broadcast again only after a reduction, not between steps that accumulate
+        # under no_sync(), nor between evaluations.
         self._ddp.require_forward_param_sync = synced and self._trains
         _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
 
 
 class _Replicate(Replicas):
-    """A module given to ``replicate``: it keeps its class, and its hooks hold a DDP module."""
+    """A module under ``replicate``, which keeps its class and stores a DDP module in its hooks."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -205,7 +206,7 @@ class _Replicate(Replicas):
 
     def begin(self) -> None:
         if self._ddp is None:
-            # Torch makes it at the first forward.
+            # Torch creates the DDP module in the first forward.
             self._ddp = _Ddp(_torch_compat.ddp_within(self._module), self._module)
             self.groups = self._ddp.groups
         self._synced = _torch_compat.composable_syncs(self._module)
@@ -246,8 +247,8 @@ class _Fsdp(Replicas):
 
     def end(self) -> None:
         self._set_sync(True)
-        # An evaluation has no backward that would reshard; gradients and the optimizer are those
-        # of the shards.
+        # An evaluation has no backward to reshard the parameters, but gradients and the optimizer
+        # belong to the shards.
         self.reshard()
 
     def _set_sync(self, synced: bool) -> None:
@@ -257,7 +258,7 @@ class _Fsdp(Replicas):
 
 
 def _groups_of(root: FSDPModule) -> list[dist.ProcessGroup]:
-    """The groups of all dimensions of the meshes that the parameters are sharded over."""
+    """The process groups of all mesh dimensions of the sharded parameters."""
     assert isinstance(root, nn.Module)
     meshes = _distinct(p.device_mesh for p in root.parameters() if hasattr(p, "device_mesh"))
     return _distinct(group for mesh in meshes for group in mesh.get_all_groups())
@@ -280,15 +281,15 @@ def _each(root: FSDPModule, act: Callable[[FSDPModule], object]) -> None:
 def average_grads(
     params: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Average the gradients of ``params`` over ``group``, by coalesced all-reduces in place.
+    """Average the gradients of ``params`` over ``group`` by coalesced in-place all-reduces.
 
-    A parameter without a gradient on any rank keeps none; one without a gradient on some ranks
-    counts as zero there.
+    A gradient that is missing on all ranks stays None. A gradient that is missing on some ranks
+    counts as zero on these ranks.
 
     Args:
         params: the parameters, in the same order on every rank.
-        group: the replicas.
-        bucket_bytes: how many bytes of gradients are reduced together.
+        group: the process group of the replicas.
+        bucket_bytes: the number of bytes of gradients per all-reduce.
 
     Raises:
         StageError: a gradient is sparse.
@@ -304,7 +305,7 @@ def average_grads(
                 "a parameter of a replicated stage has a sparse gradient, which is not reduced; "
                 "make it dense, such as by sparse=False of an embedding"
             )
-        # Divided before the sum, as in DDP: a sum of halves may overflow.
+        # Divided before the sum, as in DDP, since a float16 sum may overflow.
         grad = param.grad.div_(group.size())
         kinds.setdefault((grad.dtype, grad.device), []).append(grad)
     reduced = []
@@ -320,10 +321,10 @@ def average_grads(
 
 
 def _with_grads(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Sequence[nn.Parameter]:
-    """The parameters that have a gradient on some rank."""
+    """Select the parameters with a gradient on at least one rank."""
     here = [param.grad is not None for param in params]
     if all(here):
-        # Made on the device, and not read: the host need not wait for the device.
+        # Created on the device and not read, so that the host does not synchronize.
         counts = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
         dist.all_reduce(counts, group=group)
         return params
@@ -333,7 +334,7 @@ def _with_grads(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Seq
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in lists of at most ``limit`` in all, or of one item.
+    """Group consecutive items into lists of total size at most ``limit``, or of one item.
 
     Example:
         >>> list(in_buckets([3, 4, 9, 1], int, 8))
@@ -355,13 +356,13 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iter
 
 
 class ReplicaStep:
-    """A step of a replicated stage that is driven by hand, up to its one reduction.
+    """A manual step of a replicated stage, up to its single reduction.
 
-    A schedule knows which backward of a step is the last one. Whoever drives a stage by hand says
-    so with a backward, or asks for the reduction itself, or does both.
+    A schedule determines the last backward of a step itself. For a manually driven stage the user
+    marks the last backward, calls the reduction, or does both.
 
     Attributes:
-        due: whether the backward that completes the step is to reduce.
+        due: whether the backward that completes the step reduces the gradients.
     """
 
     def __init__(self) -> None:
@@ -371,11 +372,11 @@ class ReplicaStep:
 
     @property
     def is_sharded(self) -> bool:
-        """True if parameters are sharded; the graph's are then other ones than the module's."""
+        """True if parameters are sharded; the graph then has other tensors than the module."""
         return self._replicas is not None and self._replicas.sharded
 
     def begin(self, module: nn.Module) -> None:
-        """Hold reductions back from now on, unless the step has begun."""
+        """Suspend reductions, unless the step has begun."""
         if self._begun:
             return
         self._begun = True
@@ -385,7 +386,7 @@ class ReplicaStep:
             self._replicas.share_buffers()
 
     def end(self, *, reduce: bool) -> None:
-        """End the step, if one has begun: its gradients are averaged, or left as they are."""
+        """End the step if one has begun, and average its gradients if requested."""
         replicas, self._replicas = self._replicas, None
         self._begun = self.due = False
         if replicas is not None:
