@@ -152,7 +152,7 @@ def __getattr__(name: str) -> object:
 class _Function:
     """A public function that shares its name with a subpackage.
 
-    Importing the subpackage would replace the function. This descriptor keeps the function, and sets
+    Importing the subpackage would replace the function. This descriptor keeps the function and sets
     the subpackage's modules as its attributes for ``import penstock.schedule.check as check``.
     """
 

@@ -50,7 +50,8 @@ class Replicas(ABC):
     def share_buffers(self) -> None:
         """Broadcast the first replica's buffers if the wrapper's forward would.
 
-        Called once per step, after ``begin`` and before the first forward."""
+        Called once per step, after ``begin`` and before the first forward.
+        """
         return
 
     @abstractmethod
