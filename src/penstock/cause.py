@@ -181,7 +181,7 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store in which the ranks of ``group`` publish failures: the job's only store, since another
+    """The store in which the ranks of ``group`` publish failures: one per job, since a second
     connection may take seconds."""
     return (default_group() or group).get_group_store()
 

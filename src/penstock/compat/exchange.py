@@ -103,7 +103,7 @@ class ExchangingStage(Stage):
         return self._p2p(dist.isend, tensors, self.stage_index + 1)
 
     def _warn_of_shared_memory(self, tensors: Sequence[Tensor]) -> None:
-        """Warn once of outputs that share memory; manual messages carry no metadata to refuse them."""
+        """Warn once of outputs that share memory, since manual messages carry no metadata."""
         if self._has_warned or not (shared := sharing_memory(tensors)):
             return
         self._has_warned = True
