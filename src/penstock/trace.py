@@ -1,4 +1,4 @@
-"""What ran when, on which rank: the same record for a simulated step and a real one.
+"""Times of actions on ranks, in one record for simulated and measured steps.
 
 This module neither measures nor draws.
 """
@@ -36,11 +36,10 @@ class Trace:
 
     Args:
         name: the schedule's name.
-        num_ranks: number of ranks, also those without a span.
-        unit: what times are counted in: ``"s"`` for a measured step, ``"1"`` for abstract costs.
+        num_ranks: number of ranks, including ranks without a span.
+        unit: the unit of times: ``"s"`` for a measured step, ``"1"`` for abstract costs.
         spans: all spans, by rank and then by start.
-        blocks: the program's blocks, of a forward and a backward that a rank runs overlapped
-            where it can; their parts have spans of their own.
+        blocks: the program's overlapped pairs; each of their actions has a span of its own.
     """
 
     name: str
@@ -54,11 +53,11 @@ class Trace:
         return tuple(s for s in self.spans if s.rank == rank and s.action.op in COMPUTE)
 
     def block_of(self) -> dict[Action, Overlap]:
-        """For each action that is part of a block, that block."""
+        """By action, the overlapped pair that contains it."""
         return {part: block for block in self.blocks for part in block.parts}
 
     def _busy(self) -> float:
-        # Where the parts of a block overlap, the time that they share counts once.
+        # Where the actions of a pair overlap, their common time counts once.
         busy = 0.0
         reached: dict[int, float] = {}
         for s in self.spans:
@@ -92,6 +91,6 @@ class Trace:
 
     @property
     def span_bubble_ratio(self) -> float:
-        """As ``bubble_ratio``, over the span: what is idle where steps need no barrier."""
+        """The bubble ratio over the span: the idle share of steps that need no barrier."""
         total = self.num_ranks * self.span
         return 1 - self._busy() / total if total else 0.0

@@ -32,7 +32,7 @@ class Per(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One schedule of the table; with a rank's costs, peaks are in activations of a rank's part."""
+    """One schedule of the table; with costs per rank, peaks are in activations of a rank's part."""
 
     label: str
     result: Simulation
@@ -40,7 +40,7 @@ class _Row:
     fault: str | None  # the ranks over the memory limit
 
 
-# Stands for the reason of a failure, which replaces all figures of its row in the drawn table.
+# Marks a failed schedule; its reason replaces all figures of the row.
 _REASON = "\ue000"
 
 
@@ -107,7 +107,7 @@ def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | Sche
     except ScheduleError as error:
         return error
     peaks = tuple(peak / share for peak in result.peak_in_flight)
-    # Bytes are those of a stage already; activations are smaller ones of a stage.
+    # Bytes are already per stage; counted activations are the smaller ones of a stage.
     held = result.peak_bytes
     if costs.activation_bytes is None:
         held = tuple(peak / share for peak in held)

@@ -40,15 +40,15 @@ __all__ = [
     "warn",
 ]
 
-# Width where output goes into a pipe: Rich would wrap at 80 columns.
+# The width for piped output, which Rich would wrap at 80 columns.
 _PIPED_WIDTH = 140
-# Characters between two columns of a table.
+# The space between two columns of a table, in characters.
 _GAP = 3
 _ROUNDING = 1e-9
 
 
 def escape_unencodable() -> None:
-    """Print characters that a stream can't encode as escapes, instead of raising."""
+    """Escape characters that a stream can't encode, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -77,7 +77,7 @@ def warn(message: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Escape Rich's markup and control characters in a text from outside.
+    """Escape Rich's markup and control characters in external text.
 
     Example:
         >>> print(plain("[a].csv: '0F0\\x1b'"))
@@ -91,7 +91,7 @@ def plain(text: str) -> str:
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
     """A transient progress bar on standard error, drawn on a terminal only."""
-    from rich.progress import Progress  # few subcommands need it
+    from rich.progress import Progress  # lazy, since few subcommands need it
 
     console = stderr()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -116,8 +116,8 @@ def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) 
 def print_table(shown: Table, console: Console) -> None:
     """Print a table made by ``table``.
 
-    On a narrow console headings and texts wrap; numbers and the first column stay whole, even if
-    lines become longer than the console.
+    On a narrow console headings and texts wrap. Numbers and the first column never wrap, even if
+    lines exceed the console's width.
     """
     for column in shown.columns:
         whole = column.no_wrap or column.justify == "right"
@@ -172,7 +172,7 @@ def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
     """
     if limit is None:
         return None
-    # Sums of fractions, such as thirds, may exceed their whole by a rounding.
+    # Sums of fractions, such as thirds, may exceed the limit by a rounding error.
     over = [rank for rank, peak in enumerate(peaks) if peak > limit * (1 + _ROUNDING)]
     if not over:
         return None

@@ -106,7 +106,7 @@ def simulate(
         stdout().print(figures_json(result), markup=False, soft_wrap=True)
     else:
         _print_timeline(result)
-    # Peaks are activations unless the costs give the size of one.
+    # Peaks are in activations unless the costs give the size of an activation.
     over = over_limit(result.peak_bytes, settings.memory)
     if over is not None:
         warn(over)

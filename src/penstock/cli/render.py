@@ -82,7 +82,7 @@ def render(
 
 
 def _simulated(measured: Trace, source: str) -> Simulation:
-    """Simulate the program of a measured step, at the costs that were measured."""
+    """Simulate the program of a measured step with its measured costs."""
     from penstock.simulate.measured import costs_of, program_of
 
     try:
@@ -98,7 +98,7 @@ def _simulated(measured: Trace, source: str) -> Simulation:
 
 def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | None = None) -> None:
     """Write a page, a picture or a Perfetto file, by the file's suffix."""
-    # The imports are slow, and only one of them is needed.
+    # These imports are slow, and each file type needs only one.
     trace = step if isinstance(step, Trace) else step.trace
     if output.suffix.lower() == ".html":
         from penstock.view.page import save_page

@@ -84,7 +84,7 @@ JitterSeed = Annotated[int, _cost("Seed of the jitter.")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The shared options of one command line, as they were given; None stands for a default.
+    """The shared options of one command line, as given; None stands for a default.
 
     Raises:
         ScheduleError: a memory limit that is negative or NaN.
@@ -134,7 +134,7 @@ class Settings:
         )
 
     def refuse_for_program(self, file: str) -> None:
-        """Refuse options that only build a schedule: a program in a file is already built."""
+        """Refuse options that only affect building: a program from a file is already built."""
         given = self._given("ranks", "microbatches", "virtual", "option")
         if given:
             raise ScheduleError(
@@ -143,7 +143,7 @@ class Settings:
             )
 
     def refuse_for_trace(self, file: str) -> None:
-        """Refuse every option but the memory limit: a recorded step has run already."""
+        """Refuse every option but the memory limit, since a recorded step has already run."""
         given = self._given(*(each.name for each in fields(self) if each.name != "memory"))
         if given:
             raise ScheduleError(
@@ -156,10 +156,11 @@ class Settings:
         return [_flag(name) for name in names if getattr(self, name) not in (defaults[name], [])]
 
     def simulate(self, program: Program, costs: Costs | None = None) -> Simulation:
-        """Simulate a program, at other costs than the command line's if given.
+        """Simulate a program at the given costs, by default the command line's.
 
         Raises:
-            ScheduleError: as ``penstock.simulate``; or a jitter so large that times overflow.
+            ScheduleError: as for ``penstock.simulate``; or the jitter is so large that times
+                overflow.
         """
         costs = self.costs() if costs is None else costs
         result = simulate(program, costs, jitter=self.jitter, seed=self.jitter_seed)
@@ -174,14 +175,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# The flag of each parameter of the library that an error may name.
+# The flag for each library parameter that an error may name.
 _FLAGS = {each.name: _flag(each.name) for each in fields(Settings)}
 _FLAGS |= {name: f"--cost {name}" for name in OTHER_COSTS}
 _FLAGS |= {"memory_limit": "--memory", "time_limit_s": "--time-limit"}
 
 
 def message_of(error: PenstockError) -> str:
-    """The message of an error, after the flag of the parameter at fault.
+    """The message of an error, prefixed with the flag of the parameter at fault.
 
     Example:
         >>> message_of(ScheduleError("-1.0 is not a finite number", parameter="input_grad"))

@@ -1,4 +1,4 @@
-"""Load what a subcommand is pointed at: the name of a schedule, or a file.
+"""Load the source of a subcommand: a schedule by name, or a file.
 
 1f1b                          a schedule, built with the options of the command line
 interleaved-1f1b:virtual=4    a schedule with options of its own, separated by commas
@@ -27,12 +27,12 @@ __all__ = ["complete", "is_file", "load", "load_program", "takes_virtual"]
 
 _SUFFIXES = (".csv", ".json")
 _SEPARATORS = tuple(mark for mark in (os.sep, os.altsep) if mark)
-# As a key: inside a JSON string the quotation mark would follow a backslash.
+# Matches as a key: inside a JSON string a backslash would precede the quotation mark.
 _TRACE = re.compile(r'"traceEvents"\s*:')
 
 
 def complete(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Complete schedules and files for a shell, each with a description.
+    """Shell completions of schedules and files, each with a description.
 
     Example:
         >>> [name for name, _ in complete("zb-h")]
@@ -51,7 +51,7 @@ def complete(incomplete: str) -> Iterator[tuple[str, str]]:
 def is_file(source: str) -> bool:
     """True if ``source`` names a file, existing or not.
 
-    A schedule's name goes first: a file called ``1f1b`` is given as ``./1f1b``.
+    A schedule's name takes precedence: write ``./1f1b`` for a file called ``1f1b``.
 
     Example:
         >>> [is_file(each) for each in ("1f1b", "mine.csv", "./1f1b", "zbv:virtual=2")]
@@ -76,16 +76,16 @@ def load_program(source: str, settings: Settings, *, lenient: bool = False) -> P
 
 
 def load(source: str, settings: Settings, *, lenient: bool = False) -> Program | Trace:
-    """Load a program or a trace from a file, or build a schedule; the program is not checked.
+    """Load a program or a trace from a file, or build a schedule; does not check the program.
 
     Args:
         source: a schedule's name, or a file with a program or a trace.
         settings: the options of the command line.
-        lenient: leave out options that this schedule does not take; for one of several schedules.
+        lenient: if True, drops options that this schedule does not take, as when comparing several.
 
     Raises:
-        ScheduleError: an unknown schedule, an option that can't be, an invalid file, or a file
-            beside options that build a schedule.
+        ScheduleError: an unknown schedule, an invalid option or file, or a file together with
+            options that build a schedule.
         OSError: the file can't be read.
     """
     if not is_file(source):

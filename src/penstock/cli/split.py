@@ -174,7 +174,7 @@ def _stages_of(stages: int | None, layout: Layout | None) -> int:
 def _counts(
     measured: Profile, terms: Terms, program: Program | None, layout: Layout | None
 ) -> tuple[Sequence[int], str]:
-    """The number of blocks per stage, and how they were found."""
+    """The number of blocks per stage, and the method that found it."""
     if layout is not None:
         return layout.counts(measured.blocks), f"layout {layout}"
     is_step = terms.objective is SplitObjective.STEP
@@ -190,7 +190,7 @@ def _counts(
 
 
 def _peak_in_flight(program: Program) -> list[int]:
-    """The most microbatches that each of the model's stages holds at once.
+    """The peak number of microbatches in flight on each of the model's stages.
 
     Example:
         >>> from penstock.schedule.registry import build
@@ -208,7 +208,7 @@ def _peak_in_flight(program: Program) -> list[int]:
 
 
 def _measured_costs(request: ModelRequest, file: Path | None, runs: int) -> Profile:
-    """The model's costs: from the file if it exists, else measured, and written to it."""
+    """The model's costs: from the file if it exists, else measured and saved to the file."""
     if file is not None and file.exists():
         return Profile.load(file)
     from penstock.partition.profile import profile
@@ -230,7 +230,7 @@ def _measured_costs(request: ModelRequest, file: Path | None, runs: int) -> Prof
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error, gone when it is done."""
+    """A transient progress bar on standard error."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     measuring, what = TextColumn("measuring"), TextColumn("{task.description}")
@@ -258,7 +258,7 @@ def _show(plan: Plan, measured: Profile, layout: Layout, terms: Terms) -> None:
 
 
 def _row(plan: Plan, terms: Terms, stage: int) -> dict[str, str]:
-    """The row of a stage, by column."""
+    """The table row of a stage, by column."""
     costs, placement = plan.costs[stage], terms.placement
     row = {"stage": f"[bold]{stage}[/]"}
     if placement is not None:
@@ -280,7 +280,7 @@ def _row(plan: Plan, terms: Terms, stage: int) -> dict[str, str]:
 
 
 def _slowest(plan: Plan, terms: Terms) -> str:
-    """The slowest stage, or rank, beside the mean of all."""
+    """The slowest stage or rank, compared with the mean."""
     what, times = "stage", [costs.time_s for costs in plan.costs]
     placement = terms.placement
     if placement is not None:
@@ -299,7 +299,7 @@ def _slowest(plan: Plan, terms: Terms) -> str:
 
 
 def _ranges(names: Sequence[str]) -> list[str]:
-    """Names, with runs of numbered ones as a range.
+    """Names, with numbered runs shortened to ranges.
 
     Example:
         >>> _ranges(["wte", "h.0", "h.1", "h.2", "ln"])

@@ -1,6 +1,6 @@
-"""Parse the texts behind options, and format the numbers of tables.
+"""Parse the text of options, and format the numbers of tables.
 
-This module does not know what a number is for: the library checks costs and sizes.
+This module doesn't interpret numbers: the library checks costs and sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 _WITH_OPTIONS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
 
 OTHER_COSTS = tuple(each.name for each in fields(Costs) if each.name not in _WITH_OPTIONS)
-"""The fields of ``Costs`` without an option of their own: given as ``--cost name=value``."""
+"""The fields of ``Costs`` without an option of their own, given as ``--cost name=value``."""
 
 _SWITCHES = tuple(each.name for each in fields(Costs) if isinstance(each.default, bool))
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -107,7 +107,7 @@ def parse_bytes(text: str) -> float:
     """Parse a number of bytes.
 
     Args:
-        text: a number, with a unit (kB, MB, GB, TB, or KiB, MiB, GiB, TiB) or without.
+        text: a number, with or without a unit (kB, MB, GB, TB, KiB, MiB, GiB, TiB).
 
     Raises:
         PartitionError: not a positive, finite number of bytes.
@@ -127,7 +127,7 @@ def parse_bytes(text: str) -> float:
 
 
 def bytes_text(value: float) -> str:
-    """Format a number of bytes in three digits.
+    """Format a number of bytes with three digits.
 
     Example:
         >>> bytes_text(0), bytes_text(1234), bytes_text(27e9), bytes_text(999_999)
@@ -142,7 +142,7 @@ def bytes_text(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a duration in three digits.
+    """Format a duration with three digits.
 
     Example:
         >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(4e-6)

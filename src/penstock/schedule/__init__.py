@@ -1,1 +1,1 @@
-"""What runs when: actions, programs, rules, schedules. Plain frozen data; never imports torch."""
+"""Actions, programs, rules and schedules, as frozen data; never imports torch."""

@@ -1,6 +1,6 @@
-"""One thing that a rank does: an operation on a stage, and mostly on a microbatch of it.
+"""Actions: an operation on a stage, usually for one microbatch.
 
-Actions are plain values. This module knows neither the order of actions nor what they cost.
+Actions are plain values. This module knows neither their order nor their costs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Op", "Action", "Overlap", "Step", "action"]
 
 
 class Op(Enum):
-    """What an action does. The value is its name in text, as torch writes it."""
+    """The kind of an action; the value is torch's text for it."""
 
     FORWARD = "F"
     FULL_BACKWARD = "B"
@@ -42,7 +42,7 @@ class Action:
 
     Args:
         stage: index of the stage, from 0.
-        op: what is done.
+        op: the operation.
         microbatch: index of the microbatch, from 0; None for the operations on a whole stage
             (UNSHARD, RESHARD, REDUCE_GRAD).
 
@@ -57,7 +57,7 @@ class Action:
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The action itself: what a reader of any step iterates over."""
+        """The action itself, in a tuple, so that all steps can be iterated alike."""
         return (self,)
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Overlap:
     """An overlapped pair: a forward and a backward that a rank runs as one step.
 
     Args:
-        parts: the actions of the pair, in the order in which a device without streams runs them.
+        parts: the actions of the pair, in the order used on a single stream.
     """
 
     parts: tuple[Action, ...]
@@ -89,7 +89,7 @@ def _made(stage: int, op: Op) -> dict[int | None, Action]:
 
 
 def action(stage: int, op: Op, microbatch: int | None = None) -> Action:
-    """The action with these fields, made once and shared by all programs of this process."""
+    """The action with these fields, cached and shared within the process."""
     # A dictionary per stage and op: one cache over all three would make a tuple per action, which
     # for large programs costs as much again as the actions, most of it in the garbage collector.
     made = _made(stage, op)

@@ -1,13 +1,12 @@
-"""Channels between ranks: message orders, deadlocks, and what a message acknowledges.
+"""Channels between ranks: message orders, deadlocks and implicit acknowledgements.
 
     one channel per direction        one channel per pair of ranks (Channels(per_pair=True))
     rank 0  ══ F0 F1 ══►  rank 1     rank 0  ══ F0 B0 F1 B1 ══  rank 1
             ◄══ B0 B1 ══             what is posted first goes first, either way
 
 A send blocks until the matching receive is posted. Posting a receive never blocks; the action that
-uses the message does. Over one channel per pair, such as a communicator of NCCL that runs
-what it is given in order, a send also waits for the messages of the receives that its own rank has
-posted before it over the same channel.
+uses the message does. With one channel per pair, such as an NCCL communicator that runs operations
+in order, a send also waits for all receives posted earlier on the same channel by its own rank.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ __all__ = [
 ]
 
 MessageOrders: TypeAlias = dict[tuple[int, int], tuple[list[int], list[int]]]
-"""For each directed pair of ranks (from, to) the ids of its receives: in the order of their
-sends, and in the order in which they are posted."""
+"""By directed pair of ranks (from, to), the ids of its receives, once in the order of their sends
+and once in the order of posting."""
 
 StepPlace: TypeAlias = tuple[int, int]
-"""A rank, and the index of a step there."""
+"""A rank and the index of one of its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +49,8 @@ class Channels:
     """The channels that messages between ranks travel over.
 
     Args:
-        per_pair: whether a pair of ranks has one channel for both directions, which keeps the
-            order in which either end uses it; if not, one for each direction.
+        per_pair: True if a pair of ranks shares one in-order channel for both directions; False for
+            one channel per direction.
 
     Raises:
         ScheduleError: ``per_pair`` is neither True nor False.
@@ -65,18 +64,18 @@ class Channels:
 
 
 TWO_WAY = Channels()
-"""The runtime's need: it counts neither on room for messages nor on one order for both ways."""
+"""The runtime's requirement: no buffering of messages, and no common order for both directions."""
 
 
 def blocking_replay(
     program: IndexedProgram, channels: Channels, *, transfers: bool
 ) -> DependencyReplay:
-    """A replay of a program in which sends block, yet to be played.
+    """A replay of a program in which sends block; not played yet.
 
     Args:
         program: the program.
-        channels: how messages travel.
-        transfers: whether the program spells out its sends and receives.
+        channels: the channels of messages.
+        transfers: True if the program has explicit sends and receives.
     """
     if not transfers:
         return replay_of(program, program.index.required())
@@ -85,7 +84,7 @@ def blocking_replay(
 
 
 def _turns(program: IndexedProgram) -> dict[int, tuple[int, ...]]:
-    """For each send, the message of the last receive before it over the same pair of ranks."""
+    """For each send, the message of the last receive before it on the same pair of ranks."""
     transfers, width = _transfers(program.index), program.index.num_microbatches
     found: dict[int, tuple[int, ...]] = {}
     for queue in program.queues:
@@ -102,10 +101,10 @@ def _turns(program: IndexedProgram) -> dict[int, tuple[int, ...]]:
 
 
 def message_orders(program: IndexedProgram) -> MessageOrders:
-    """The messages of each directed pair of ranks, in the order of both ends."""
+    """The messages of each directed pair of ranks, in the order of each end."""
     index, width = program.index, program.index.num_microbatches
     orders: MessageOrders = {}
-    # By row of transfers: the list that its ids go to, and the offset to the receive.
+    # By row of transfers: the list for its ids, and the offset to the receive.
     lists: list[tuple[list[int], int] | None] = []
     for (_, stage), transfer in zip(index.rows(), _transfers(index), strict=True):
         if transfer is None:
@@ -124,7 +123,7 @@ def message_orders(program: IndexedProgram) -> MessageOrders:
 
 
 def _transfers(index: ActionIndex) -> list[tuple[int, int, bool] | None]:
-    """For each row of a transfer: the peer's rank, the offset to its id there, and if it sends."""
+    """By row of transfers: the peer's rank, the offset to the peer's id, and True for sends."""
     found: list[tuple[int, int, bool] | None] = []
     for op, stage in index.rows():
         peer = index.peer(op, stage)
@@ -139,7 +138,7 @@ def _transfers(index: ActionIndex) -> list[tuple[int, int, bool] | None]:
 def order_problems(
     program: Program, orders: MessageOrders, index: ActionIndex
 ) -> Iterator[Problem]:
-    """The first difference of order between the two ends of each directed pair of ranks."""
+    """The first order mismatch between the two ends of each directed pair of ranks."""
     places = dict(places_of(program))
     for (source, target), (sent, posted) in sorted(orders.items()):
         for k, (by_send, by_post) in enumerate(zip(sent, posted, strict=True)):
@@ -158,14 +157,14 @@ def order_problems(
 def stuck_problems(
     program: Program, replay: DependencyReplay, index: ActionIndex
 ) -> Iterator[Problem]:
-    """The actions that stand before a prerequisite on their own rank, then the waits of ranks.
+    """The actions that precede a prerequisite on their own rank, followed by the waits of ranks.
 
     Args:
         program: the program.
-        replay: its replay, stuck.
+        replay: its deadlocked replay.
         index: the ids of its actions.
     """
-    # By action: the action that completes it (itself, or B for I and W), and its place.
+    # By action: the action that completes it (itself, or B for I and W), and its position.
     providers: dict[Action, tuple[Action, StepPlace]] = {}
     for act, place in places_of(program):
         providers[act] = act, place
@@ -215,28 +214,27 @@ def places_of(program: Program) -> Iterator[tuple[Action, StepPlace]]:
 
 
 def problem_at(program: Program, place: StepPlace, message: str) -> Problem:
-    """A problem of the step at a place."""
+    """A problem at a place."""
     rank, step = place
     return Problem(rank=rank, step=step, action=str(program.ranks[rank][step]), message=message)
 
 
 def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
-    """The number of own sends that each received message acknowledges.
+    """The number of sends that each received message acknowledges.
 
         rank 0   F0 S F1 S F2 S      B0 ◄─ when the gradient for B0 is here, F0's message arrived:
         rank 1         F0 B0 S ─────┘      rank 1 has computed on it before it sent
 
-    A rank holds a sent tensor until it has arrived. Every rank knows the program, so a received
-    message also tells which messages its sender had received before: no rank needs to ask.
+    A rank keeps a sent tensor until it has arrived. Every rank knows the program, so a received
+    message implies which messages its sender had received before. No extra communication is needed.
 
     Args:
         program: a checked program with its transfers.
         rank: the rank that sends and receives.
 
     Returns:
-        For each computation of ``rank`` that waits for a message: how many of the messages that
-        it has sent to that message's sender, counted from the step's start, have arrived once it
-        is here.
+        For each computation of ``rank`` that waits for a message: the number of this rank's sends
+        to the message's sender, from the step's start, that are known to have arrived.
 
     Example:
         >>> from penstock.schedule.passes import lower
@@ -248,14 +246,14 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
     indexed = index_program(program)
     index, width = indexed.index, program.num_microbatches
     ops = [op for op, _ in index.rows()]
-    # By row: the rank that a send goes to; the offsets of the sends that an action waits for.
+    # By row: the receiving rank of a send, and the offsets of the sends that an action waits for.
     target = [t[0] if t is not None and t[2] else None for t in _transfers(index)]
     awaited = [
         [offset for offset in offsets if ops[(row * width + offset) // width] in SENDS]
         for row, offsets in enumerate(index.blocking())
     ]
     orders = [[part for step in queue for part in indexed.parts(step)] for queue in indexed.queues]
-    # By send of a peer: how many of this rank's messages the peer has waited for by then.
+    # By send of a peer: the number of this rank's messages that the peer has waited for by then.
     arrived: dict[int, int] = {}
     for peer, order in enumerate(orders):
         sent = (number for number in orders[rank] if target[number // width] == peer != rank)
@@ -265,7 +263,7 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
             if target[number // width] == rank:
                 arrived[number] = known
             for offset in awaited[number // width]:
-                # Messages between two ranks arrive in order: one acknowledges all before it.
+                # Messages between two ranks arrive in order, so one acknowledges all earlier ones.
                 known = max(known, place.get(number + offset, 0))
     return {
         index.action(number): arrived.get(number + offset, 0)

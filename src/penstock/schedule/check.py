@@ -1,24 +1,24 @@
-"""Checks programs: a program without problems is a ``CheckedProgram``, the only kind that runs.
+"""Check programs: only a program without problems becomes a runnable ``CheckedProgram``.
 
 Proven of a checked program:
 
-- every action names a stage and microbatch that exist, on the rank that holds the stage;
+- every action names an existing stage and microbatch, on the rank that holds the stage;
 - the chunks of a split sequence go forward in their order, and backward in reverse;
-- each forward runs once; so does each backward, whole (B) or in two (I, W), or there is none;
-- sends and receives stand exactly where a value crosses ranks, once each, and every directed pair
-  of ranks has them in the same order at both ends;
-- all ranks run to their end, each action after its prerequisites, even where a send blocks until
-  the matching receive is posted, over the channels asked for (``Channels``);
-- a stage that is ever unsharded is so whenever it computes, and resharded at the end;
-- activations are present when the backward needs them: recomputed where they are recomputed at
-  all, and reloaded where they were offloaded;
+- each forward runs once, and so does each backward, whole (B) or split (I, W), unless the program
+  has no backwards;
+- each value that crosses ranks has exactly one send and one receive, and both ends of every
+  directed pair of ranks have them in the same order;
+- all ranks run to their end over the requested channels (``Channels``), each action after its
+  prerequisites, even if a send blocks until the matching receive is posted;
+- a sharded stage is unsharded whenever it computes, and resharded at the end;
+- activations are present when the backward needs them, after recomputation or reload if any;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
-It follows that every received value is used, and so can be freed, exactly once: it has one
-receive, one action needs it, and that action runs once.
+It follows that every received value is used, and can be freed, exactly once: it has one receive and
+one consumer, which runs once.
 
-The checker decides in integers, fast. Only for a wrong program it looks at every action, to name
-the place.
+The checker works on integers for speed. Only an invalid program is examined action by action, to
+locate the problem.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ _REDUCTION = frozenset({Op.REDUCE_GRAD})
 
 
 def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
-    """Prove that a program is right, or raise with all its problems.
+    """Prove that a program is valid, or raise with all its problems.
 
     Args:
         program: any program, with or without transfers.
-        channels: how messages travel; by default as the runtime needs it to be right: a send
-            blocks until its receive is posted, one channel for each direction. A program without
+        channels: the channels of messages; by default the runtime's requirement: one channel per
+            direction, on which a send blocks until its receive is posted. A program without
             transfers has no messages (``penstock.schedule.passes.lower`` adds them).
 
     Returns:
         The same program, as the type that runs.
 
     Raises:
-        ScheduleError: it has problems. The message lists the first twenty and counts the rest;
-            the error's place is that of the first. Or ``program`` is no program.
+        ScheduleError: the program has problems, or is not a ``Program``. The message lists the
+            first twenty problems and counts the rest; the error's place is that of the first.
 
     Example:
         >>> from penstock.schedule.text import parse_csv
@@ -109,14 +109,14 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
 
 
 def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, ...]:
-    """Everything that is wrong with a program.
+    """All problems of a program.
 
-    Problems that make the rest meaningless come first and alone: impossible steps, then actions
-    that are doubled, missing or without need, then the order.
+    Problems are reported in stages, each alone: first impossible steps, then duplicate, missing or
+    superfluous actions, then the order.
 
     Args:
         program: any program, with or without transfers.
-        channels: how messages travel, as ``check`` takes it.
+        channels: the channels of messages, as for ``check``.
 
     Returns:
         The problems; none for a program that ``check`` accepts.
@@ -156,14 +156,14 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
 
 
 def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
-    """All steps of all ranks in one sequence without waits: the order in which one process runs.
+    """All steps of all ranks in one valid sequence, as one process would run them.
 
         rank 0   0F0 0F1 . . 0B0 0B1         (rank 0) 0F0 0F1, (rank 1) 1F0 1B0 1F1 1B1,
         rank 1   .  1F0 1B0 1F1 1B1          (rank 0) 0B0 0B1
 
-    Each rank goes as far as it can before the next one goes on, so the order of a rank's own steps
-    is kept and the result is the same on every machine. A send comes after its receive was posted,
-    and the use of a received value after its send.
+    Each rank runs as far as it can before the next rank continues. This keeps the order of each
+    rank's steps, and is the same on every machine. A send follows the posting of its receive, and
+    the use of a received value follows its send.
 
     Args:
         program: a program; one that is not a ``CheckedProgram`` is checked first.
@@ -192,7 +192,7 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
 
 
 def last_steps(steps: tuple[Step, ...], ops: frozenset[Op], num_stages: int) -> dict[int, int]:
-    """For each stage of a rank, the index of its last step with one of ``ops``, if there is one."""
+    """For each stage of a rank, the index of its last step with one of ``ops``."""
     last: dict[int, int] = {}
     for number in range(len(steps) - 1, -1, -1):
         for act in steps[number].parts:
@@ -204,7 +204,7 @@ def last_steps(steps: tuple[Step, ...], ops: frozenset[Op], num_stages: int) -> 
 
 
 def _sizes(program: Program) -> Iterator[str]:
-    """Numbers of ranks, microbatches and chunks that can't be."""
+    """Problems of the program's numbers of ranks, microbatches and chunks."""
     microbatches = number_of(program.num_microbatches, "microbatch")
     if program.num_ranks != program.placement.num_ranks:
         ranks = number_of(program.num_ranks, "rank")
@@ -235,7 +235,7 @@ def _impossible_steps(program: Program) -> Iterator[Problem]:
 
 
 def _tally(program: IndexedProgram) -> tuple[bytearray, set[int]]:
-    """A mark for every id that occurs, and the ids that occur more often than they may."""
+    """A mark for every id that occurs, and the ids that occur too often."""
     index = program.index
     seen = bytearray(index.size)
     repeated: set[int] = set()
@@ -250,12 +250,12 @@ def _tally(program: IndexedProgram) -> tuple[bytearray, set[int]]:
 
 
 def _expected(index: ActionIndex, seen: bytearray) -> bytearray:
-    """A mark for every id that must occur, given those that do."""
+    """A mark for every id that must occur, given the ids that do."""
     expected = seen[:]
     passing = index.passing()
 
     def marks(op: Op) -> int:
-        # Bytes of 0 and 1 as one number, so that each operation is on all of them at once.
+        # Byte strings of 0 and 1 as big integers, so that each operation covers all ids at once.
         return int.from_bytes(seen[index.section(op)])
 
     expected[index.section(Op.FORWARD)] = passing
@@ -286,7 +286,7 @@ def _expected(index: ActionIndex, seen: bytearray) -> bytearray:
 def _count_problems(
     program: Program, indexed: IndexedProgram, seen: bytearray, expected: bytearray
 ) -> Iterator[Problem]:
-    """The actions that are doubled, missing, or without need."""
+    """The duplicate, missing and superfluous actions."""
     index, places = indexed.index, dict[Action, tuple[int, int]]()
     for act, place in places_of(program):
         if act not in places:
@@ -330,7 +330,7 @@ def _missing(act: Action, index: ActionIndex, present: Container[Action]) -> str
 
 
 def _state_problems(program: Program) -> Iterator[Problem]:
-    """The steps that find the parameters or the activations of their stage in a wrong state.
+    """The steps that find parameters or activations of their stage in a wrong state.
 
     parameters    sharded ──UNSHARD──► whole ──RESHARD──► sharded
     activations   F ──► kept ──OFFLOAD──► away ──RELOAD──► kept ──► I or B
@@ -372,7 +372,7 @@ def _state_problems(program: Program) -> Iterator[Problem]:
 
 
 def _reduction_problems(program: Program) -> Iterator[Problem]:
-    """The stages whose gradients are reduced too early, or not though others' are."""
+    """The stages whose gradients are reduced too early, or not at all while others' are."""
     for rank, steps in enumerate(program.ranks):
         stages = program.placement.stages_of(rank)
         made = last_steps(steps, WEIGHT_GRADS, len(stages))

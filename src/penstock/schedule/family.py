@@ -1,4 +1,5 @@
-"""A family of schedules: its builder, and the ranks, stages and microbatches that it takes."""
+"""A family of schedules: its builder, and the numbers of ranks, stages and microbatches it
+supports."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from penstock.schedule.program import Program
 
 __all__ = ["MOST_FORWARDS", "Arrangement", "Family", "parse_options", "refuse_sizes"]
 
-# Forwards of a program; with their backwards they take 20 to 30 GB. The largest clusters run
-# programs of some millions.
+# A limit on the forwards of a program; with their backwards so many take 20 to 30 GB of memory. The
+# largest clusters run programs of some millions.
 MOST_FORWARDS = 10**8
-# Longer numbers are shown by their number of digits.
+# Longer numbers are shown by their digit count.
 _DIGITS = 18
-# What every schedule is built with has names that no option can have.
+# Names of arguments that every schedule takes; no option can use them.
 _NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
 
 
@@ -34,7 +35,7 @@ class Arrangement(Enum):
 
 
 def _unchanged(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Any numbers work."""
+    """Accept any numbers."""
     return ranks, microbatches
 
 
@@ -46,21 +47,20 @@ class Family:
         name: the canonical name, which its programs carry.
         builder: called with ``ranks``, ``microbatches``, the family's options, and ``virtual``
             if the family takes more than one number of stages per rank.
-        arrangement: how stages lie on ranks, and with that in how many copies.
+        arrangement: the placement of stages on ranks, which implies the number of copies of the
+            model.
         default_virtual: stages per rank by default.
-        virtuals: the numbers of stages per rank that work, rising; None for any.
-        summary: one line for people.
-        doc: more for people: a timeline drawn, formulas, the source.
+        virtuals: the supported numbers of stages per rank, rising; None for any.
+        summary: a one-line summary.
+        doc: a longer description: timeline, formulas, source.
         source: the publication of the method.
-        aliases: other names, beside those that differ in case, separators or a leading
-            "Schedule" alone.
+        aliases: other names; case, separators and a leading "Schedule" are ignored anyway.
         options: the builder's further arguments: for each name, a line about it.
-        any_option: whether it takes options of any other name, too.
-        rule: the ranks P and microbatches M that work, in words; empty if all do.
-        splits_sequences: whether its programs split sequences (``Program.num_splits``), so that
-            stages hand their state from chunk to chunk.
-        nearest: for ranks and microbatches the nearest numbers that work, which are these
-            themselves if they do.
+        any_option: True if options of any other name are accepted.
+        rule: the supported ranks P and microbatches M, in words; empty for all.
+        splits_sequences: True if its programs split sequences (``Program.num_splits``), so that
+            stages pass state from chunk to chunk.
+        nearest: a function from ranks and microbatches to the nearest supported numbers.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Family:
 
     @property
     def copies(self) -> int:
-        """Copies of the model that its ranks hold (see ``Placement``)."""
+        """The number of copies of the model that its ranks hold (see ``Placement``)."""
         return 2 if self.arrangement is Arrangement.BIDIRECTIONAL else 1
 
     @property
     def virtuals_text(self) -> str:
-        """The numbers of stages per rank that work, in words."""
+        """The supported numbers of stages per rank, in words."""
         match self.virtuals:
             case None:
                 return "any"
@@ -95,29 +95,29 @@ class Family:
                 return " or ".join(map(str, several))
 
     def virtuals_near(self, virtual: int) -> Sequence[int]:
-        """The nearest numbers of stages per rank that work, one to each side if there are two."""
+        """The nearest supported numbers of stages per rank, at most one on each side."""
         assert self.virtuals is not None
         at = bisect(self.virtuals, virtual)
         return self.virtuals[max(at - 1, 0) : at + 1]
 
     def takes_option(self, name: str) -> bool:
-        """Whether ``name`` is one of its options."""
+        """True if ``name`` is one of its options."""
         return name in self.options or (self.any_option and name not in _NO_OPTIONS)
 
     def works(self, *, ranks: int, microbatches: int) -> bool:
-        """Whether it can be built for so many."""
+        """True if it supports these numbers of ranks and microbatches."""
         return self.nearest(ranks, microbatches) == (ranks, microbatches)
 
 
 def refuse_sizes(asker: str, **sizes: object) -> None:
-    """Refuse numbers that no program can have.
+    """Refuse impossible numbers of ranks, stages or microbatches.
 
     Args:
-        asker: the caller in messages, such as a schedule's name.
-        sizes: by name, the numbers whose product is the number of forwards of the program.
+        asker: the caller to name in messages, such as a schedule.
+        sizes: by name, the numbers; their product is the program's number of forwards.
 
     Raises:
-        ScheduleError: one is no whole number from 1 on, or there would be too many forwards.
+        ScheduleError: a number is not a positive integer, or the forwards would be too many.
 
     Example:
         >>> refuse_sizes("1f1b", ranks=4, microbatches=0)

@@ -3,10 +3,10 @@
     id  = (op number · stages + stage) · microbatches + microbatch       one action
     row = id // microbatches                                             an op and a stage
 
-A program may hold hundreds of thousands of actions. Whatever reads all of them (the checker, the
-passes, the simulator, the search) works on these ids. A prerequisite is the same microbatch of
-another row, so it lies at a fixed offset from an action's id: one table entry per row serves all
-microbatches. The tables come from ``penstock.schedule.rules``; no rule stands here.
+A program may hold hundreds of thousands of actions. The checker, the passes, the simulator and the
+search read all of them, and therefore work on these ids. A prerequisite is the same microbatch of
+another row, so its id has a fixed offset from the action's id: one table entry per row serves all
+microbatches. The tables come from ``penstock.schedule.rules``; this module defines no rule.
 
 An overlapped pair is ``~i``, a negative number, for pair i of the program.
 """
@@ -36,7 +36,7 @@ from penstock.schedule.rules import (
 __all__ = ["ActionIndex", "IndexedProgram", "Offsets", "fault_of", "index_program"]
 
 Offsets: TypeAlias = list[tuple[int, ...]]
-"""For each row, offsets from the id of an action to the ids that the table is about."""
+"""By row, offsets from the id of an action to related ids."""
 
 _OPS = tuple(Op)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
@@ -48,7 +48,7 @@ _TO_PEER |= {SEND_OF[receive]: -offset for receive, offset in _TO_PEER.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionIndex:
-    """The ids of all actions that a placement and a number of microbatches allow.
+    """The ids of all possible actions for a placement and a number of microbatches.
 
     Args:
         placement: the rank of every stage.
@@ -68,7 +68,7 @@ class ActionIndex:
 
     @property
     def size(self) -> int:
-        """Number of ids; every id lies below."""
+        """Number of ids; every id is smaller."""
         return len(_OPS) * self.placement.num_stages * self.num_microbatches
 
     def row(self, op: Op, stage: int) -> int:
@@ -76,7 +76,7 @@ class ActionIndex:
         return _NUMBER[op] * self.placement.num_stages + stage
 
     def id(self, op: Op, stage: int, microbatch: int | None = None) -> int:
-        """The id of an action; operations on a whole stage have that of microbatch 0."""
+        """The id of an action; operations on a whole stage use microbatch 0."""
         return self.row(op, stage) * self.num_microbatches + (microbatch or 0)
 
     def op_and_stage(self, row: int) -> tuple[Op, int]:
@@ -99,7 +99,7 @@ class ActionIndex:
         return slice(self.id(op, 0), self.id(op, self.placement.num_stages))
 
     def passing(self) -> bytes:
-        """For each id of one op's section, 1 if the microbatch goes through the stage."""
+        """For each id in one op's section, 1 if the microbatch passes the stage."""
         placement, size = self.placement, self.num_microbatches
         rows = (
             bytes(placement.passes(microbatch, entry) for microbatch in range(size))
@@ -108,13 +108,14 @@ class ActionIndex:
         return b"".join(row * placement.num_model_stages for row in rows)
 
     def offset(self, op: Op, stage: int, to: tuple[Op, int]) -> int:
-        """The offset from an action of one row to that of another, for the same microbatch."""
+        """The offset from an action of one row to the same microbatch in another row."""
         return self.id(*to) - self.id(op, stage)
 
     def peer(self, op: Op, stage: int) -> tuple[Op, int] | None:
         """The op and stage at the other end of a transfer.
 
-        None if ``op`` is no transfer, or if the other stage does not exist or has the same rank.
+        None if ``op`` is not a transfer, or if the other stage does not exist or is on the same
+        rank.
         """
         if op not in _TO_PEER:
             return None
@@ -127,7 +128,7 @@ class ActionIndex:
         """The actions that must be complete before each action may start.
 
         Args:
-            transfers: whether the program spells out its sends and receives.
+            transfers: True if the program has explicit sends and receives.
         """
         return [
             tuple(
@@ -138,10 +139,10 @@ class ActionIndex:
         ]
 
     def blocking(self) -> Offsets:
-        """As ``required(transfers=True)``, where a send blocks until its receive is posted.
+        """As ``required(transfers=True)``, with sends that block until their receive is posted.
 
-        Posting a receive needs nothing, a send needs its receive to be posted, and an action that
-        uses a received value needs the send to be complete.
+        Posting a receive requires nothing. A send requires that its receive is posted. An action
+        that uses a received value requires that the send is complete.
         """
         table: Offsets = []
         for op, stage in self.rows():
@@ -155,9 +156,9 @@ class ActionIndex:
         return table
 
     def required_chunks(self) -> dict[int, int]:
-        """By id, beside the tables by row: the sequence chunk that must be complete before.
+        """By id, the sequence chunk that must be complete first; complements the tables by row.
 
-        Empty if sequences are whole. Unlike all other requirements this is no fixed offset.
+        Empty if sequences are not split. Unlike all other requirements, this is not a fixed offset.
         """
         found: dict[int, int] = {}
         if self.num_splits > 1:
@@ -170,14 +171,14 @@ class ActionIndex:
         return found
 
     def fulfilled(self) -> Offsets:
-        """The actions that are complete when each action is: itself, and those that it covers."""
+        """The actions that an action completes: itself, and the actions that it covers."""
         return [
             tuple(self.offset(op, stage, (each, stage)) for each in (op, *COVERS.get(op, ())))
             for op, stage in self.rows()
         ]
 
     def receives(self) -> Offsets:
-        """The receives, on an action's own rank, of the values that the action needs."""
+        """The receives, on an action's own rank, of its inputs."""
         return [
             tuple(
                 self.offset(op, stage, each)
@@ -188,7 +189,7 @@ class ActionIndex:
         ]
 
     def sends(self) -> Offsets:
-        """The sends, on an action's own rank, of the values that the action makes."""
+        """The sends, on an action's own rank, of its outputs."""
         table: Offsets = []
         for op, stage in self.rows():
             made = {op, *COVERS.get(op, ())}
@@ -205,7 +206,7 @@ class IndexedProgram:
     Args:
         index: the ids.
         queues: for each rank the ids of its steps; ``~i`` stands for overlapped pair i.
-        overlapped: for each overlapped pair the ids of its parts.
+        overlapped: for each overlapped pair the ids of its actions.
     """
 
     index: ActionIndex
@@ -218,13 +219,13 @@ class IndexedProgram:
 
 
 def index_program(program: Program) -> IndexedProgram:
-    """The program as ids.
+    """Encode a program as ids.
 
     Args:
         program: any program, right or wrong in its order.
 
     Raises:
-        ScheduleError: an action that no place on its rank can make right (``fault_of``).
+        ScheduleError: an action is invalid at any position on its rank (see ``fault_of``).
 
     Example:
         >>> from penstock.schedule.placement import linear
@@ -248,8 +249,8 @@ def index_program(program: Program) -> IndexedProgram:
 def _index_rank(
     program: Program, rank: int, index: ActionIndex, overlapped: list[tuple[int, ...]]
 ) -> list[int]:
-    # The first id of each op and stage held here: an action that is not found is at fault, which
-    # costs less than a look into every field of every action.
+    # The first id of each op and stage on this rank: a failed lookup finds a faulty action faster
+    # than a check of every field of every action.
     held = program.placement.stages_of(rank)
     starts = {op: {s: index.id(op, s) for s in held} for op in Op}
     each = {op: {} if op in WHOLE_STAGE else starts[op] for op in Op}
@@ -292,7 +293,7 @@ def _index_rank(
 
 
 def fault_of(step: Step, rank: int, program: Program) -> str | None:
-    """The fault that makes a step impossible anywhere on its rank, in words; None without one."""
+    """The fault that makes a step invalid at any position on its rank, in words; None if valid."""
     if isinstance(step, Overlap):
         if not step.parts:
             return "an overlapped pair without actions"

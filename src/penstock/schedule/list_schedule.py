@@ -1,17 +1,17 @@
-"""List scheduling: chooses an order, action by action, in the order of time.
+"""List scheduling: builds an order action by action, in order of time.
 
 Whenever a rank is free, a policy chooses one of its ready actions, or lets it wait.
-``ListScheduler`` keeps the times and the readiness; a ``Policy`` holds whatever else decides:
-memory, priorities, an order to keep to. The policies are ``list_schedule`` below, the slots of
-Chimera (``penstock.schedule.families.chimera``), and the search (``penstock.search``).
+``ListScheduler`` tracks times and readiness. A ``Policy`` adds all other criteria: memory,
+priorities, a given order. The policies are ``list_schedule`` below, the slots of Chimera
+(``penstock.schedule.families.chimera``), and the search (``penstock.search``).
 
 Actions are counted by kind, an op and a stage:
 
     kind     number of the op in (F, I, W) · stages + stage
 
 Microbatches are interchangeable, so each kind runs them in index order without loss of generality.
-I also stands for a full backward where backwards are whole; then W is not run. Ties of time go to
-the lower rank, so an order is the same on every machine. This module knows no family.
+With whole backwards, I stands for the full backward, and W is not run. Ties in time go to the lower
+rank, so an order is the same on every machine. This module knows no family.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 KIND_OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 
 Needs: TypeAlias = Sequence[Sequence[tuple[int, float]]]
-"""For each kind, the kinds that it requires of the same microbatch, and the delays of results."""
+"""For each kind, the kinds required of the same microbatch, and the delays of their results."""
 
 PerStage: TypeAlias = Sequence[float]
 """The duration of a kind, one number per stage."""
@@ -55,7 +55,7 @@ def kind_needs(
 
     Args:
         placement: the rank of every stage.
-        delay: for two stages, the time that a result travels; None for none.
+        delay: the travel time of a result between two stages; None for no delay.
     """
     stages = placement.num_stages
     number = {op: place * stages for place, op in enumerate(KIND_OPS)}
@@ -75,29 +75,29 @@ class Policy(Protocol):
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
         """The kind that a free rank runs now; or None, and the time of its next turn.
 
-        A time that is not after ``now`` asks for another turn at ``now``, after all other ranks;
-        ``last`` says that this is that turn. A rank is woken earlier by a new result.
+        A time not after ``now`` requests another turn at ``now``, after all other ranks; ``last``
+        is True in that turn. A new result wakes a rank earlier.
         """
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
-        """Take note that a kind was started, and will end then."""
+        """Record that a kind starts at ``now`` and ends at ``end``."""
 
 
 class ListScheduler:
-    """The times and the readiness of all kinds while an order is being chosen.
+    """The times and the readiness of all kinds during list scheduling.
 
     Args:
         ranks: for each kind, its rank.
         needs: for each kind, the required kinds and delays.
         durations: for each kind, the duration.
-        totals: for each kind, how many microbatches it runs.
+        totals: for each kind, its number of microbatches.
 
     Attributes:
-        ready: for each kind, when its next microbatch is ready; inf if that is not known yet.
+        ready: for each kind, the time at which its next microbatch is ready; inf if not known yet.
         ends: for each kind, the end of each microbatch.
         free: for each rank, the end of its last action.
-        order: for each rank, its kinds in the order in which it runs them.
-        stop: set by a policy to give up.
+        order: for each rank, its kinds in execution order.
+        stop: set to True by a policy to give up.
     """
 
     __slots__ = (
@@ -127,7 +127,8 @@ class ListScheduler:
     ) -> None:
         num_ranks = max(ranks) + 1
         self._ranks, self._needs, self._durations, self._totals = ranks, needs, durations, totals
-        # For each kind: other ranks that wait for it, with the delay; itself, and its users.
+        # For each kind: other ranks that wait for it, with the delay; the kind itself and its
+        # users.
         self._feeds: list[list[tuple[int, float]]] = [[] for _ in needs]
         self._touched: list[list[int]] = [[kind] for kind in range(len(needs))]
         for kind, required_kinds in enumerate(needs):
@@ -141,15 +142,15 @@ class ListScheduler:
         self.free = [0.0] * num_ranks
         self.stop = False
         self._idle = [True] * num_ranks
-        # Time, whether all other ranks have had their turn at that time, rank.
+        # The time, a flag for the last turn at that time, and the rank.
         self._events = [(0.0, False, rank) for rank in range(num_ranks)]
 
     def run(self, policy: Policy) -> None:
-        """Let the policy choose until no rank has anything to wait for, or it stops."""
+        """Let the policy choose until no rank has work left, or it stops."""
         events, free, idle, choose = self._events, self.free, self._idle, policy.choose
         while events and not self.stop:
             now, last, rank = heappop(events)
-            # A rank that is busy meanwhile has an event at the end of its action.
+            # A busy rank has an event at the end of its action.
             if free[rank] > now:
                 continue
             idle[rank] = False
@@ -164,7 +165,7 @@ class ListScheduler:
                     heappush(events, (wake, False, rank))
 
     def _start(self, kind: int, rank: int, now: float) -> float:
-        """Run the next microbatch of a kind; all that waits for it learns when it ends."""
+        """Run the next microbatch of a kind, and notify its users of the end."""
         all_ends, needs = self.ends, self._needs
         end = now + self._durations[kind]
         number = len(all_ends[kind])
@@ -175,7 +176,7 @@ class ListScheduler:
         for other, delay in self._feeds[kind]:
             if self._idle[other]:
                 heappush(self._events, (end + delay, False, other))
-        # The next microbatch of the kind itself is next; of its users perhaps this one.
+        # The kind itself moves to its next microbatch; its users may wait for this one.
         for user in self._touched[kind]:
             microbatch = len(all_ends[user])
             if user != kind and microbatch != number:
@@ -196,11 +197,11 @@ class ListScheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled:
-    """A chosen order and its times.
+    """A scheduled order and its times.
 
     Args:
         ranks: for each rank, its actions in order.
-        makespan: the time of all.
+        makespan: the time from the first start to the last end.
         span: the longest time from a rank's first start to its last end.
     """
 
@@ -219,34 +220,35 @@ def list_schedule(
     costs: tuple[PerStage, PerStage, PerStage] | None = None,
     within: float = inf,
 ) -> Scheduled:
-    """Orders of forwards and backwards without their idle time, within a memory limit.
+    """Close the idle time in orders of forwards and backwards, within a memory limit.
 
     V-Half, P = 2, M = 3, rank 0, the order of its pattern and the list schedule:
 
         F0 .. .. .. .. .. F1 f0 .. i0 .. .. F2 f1 .. i1 I0 .. .. f2 .. i2 I1 .. .. .. .. .. I2
         F0 F1 .. f0 i0 F2 w0 f1 i1 I0 w1 f2 i2 I1 W0 I2 w2 W1 W2
 
-    Each rank keeps to its order and runs each action as soon as it can. Instead of waiting, it
-    runs a forward of later in its order, if that is ready and the memory suffices for all that
-    comes in between; else a weight gradient, the oldest first; and a weight gradient, too, where a
-    forward would exceed the memory. So weight gradients are put off as long as the memory allows,
-    to fill idle time.
+    Each rank follows its order and runs each action as soon as possible. Instead of waiting, it
+    runs a later forward that is ready, if memory suffices for all actions in between; else its
+    oldest weight gradient. It also runs a weight gradient if a forward would exceed the memory. So
+    weight gradients are postponed as long as memory allows, to fill idle time.
 
     Args:
         placement: the rank of every stage.
         orders: for each rank its forwards and its input gradients or full backwards, for each
             stage in the order of the microbatches. Weight gradients are added.
-        limit: the most activations that a rank may hold at once.
-        spare: how many of those a forward that is run ahead of its turn must leave free, unless
-            it is on the last of its rank's stages, whose activations live shortest; None to run
-            none ahead.
-        overtake: whether backwards may be run ahead of their turn as well. This keeps going
-            where an order needs more memory than there is.
-        costs: of forwards, input gradients and weight gradients, per stage; by default 1 each.
-        within: a makespan to give up at. The result then has no actions, and an endless makespan.
+        limit: the most activations that a rank may hold.
+        spare: the number of activations that a forward run out of order must leave free, unless it
+            is on its rank's last stage, whose activations live shortest; None to run no forward out
+            of order.
+        overtake: if True, backwards may run out of order too, so that an order that needs more
+            memory than allowed still completes.
+        costs: the costs of forwards, input gradients and weight gradients, per stage; by default 1
+            each.
+        within: a makespan at which to give up. The result then has no actions, and an infinite
+            makespan.
 
     Raises:
-        ScheduleError: the orders can't be kept within the limit.
+        ScheduleError: the orders don't fit within the limit.
 
     Source: arXiv:2405.15362, sec. 3; arXiv:2401.10241, sec. 3.
 
@@ -311,7 +313,7 @@ def _actions(kinds: Sequence[int], ops: Sequence[Op], stages: int) -> tuple[Acti
 
 
 class _OrderOfRank:
-    """The order of one rank: the part that is done, and the part that is left."""
+    """The order of one rank, with its done and remaining actions."""
 
     __slots__ = (
         "began",
@@ -328,31 +330,31 @@ class _OrderOfRank:
 
     def __init__(self, queue: list[int], last: int, stages: int, rest: float) -> None:
         self.queue, self.last = queue, last
-        # The first place of the order that has not been taken, and which later ones have.
+        # The first remaining position of the order, and the later positions already done.
         self.left = 0
         self.taken = bytearray(len(queue))
-        # The change of held activations by each action, once all weight gradients are done; 0 for
-        # one that has been taken.
+        # The change of held activations by each action, with all weight gradients done; 0 for done
+        # actions.
         self.changes = [1 if kind < stages else -1 for kind in queue]
-        # Places by kind, the next of each kind last: what may be run ahead.
+        # Positions by kind, the next one last: candidates to run out of order.
         self.places: dict[int, list[int]] = {}
         for place in reversed(range(len(queue))):
             self.places.setdefault(queue[place], []).append(place)
-        # Stages of input gradients without their weight gradients, the oldest first.
+        # Stages with input gradients whose weight gradients are pending, oldest first.
         self.waiting: deque[int] = deque()
         self.held = 0
         self.began = inf
-        # The duration of all that is left.
+        # The total duration of the remaining actions.
         self.rest = rest
 
     def has_room(self, place: int, limit: int) -> bool:
-        """Whether the forward at ``place`` can go ahead of all before it, within ``limit``."""
+        """True if the forward at ``place`` can run before all earlier actions, within ``limit``."""
         held = self.held - len(self.waiting) + 1
         between = accumulate(self.changes[self.left : place], initial=held)
         return self.held < limit and max(between) <= limit
 
     def take(self, kind: int) -> None:
-        """Take the next action of a kind out of the order."""
+        """Mark the next action of a kind as done."""
         place = self.places[kind].pop()
         self.taken[place] = 1
         self.changes[place] = 0
@@ -361,7 +363,7 @@ class _OrderOfRank:
 
 
 class _InOrder:
-    """The policy of ``list_schedule``."""
+    """The policy of ``list_schedule``: follow the order, fill idle time."""
 
     def __init__(
         self,
@@ -378,7 +380,7 @@ class _InOrder:
     ) -> None:
         self.scheduler, self.durations, self.stages = scheduler, durations, placement.num_stages
         self.full, self.limit, self.spare, self.overtake = full, limit, spare, overtake
-        # Sums of times come out a little differently in another order.
+        # A tolerance, since sums of times depend on their order.
         self.within = within * (1 + 1e-9)
         self.ranks = []
         for rank, queue in enumerate(queues):
@@ -390,7 +392,7 @@ class _InOrder:
             self.ranks.append(_OrderOfRank(queue, last, self.stages, rest))
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
-        """The best kind to run now, if any."""
+        """The best kind to run now; None to wait."""
         mine, durations = self.ranks[rank], self.durations
         weight = mine.waiting[0] + 2 * self.stages if mine.waiting else None
         if mine.left == len(mine.queue):
@@ -401,11 +403,11 @@ class _InOrder:
         if ready <= now and not is_full:
             return head, inf
         if ready == inf and not last:
-            # Another rank may start what this one waits for at this very time.
+            # Another rank may start the awaited action at this very time.
             return None, now
         if self.spare is not None or self.overtake:
             kind = self._ahead(mine, now)
-            # A result that is just about to come is worth waiting for.
+            # A result that is about to arrive is worth waiting for.
             if kind is not None and (is_full or ready - now >= durations[kind]):
                 return kind, inf
         if weight is not None and (is_full or ready - now >= durations[weight]):
@@ -414,7 +416,7 @@ class _InOrder:
         return None, min((each for each in soon if each > now), default=inf)
 
     def _ahead(self, mine: _OrderOfRank, now: float) -> int | None:
-        """The kind of the first action after the next one that may go ahead of it now."""
+        """The kind of the first later action that may run out of order now."""
         found, chosen = len(mine.queue), None
         for kind, places in mine.places.items():
             if not places or not mine.left < places[-1] < found:
@@ -432,7 +434,7 @@ class _InOrder:
         return chosen
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
-        """Count the activations that are held, and the time that is left."""
+        """Update the activations held, and the remaining time."""
         mine = self.ranks[rank]
         if kind >= 2 * self.stages:
             mine.waiting.popleft()
@@ -451,7 +453,7 @@ class _InOrder:
             self.scheduler.stop = True
 
     def refuse_unfinished(self, orders: Sequence[Sequence[Action]]) -> None:
-        """Refuse orders of which a rank has actions left."""
+        """Refuse orders that could not be completed."""
         for number, rank in enumerate(self.ranks):
             if rank.left < len(rank.queue):
                 raise ScheduleError(

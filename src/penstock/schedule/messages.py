@@ -1,4 +1,4 @@
-"""Wording that messages share: numbers of things, long texts, and the problems of a program."""
+"""Shared wording of messages: counts of things, long texts, and problems of programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 __all__ = ["Problem", "is_count", "number_of", "numbers_of", "quoted", "runs_of"]
 
-# Characters of a text, and runs of numbers, beyond which a message is cut.
+# The length of a text, and the number of runs, beyond which a message is cut.
 _MOST_TEXT, _MOST_RUNS = 60, 5
 
 
@@ -17,10 +17,10 @@ class Problem:
     """A fault of a program, with its place.
 
     Args:
-        rank: the rank that it shows on; None if it is about the whole program.
-        step: index, from 0, of the step on that rank; None if it is about no one step.
-        action: the step in text form, or the missing action; None if there is none.
-        message: what was expected, what was found.
+        rank: the rank of the problem; None if it concerns the whole program.
+        step: index, from 0, of the step on that rank; None if it concerns no single step.
+        action: the step in text form, or the missing action; None for neither.
+        message: the expected and the actual state.
     """
 
     rank: int | None
@@ -37,7 +37,7 @@ class Problem:
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether a value is a whole number from ``least`` on; True and False are none.
+    """True for a whole number from ``least`` on; False for bools.
 
     Example:
         >>> is_count(2), is_count(0), is_count(True), is_count(1.0)
@@ -47,11 +47,11 @@ def is_count(value: object, least: int = 1) -> TypeGuard[int]:
 
 
 def number_of(number: int, thing: str) -> str:
-    """A number of things, in words.
+    """A count of things, in words.
 
     Args:
-        number: how many.
-        thing: what each of them is, such as "rank": a word whose plural ends with an s.
+        number: the count.
+        thing: the noun, such as "rank"; its plural must end with an s.
 
     Example:
         >>> number_of(1, "rank"), number_of(2, "microbatch"), number_of(0, "copy")
@@ -65,10 +65,10 @@ def number_of(number: int, thing: str) -> str:
 
 
 def numbers_of(**numbers: int) -> str:
-    """Numbers of several things, in words.
+    """Counts of several things, in words.
 
     Args:
-        numbers: by thing, how many.
+        numbers: counts by noun.
 
     Example:
         >>> numbers_of(rank=4, stage=4, microbatch=1)
@@ -90,7 +90,7 @@ def quoted(text: str) -> str:
 
 
 def runs_of(numbers: Sequence[int]) -> str:
-    """Rising numbers: the first few runs of consecutive ones, and how many are left.
+    """Rising numbers as text: the first few runs of consecutive numbers, and a count of the rest.
 
     Example:
         >>> runs_of([1]), runs_of([0, 2, 3]), runs_of(range(1, 999))

@@ -1,1 +1,1 @@
-"""The best program for given costs and memory, and a bound beside it that none can beat."""
+"""Search for the best program under given costs and memory limits, with a lower bound."""

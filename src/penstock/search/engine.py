@@ -1,10 +1,10 @@
 """``search``: the best program for given costs, by methods from cheap to exact.
 
-    closed forms       every registered schedule on these placements and within the limit
-    list scheduling    in their order, so that uneven costs leave no more gaps than needed
-    periodic patterns  tuned on few microbatches, the best stretched to all
-    local search       neighbours on the critical path of several orders, if the step is not large
-    exact              CP-SAT, warm-started from the best: the whole step if it is small, else
+    closed forms every registered schedule on these placements and within the limit list scheduling
+    in the orders of the closed forms, to close gaps that uneven costs leave periodic patterns tuned
+    on few microbatches, the best stretched to all local search neighbours on the critical path of
+    several orders, if the step is not large exact CP-SAT, warm-started from the best: the whole
+    step if it is small, else
                        windows of it, the cool-down first
     overlap            forwards and backwards as overlapped pairs, if the costs give the time
     memory reduction   if allowed: ranks that hold too much recompute or offload stages
@@ -68,37 +68,37 @@ def search(
     pareto: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """Searches for the best program of one copy of the model in the given time.
+    """Search for the best program of one copy of the model within the time limit.
 
     Args:
         costs: the cost of each kind of action, and the size of activations.
         ranks: number of ranks.
         microbatches: microbatches per step.
-        virtual: stages per rank; None for the number that costs per stage imply, or else 1.
+        virtual: stages per rank; if None, follows from costs per stage, else 1.
         memory_limit: the most activations that a rank may hold at once, in bytes if
             ``costs.activation_bytes`` is given; None for no limit.
-        objective: ``"makespan"``, from the first start to the last end over all ranks (there is a
-            barrier before the optimizer), or ``"span"``, the longest of the ranks' own (none).
+        objective: ``"makespan"``, the time from the first start to the last end over all ranks, for
+            steps with a barrier before the optimizer; or ``"span"``, the longest such time of a
+            single rank, for steps without a barrier.
         placements: the placements to search; None for loops, and waves if ``virtual`` is even.
         time_limit_s: how long to search, in seconds.
-        seed: of random choices. The same seed finds the same program as long as work ends the
-            search, not the clock, as it does on slow or busy machines: the result says which
-            (``SearchResult.reproducible``).
-        exact: whether to polish small steps with OR-Tools CP-SAT (``penstock[search]``).
-        recompute: whether stages may recompute their activations (``costs.recompute``,
+        seed: the random seed. The same seed finds the same program unless the time limit cuts the
+            search short, as on slow or busy machines (see ``SearchResult.reproducible``).
+        exact: if True, improves small steps with OR-Tools CP-SAT (``penstock[search]``).
+        recompute: if True, stages may recompute their activations (``costs.recompute``,
             ``costs.recompute_bytes``).
-        offload: whether stages may offload them; ``costs`` give the time of that.
-        pareto: whether to look for programs that take more time in less memory, too.
-        progress: called now and then.
+        offload: if True, stages may offload their activations, at the times given in ``costs``.
+        pareto: if True, also searches for programs that trade time for memory.
+        progress: a callback that receives the progress now and then.
 
     Returns:
         The best program, its figures, and a lower bound for programs of one copy of the model;
-        schedules with two, such as DualPipe, may be faster.
+        schedules with two copies, such as DualPipe, may be faster.
 
     Raises:
-        ScheduleError: no program meets the memory limit (the message gives the least feasible one,
-            and whether recomputation or offload would help); offload at no known cost; numbers,
-            costs or placements that don't go together; OR-Tools is asked for and missing.
+        ScheduleError: no program fits the memory limit (the message gives the smallest feasible
+            limit, and says if recomputation or offload would help); offload has no cost; numbers,
+            costs or placements contradict each other; or OR-Tools is required but not installed.
 
     Example:
         >>> found = search(ranks=4, microbatches=8, memory_limit=4, exact=False)
@@ -141,7 +141,7 @@ def search(
     state = SearchState(problems, budget=budget, progress=progress, reduced=bool(allowed))
     effort = Effort(share=1.0, seed=seed, exact=exact, size=problems[0].size)
     if allowed:
-        # Without a limit first: a fast program may be reduced.
+        # Searches without a limit first: a fast program may become feasible by memory reduction.
         state.problems = [problem.limited(math.inf) for problem in problems]
         _run_methods(state, replace(effort, share=_LOOSE))
         state.problems = list(problems)
@@ -160,14 +160,14 @@ def search(
 
 
 def _reduce(state: SearchState, allowed: Sequence[str], *, pareto: bool) -> None:
-    """Reduces programs until they are within the limit; for a front, within lower ones."""
+    """Reduce the memory of programs to the limit, and for a Pareto front also to lower limits."""
     given = state.problems
     starts = tuple(found for found in state.found if not found.is_reduced)
     state.tell(state.done_share, "memory reduction")
     reduce_memory(state, starts, allowed)
     if pareto:
         least = min(least_reduced(given, way) for way in allowed)
-        # None is within the limit yet if it takes no reduction, but a search under it.
+        # The reduced methods found no program, but a search under the limit may find one.
         most = max((found.peak for found in state.front()), default=0.0)
         for limit in _lower_limits(given, least, most):
             state.tell(state.done_share, "memory reduction")
@@ -177,7 +177,7 @@ def _reduce(state: SearchState, allowed: Sequence[str], *, pareto: bool) -> None
 
 
 def _run_methods(state: SearchState, effort: Effort) -> None:
-    """Runs all methods, as long as there is something to gain."""
+    """Run all methods in turn, until the best program is proven or time is up."""
     effort = effort.timed(state.budget, state.done_share)
     state.tell(state.done_share, "closed forms")
     first(state)
@@ -197,10 +197,10 @@ def _run_methods(state: SearchState, effort: Effort) -> None:
 
 
 def _trade(state: SearchState, effort: Effort) -> None:
-    """Searches again under lower limits, from the smallest feasible one on."""
+    """Search again under lower limits, from the smallest feasible one up."""
     given = state.problems
     least = min(max(problem.least_memory) for problem in given)
-    # The clock may leave none but those that were reduced.
+    # If time ran out, the reduced programs may be the only ones.
     most = next((found.peak for found in state.plain()), 0.0)
     limits = _lower_limits(given, least, most)
     for limit in limits:
@@ -212,8 +212,8 @@ def _trade(state: SearchState, effort: Effort) -> None:
 
 
 def _lower_limits(given: Sequence[SearchProblem], least: float, most: float) -> list[float]:
-    """A geometric grid of limits between the smallest feasible one and the current peak; in whole
-    activations, if these are counted."""
+    """A geometric grid of memory limits between the smallest feasible one and the current peak;
+    whole numbers if activations are counted."""
     if least <= 0:
         return []
     ratio = max(1.0, most / least)

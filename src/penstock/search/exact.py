@@ -5,20 +5,20 @@
                                                       after it: the order stays, times follow
 
 CP-SAT counts in integers. Without a common unit, costs are rounded down, so its bound still holds;
-the objective of an order is never taken from CP-SAT, but from a replay.
+a replay gives the objective of an order, never CP-SAT.
 
 A rank's span counts from its own first start, so it may gain by starting late:
 
     rank 0  F0 F1 ..        rank 0  F0 F1 ..
     rank 1  .. F0 F1 ..     rank 1  .. .. F1 F0 ..
 
-Kinds that run microbatches in index order, and ranks that start as soon as they can, lose such
-programs. So a bound on the span has a search of its own, in which ranks start when they like: sort
-the times of any program kind by kind, and they are among those that are left.
+If kinds run microbatches in index order and ranks start as early as possible, such programs are
+lost. A bound on the span therefore takes a separate search with free start times. Sorting the times
+of any program kind by kind gives a program of that search, so its bound holds for all programs.
 
-CP-SAT runs interleaved workers with a fixed seed and a limit of deterministic time, so it answers
-alike on every machine; the clock is a second limit. Only this module knows OR-Tools, and imports it
-when used.
+CP-SAT runs interleaved workers with a fixed seed and a limit of deterministic time, so results are
+the same on every machine; wall-clock time is a second limit. Only this module uses OR-Tools, and
+imports it lazily.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _FINE = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactAnswer:
-    """The answer of CP-SAT.
+    """The result of CP-SAT.
 
     Args:
-        order: an order at least as good as the start; None if none was found in time.
-        bound: a lower bound on the objective; 0 if not all programs were searched among.
-        proven: whether the order is optimal among the programs that were searched.
-        used_s: the deterministic time that it took.
-        cut_short: whether the clock ended it.
+        order: an order no worse than the start; None if CP-SAT found none in time.
+        bound: a lower bound on the objective; 0 if the search excluded some programs.
+        proven: True if the order is optimal among the searched programs.
+        used_s: the deterministic time used.
+        cut_short: True if the wall-clock limit ended the search.
     """
 
     order: Order | None
@@ -69,18 +69,18 @@ def improve(
     at_least: float = 0.0,
     late_starts: bool = False,
 ) -> ExactAnswer:
-    """The best order that differs from ``start`` in the window alone.
+    """Search for the best order that differs from ``start`` only inside the window.
 
     Args:
-        problem: what to run.
+        problem: the search problem.
         start: the warm start.
-        window: the order is free for actions that start from the first time on and before the
-            second; None for all.
-        effort_s: limit in deterministic seconds of CP-SAT.
-        clock_s: limit in seconds.
-        seed: of the solver.
-        at_least: a bound that is known already.
-        late_starts: whether ranks may start later than they can: for a bound on the span.
+        window: a start and an end time; only actions that start between them may be reordered. None
+            for all.
+        effort_s: the limit in deterministic seconds of CP-SAT.
+        clock_s: the limit in wall-clock seconds.
+        seed: the solver's seed.
+        at_least: a known lower bound.
+        late_starts: if True, ranks may delay their start, as a bound on the span requires.
 
     Raises:
         ImportError: OR-Tools is not installed.
@@ -88,13 +88,13 @@ def improve(
     found = _Model(problem, start, window, at_least, late_starts).solve(effort_s, clock_s, seed)
     if found.order is None:
         return found
-    # Sizes were rounded, and actions that take no time seemed to hold nothing meanwhile.
+    # After rounding, actions that take no time look as if they held no memory meanwhile.
     peaks = problem.peaks(problem.program(found.order, name="exact"))
     return found if max(peaks) <= problem.most else replace(found, order=None)
 
 
 class _Model:
-    """The constraints of one search."""
+    """The CP-SAT model of one search."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class _Model:
         self.bounds_all = (
             window is None
             and (late_starts or problem.objective == "makespan")
-            # Overlapped pairs may take less time than their parts, full backwards hold less.
+            # An overlapped pair may be shorter than its actions in turn; a full backward may hold
+            # less.
             and problem.costs.overlap is None
             and problem.splits
             and (math.isinf(problem.limit) or not any(problem.growths))
@@ -123,16 +124,16 @@ class _Model:
         delays = [delay for needs in problem.needs for _, delay in needs]
         numbers = [*problem.durations, *delays, *problem.origins]
         self.unit = _unit(numbers, start.value)
-        # Of a time between two others that are rounded down, one unit may be lost.
+        # Rounding down both ends of an interval can lose one unit.
         self.lost = int(late_starts and not _is_unit(self.unit, numbers))
         self.lengths = [self.ticks(length) for length in problem.durations]
         ends = [0.0] * problem.placement.num_ranks
         for rank, times in zip(problem.ranks, start.ends, strict=True):
             ends[rank] = max(ends[rank], *times)
-        # A rank's first action follows one of a rank that started before it.
+        # A rank's first action depends on an action of a rank that started earlier.
         latest = len(ends) * (start.value + max(delays, default=0.0)) if late_starts else max(ends)
         self.horizon = self.ticks(latest) + 1
-        # Per kind, the start of each microbatch; a number if it is not to be changed.
+        # By kind, the start of each microbatch: a variable, or a number if fixed.
         self.starts: list[list[Any]] = [self.starts_of(kind) for kind in range(problem.num_kinds)]
         self.precede()
         self.exclude_each_other()
@@ -145,7 +146,7 @@ class _Model:
         self.model.minimize(self.objective)
 
     def ticks(self, time: float) -> int:
-        """A time in units, rounded down up to the error of floats."""
+        """A time in units, rounded down except for floating-point error."""
         return int(time / self.unit + 1e-6)
 
     def began(self, kind: int, microbatch: int) -> float:
@@ -153,11 +154,11 @@ class _Model:
         return self.start.ends[kind][microbatch] - self.problem.durations[kind]
 
     def actions_of(self, kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The kind and the microbatch of each action of a rank."""
+        """The (kind, microbatch) pairs of a rank."""
         return (divmod(each, self.problem.num_microbatches) for each in self.problem.ids(kinds))
 
     def starts_of(self, kind: int) -> list[Any]:
-        """The start of each microbatch of a kind, as a variable or a number."""
+        """The start of each microbatch of a kind, as a variable or a fixed number."""
         found: list[Any] = []
         for microbatch in range(self.problem.num_microbatches):
             began = self.began(kind, microbatch)
@@ -170,24 +171,24 @@ class _Model:
         return found
 
     def is_free(self, kind: int, microbatch: int) -> bool:
-        """Whether the start is a variable."""
+        """True if the start is a variable."""
         return not isinstance(self.starts[kind][microbatch], int)
 
     def count_from_origins(self) -> None:
-        """The objective is no less than any rank's last end, from its origin on."""
+        """Bound the objective from below by every rank's last end, counted from its origin."""
         problem = self.problem
         for kind, starts in enumerate(self.starts):
             rank = problem.ranks[kind]
             origin: Any = math.ceil(problem.origins[rank] / self.unit - 1e-9)
             if self.late_starts:
-                # Nothing on a rank comes before the first forward of its first stage.
+                # The first forward of a rank's first stage precedes all its other actions.
                 origin = self.starts[min(problem.placement.stages_of(rank))][0]
             self.model.add(self.objective >= starts[-1] + self.lengths[kind] - origin - self.lost)
         if self.late_starts:
             self.model.add(self.starts[0][0] == 0)
 
     def precede(self) -> None:
-        """The readiness rules, and the index order of each kind's microbatches."""
+        """Add the readiness rules, and the index order of each kind's microbatches."""
         for kind, starts in enumerate(self.starts):
             for microbatch, start in enumerate(starts):
                 if not self.is_free(kind, microbatch):
@@ -199,7 +200,7 @@ class _Model:
                     self.model.add(start >= starts[microbatch - 1] + self.lengths[kind])
 
     def exclude_each_other(self) -> None:
-        """A rank runs one action at a time; outside of the window, in the order that it has."""
+        """Add no-overlap constraints for each rank, and the fixed order outside the window."""
         for kinds in self.start.order:
             before: Any = 0
             inside: list[Any] = []
@@ -217,7 +218,8 @@ class _Model:
                     )
                     ends_inside.append(start + length)
                 else:
-                    # The first after the window comes after all of it, the others in turn.
+                    # The first action after the window follows all actions inside; later ones
+                    # follow in order.
                     for end in ends_inside if not after else ():
                         self.model.add(start >= end)
                     self.model.add(start >= before)
@@ -227,7 +229,7 @@ class _Model:
                 self.model.add_no_overlap(inside)
 
     def keep_limits(self) -> None:
-        """Activations are held from F to W, within the limit."""
+        """Add the memory limits: a stage holds an activation from F to W."""
         problem, size = self.problem, self.problem.placement.num_stages
         forwards, weights = problem.changes[:size], problem.changes[2 * size :]
         for rank in range(problem.placement.num_ranks):
@@ -242,7 +244,8 @@ class _Model:
                 self.keep_many(held)
 
     def keep_one(self, stage: int) -> None:
-        """With one stage per rank: a forward after the weight gradient that makes room for it."""
+        """Limit memory with one stage per rank: a forward starts after the weight gradient that
+        frees its place."""
         number = int(self.problem.limit / self.problem.changes[stage] + 1e-9)
         last = self.problem.kind(Op.WEIGHT_GRAD, stage)
         for microbatch in range(number, self.problem.num_microbatches):
@@ -251,10 +254,10 @@ class _Model:
                 self.model.add(self.starts[stage][microbatch] >= end)
 
     def keep_many(self, sizes: dict[int, tuple[float, float]]) -> None:
-        """With several: all that is held at a time, together.
+        """Limit memory with several stages per rank: bound the sum over all stages.
 
         Args:
-            sizes: for each stage of a rank, what it holds before the end of I and after.
+            sizes: for each stage of a rank, its memory before the end of I and after it.
         """
         problem, limit = self.problem, self.problem.limit
         unit = _unit([size for both in zip(*sizes.values(), strict=True) for size in both], limit)
@@ -264,7 +267,7 @@ class _Model:
             by_input, by_weight = (
                 problem.kind(op, stage) for op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD)
             )
-            # Alike before and after I: one interval; else one up to its end, and one from there.
+            # One interval if the size is the same before and after I, else two.
             parts = [(stage, by_weight, before)]
             if before != behind:
                 parts = [(stage, by_input, before), (by_input, by_weight, behind)]
@@ -284,7 +287,7 @@ class _Model:
         self.model.add_cumulative(held, demands, int(limit / unit + 1e-6))
 
     def solve(self, effort_s: float, clock_s: float, seed: int) -> ExactAnswer:
-        """Runs CP-SAT within both limits."""
+        """Run CP-SAT within both limits."""
         solver = self.cp.CpSolver()
         solver.parameters.num_workers = _WORKERS
         solver.parameters.interleave_search = True
@@ -303,7 +306,7 @@ class _Model:
         )
 
     def order(self, solver: Any) -> Order:
-        """Each rank's kinds by start; ties of actions that take no time keep their order."""
+        """Sort each rank's kinds by start; zero-length actions that tie keep their order."""
         ranks = []
         for kinds in self.start.order:
             timed = []
@@ -316,12 +319,12 @@ class _Model:
 
 
 def _is_unit(unit: float, numbers: Sequence[float]) -> bool:
-    """Whether all numbers are multiples of the unit, up to the error of floats."""
+    """True if all numbers are multiples of the unit, up to floating-point error."""
     return all(abs(each / unit - round(each / unit)) <= 1e-6 for each in numbers)
 
 
 def _unit(numbers: Sequence[float], whole: float) -> float:
-    """A unit of which all numbers are multiples, or else a small part of the whole."""
+    """A common divisor of all numbers, or else a small fraction of the whole."""
     numbers = [number for number in numbers if number]
     fractions = [Fraction(number).limit_denominator(1000) for number in numbers]
     pairs = zip(fractions, numbers, strict=True)

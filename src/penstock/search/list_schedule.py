@@ -6,7 +6,7 @@
 
 A free rank runs its ready kind of the lowest priority value. A forward may start only if the
 microbatches in flight could still be finished one by one, in their order, within the limit on every
-rank: so no choice leads into a dead end. If W holds more than F left, forwards leave room for the
+rank: so no choice can lead to a dead end. If W holds more than F left, forwards leave room for the
 most that one I may add, and a rank without that room runs one microbatch at a time.
 """
 
@@ -30,15 +30,15 @@ def schedule_by_priority(
     windows: Sequence[int] | None = None,
     patience: float = 0.0,
 ) -> TimedOrder:
-    """The order in which ranks always run their most urgent ready action.
+    """Build an order in which ranks always run their most urgent ready action.
 
     Args:
-        problem: what to run.
+        problem: the search problem.
         priorities: for each kind the priority of each microbatch; the lowest goes first.
         windows: for each stage the most microbatches that it may hold, at least 1, within the
             limits of its rank; None for the limits alone.
-        patience: how long a rank waits for a more urgent action that is known to become ready; 0
-            to run what is ready.
+        patience: the time that a rank idles for a more urgent action that will become ready; 0 for
+            no waiting.
     """
     scheduler = ListScheduler(
         ranks=problem.ranks,
@@ -57,7 +57,7 @@ def schedule_by_priority(
 
 
 class _ByPriority:
-    """The policy: what may run, and which of it matters most."""
+    """A list-scheduling policy by priority and memory."""
 
     __slots__ = (
         "changes",
@@ -90,8 +90,7 @@ class _ByPriority:
         self.windows = [problem.num_microbatches] * self.stages if windows is None else windows
         num_ranks = problem.placement.num_ranks
         self.rooms = [_Room(problem, rank) for rank in range(num_ranks)]
-        # Of each rank, as heaps, its ready kinds: those to come, by time, and those that can run
-        # now, by priority.
+        # Per rank, heaps of its ready kinds: future ones by time, runnable ones by priority.
         self.coming: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
         self.urgent: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
         for kind, time in enumerate(self.ready):
@@ -99,7 +98,7 @@ class _ByPriority:
                 heappush(self.coming[self.ranks[kind]], (time, kind))
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
-        """The most urgent kind that can run now; or None, and the time of the next one."""
+        """The most urgent kind that can run now; or None, and the time of the next kind."""
         coming, urgent = self.coming[rank], self.urgent[rank]
         while coming and coming[0][0] <= now:
             kind = heappop(coming)[1]
@@ -110,7 +109,7 @@ class _ByPriority:
         urgency, chosen = urgent[0] if urgent else (inf, None)
         wake = coming[0][0] if coming else inf
         until = now + self.patience
-        # A rank waits for the first of those that are more urgent.
+        # A rank waits for the first action that is more urgent.
         if wake <= until and (
             waits := [at for at, kind in coming if at <= until and self.priority(kind) < urgency]
         ):
@@ -122,14 +121,14 @@ class _ByPriority:
         return chosen, wake
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
-        """Counts what the action holds, and queues what has become ready by it."""
+        """Update the memory in use, and queue kinds that become ready."""
         self.rooms[rank].held += self.changes[kind]
         ends, ready = self.ends, self.ready
         number = len(ends[kind])
         if ready[kind] < inf:
             heappush(self.coming[rank], (ready[kind], kind))
         for user in self.users[kind]:
-            # Only a user that waits for this very microbatch has become ready.
+            # Only a user that waits for this microbatch becomes ready.
             if len(ends[user]) == number - 1 and ready[user] < inf:
                 heappush(self.coming[self.ranks[user]], (ready[user], user))
 
@@ -138,7 +137,7 @@ class _ByPriority:
         return self.priorities[kind][len(self.ends[kind])]
 
     def has_room(self, kind: int, rank: int) -> bool:
-        """Whether what one more of a kind leaves behind fits; W leaves nothing."""
+        """True if the memory that one more action of a kind leaves in use fits; W leaves none."""
         if kind >= self.stages:
             change = self.changes[kind]
             return change <= 0 or self.rooms[rank].held + change <= self.rooms[rank].limit
@@ -147,7 +146,7 @@ class _ByPriority:
 
 
 class _Room:
-    """What a rank holds, and whether one more forward leaves a way to finish all."""
+    """The memory in use per rank, and a safety check for one more forward."""
 
     __slots__ = ("alone", "growing", "held", "limit", "rest", "safe", "sizes", "stages")
 
@@ -155,9 +154,9 @@ class _Room:
         self.limit = problem.most
         self.stages = problem.placement.stages_of(rank)
         self.sizes = [problem.changes[stage] for stage in self.stages]
-        # What a microbatch needs from each stage on.
+        # The memory that a microbatch needs from each stage on.
         self.rest = [sum(self.sizes[place:]) for place in range(len(self.stages))]
-        # Forwards may take so much that an I has its room once no W is left to run.
+        # Forwards may use so much memory that an I fits only after all pending W have run.
         growths = [problem.growths[stage] for stage in self.stages]
         self.safe = self.limit - max(growths)
         self.alone = self.rest[0] > self.safe
@@ -169,7 +168,7 @@ class _Room:
         self.held = 0.0
 
     def takes(self, stage: int, ends: list[list[float]]) -> bool:
-        """Whether the forward of a stage may start: kinds of forwards are the stages."""
+        """True if the forward of a stage may start; kinds of forwards are numbered like stages."""
         if self.limit == inf:
             return True
         stages, sizes = self.stages, self.sizes
@@ -187,7 +186,7 @@ class _Room:
         first = len(ends[stages[0]]) + (chosen == 0)
         held, passed = sizes[chosen], 0.0
         for place, each in enumerate(stages):
-            # Done here; a later stage of the rank never has more forwards.
+            # Later stages of the rank never have more forwards, so the loop can stop.
             done = len(ends[each])
             # The first microbatch that still needs this stage and those after it: all before it
             # can be finished, and what they hold comes free; those from it on hold the stages

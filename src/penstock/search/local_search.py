@@ -7,10 +7,10 @@
     rank 0   .. u v ..        end(a)    the end of action a, from the start of the step
     rank 1   ..  a  ..        tail(a)   from the start of a to the end of the step
 
-If neighbours u and v are critical, then the longest way through the two after their exchange
-follows from the ends before them and the tails behind them, and no other way has got longer: the
-result of an exchange is known before it is made. Exchanges that make the step longer by little are
-accepted now and then, less and less often.
+If neighbours u and v are critical, the longest path through both after their exchange follows from
+the ends before them and the tails behind them. No other path gets longer, so the result of an
+exchange is known in advance. As in simulated annealing, an exchange that makes the step slightly
+longer is accepted with falling probability.
 
     9 orders ─► 3 tenths of the work ─► 3 ─► 3 tenths ─► 1 ─► 4 tenths ─► the best
 
@@ -33,14 +33,14 @@ from penstock.search.state import SearchState, meets
 __all__ = ["Exchanger", "ExchangedOrder", "exchange_in_rounds"]
 
 _NEAR = 1e-9
-# How much longer an order may get by one exchange at first, in mean actions.
+# The increase per exchange that is accepted at first, in mean actions.
 _HEAT = 0.3
-# The work of an exchange, per action of the step, and of a refusal: in actions placed.
+# The work of an exchange per action of the step, and of a rejected exchange, in placed actions.
 _TAKEN, _REFUSED = 0.15, 3
 # The part of the work of each round; how many orders of a kind enter the first, how much worse than
 # the best they may be, and which part of them goes on.
 _ROUNDS, _OF_A_KIND, _NEAR_BEST, _GO_ON = (0.3, 0.3, 0.4), 3, 1.1, 3
-# After how many exchanges the clock is read; from which part of the work on its rate counts.
+# The exchanges between two looks at the clock; the share of the work after which its rate counts.
 _LOOK, _TELLING = 64, 0.1
 
 _Arrows: TypeAlias = Iterable[tuple[int, float]]
@@ -48,12 +48,12 @@ _T = TypeVar("_T")
 
 
 class ExchangedOrder:
-    """An order that changes by exchanges, with its ends and tails. Actions are integers, as
+    """An order under exchange of neighbours, with its ends and tails. Actions are integers, as
     ``SearchProblem.ids`` numbers them.
 
     Args:
-        problem: what to run.
-        order: for each rank, kinds; it does not deadlock, and is within the limit.
+        problem: the search problem.
+        order: the kinds of each rank in order; free of deadlocks and within the limit.
 
     Attributes:
         value: the objective.
@@ -77,7 +77,7 @@ class ExchangedOrder:
         assert played is not None, "the order does not deadlock"
         self.value = problem.value([ends[-1] for ends in played.ends])
         self._ends, self._tails = played.done, [0.0] * problem.size
-        # All actions by end, none before one that it needs; and the place of each of them.
+        # All actions sorted by end, each after its prerequisites, and the position of each.
         runs = (self._order[rank][first:stop] for rank, first, stop in played.runs)
         self._sequence = sorted((act for run in runs for act in run), key=self._ends.__getitem__)
         self._index = [0] * problem.size
@@ -85,14 +85,14 @@ class ExchangedOrder:
 
     @property
     def order(self) -> Order:
-        """For each rank, kinds."""
+        """The kinds of each rank in order."""
         return tuple(tuple(act // self._width for act in acts) for acts in self._order)
 
     def neighbours(self, random: Random) -> list[tuple[int, int]]:
-        """Neighbours of different kinds on one critical path.
+        """Pairs of neighbours of different kinds on one critical path.
 
         Args:
-            random: chooses the path, if there are several.
+            random: chooses among several critical paths.
         """
         ends, place_of = self._ends, self._place
         late = [
@@ -118,14 +118,14 @@ class ExchangedOrder:
             act = waited_for[0] if len(waited_for) == 1 else random.choice(waited_for)
 
     def fits(self, first: int, second: int) -> bool:
-        """Whether the limit is kept if two neighbours change places."""
+        """True if two neighbours can change places within the memory limit."""
         held = self._held[self._rank_of[first]][self._place[first]]
         return held + self._changes[second] <= self._problem.most
 
     def estimate(self, first: int, second: int) -> float:
-        """The longest way through two critical neighbours, once they have changed places.
+        """The longest path through two critical neighbours after their exchange.
 
-        The value is that, or still what it was, whichever is more.
+        The new objective is the greater of this length and the old objective.
         """
         ends, tails, durations = self._ends, self._tails, self._durations
         rank, place = self._rank_of[first], self._place[first]
@@ -139,7 +139,7 @@ class ExchangedOrder:
         return max(start_of_first + tail_of_first, start + tail_of_second)
 
     def exchange(self, first: int, second: int) -> bool:
-        """Lets two neighbours change places; False, and nothing changed, on a deadlock."""
+        """Exchange two neighbours; return False and change nothing if that would deadlock."""
         since, until = self._index[first], self._index[second]
         moved = self._moved(since, until)
         if moved is None:
@@ -154,9 +154,9 @@ class ExchangedOrder:
         return True
 
     def _moved(self, since: int, until: int) -> list[int] | None:
-        """A part of the sequence in which its last action, and what that needs, come first.
+        """Reorder a slice so that its last action and the prerequisites of that come first.
 
-        None if that needs the first of the part.
+        None if the last action depends on the first.
         """
         part = self._sequence[since : until + 1]
         first, second = part[0], part[-1]
@@ -172,7 +172,7 @@ class ExchangedOrder:
         return [*ahead, first, *(act for act in part[1:] if act not in needed)]
 
     def _held_before(self, acts: Sequence[int]) -> list[float]:
-        """What a rank holds before each of its actions."""
+        """The memory that a rank holds before each of its actions."""
         held, found = 0.0, []
         for act in acts:
             found.append(held)
@@ -180,7 +180,7 @@ class ExchangedOrder:
         return found
 
     def _count(self, since: int) -> None:
-        """Updates the ends from a place of the sequence on, and the value."""
+        """Update the ends from a position on, and the objective."""
         needs, durations, place_of = self._needs, self._durations, self._place
         ends, order, rank_of = self._ends, self._order, self._rank_of
         for act in self._sequence[since:]:
@@ -193,7 +193,7 @@ class ExchangedOrder:
         self.value = self._problem.value([ends[acts[-1]] for acts in order])
 
     def _count_back(self, until: int) -> None:
-        """Updates the tails up to a place of the sequence, and all places in it."""
+        """Update the tails up to a position, and all positions before it."""
         users, durations, rank_of = self._users, self._durations, self._rank_of
         tails, index = self._tails, self._index
         behind = [-origin for origin in self._problem.origins]
@@ -212,7 +212,7 @@ class ExchangedOrder:
 
 
 def _latest(arrows: _Arrows, times: Sequence[float], least: float) -> float:
-    """The latest of times at the other ends of arrows, with the arrows' own."""
+    """The latest time at the other end of an edge, plus the length of that edge."""
     for act, delay in arrows:
         if times[act] + delay > least:
             least = times[act] + delay
@@ -224,7 +224,7 @@ def _each(values: Sequence[_T], width: int) -> list[_T]:
 
 
 def _per_action(arrows: Sequence[_Arrows], width: int) -> list[tuple[tuple[int, float], ...]]:
-    """The same arrows between the actions of each microbatch."""
+    """Expand edges between kinds to edges between the actions of each microbatch."""
     return [
         tuple((kind * width + microbatch, delay) for kind, delay in of_kind)
         for of_kind in arrows
@@ -233,20 +233,19 @@ def _per_action(arrows: Sequence[_Arrows], width: int) -> list[tuple[tuple[int, 
 
 
 class Exchanger:
-    """A search among orders, one exchange at a time.
+    """A simulated-annealing search over orders, one exchange at a time.
 
     Args:
-        problem: what to run.
-        start: an order to begin with, within the limit.
-        seed: of its random choices.
-        work: how much is to be done in all, in actions placed; towards the end only better orders
-            are accepted.
+        problem: the search problem.
+        start: the initial order, within the memory limit.
+        seed: the random seed.
+        work: the total work, in placed actions; towards its end only better orders are accepted.
 
     Attributes:
         best: the best order so far.
         value: its objective.
-        work: how much is to be done in all; may be lowered on the way.
-        worked: how much is done.
+        work: the total work; may be lowered during the search.
+        worked: the work done so far.
     """
 
     def __init__(self, problem: SearchProblem, start: Order, *, seed: int, work: float) -> None:
@@ -260,7 +259,7 @@ class Exchanger:
         self.worked = 0.0
 
     def step(self) -> bool:
-        """Tries one exchange; False if there is none to try, or the work is done."""
+        """Try one exchange; return False if none is possible, or the work is done."""
         if not self._pairs or self.worked >= self.work:
             return False
         first, second = self._random.choice(self._pairs)
@@ -292,16 +291,16 @@ class _Entrant:
 def exchange_in_rounds(
     state: SearchState, *, share: float, keep_s: float, done_share: float, seed: int
 ) -> None:
-    """Improves the best known orders of all placements: a little each, more those that gain most.
+    """Improve the best orders of all placements in rounds; promising ones get more work.
 
-    Which order leads furthest is not the one that is best to begin with.
+    The best initial order does not always lead to the best result.
 
     Args:
-        state: the known programs; the results are noted there.
-        share: the share of all the work that this may take.
-        keep_s: seconds to leave for others.
-        done_share: the share of all the work that is done.
-        seed: of random choices.
+        state: the search state; receives the results.
+        share: the share of the total work to use.
+        keep_s: seconds to leave for later methods.
+        done_share: the share of the total work done before.
+        seed: the random seed.
     """
     entrants = _entrants(state)
     left = sum(_ROUNDS)
@@ -319,10 +318,10 @@ def exchange_in_rounds(
 
 
 def _entrants(state: SearchState) -> list[_Entrant]:
-    """The best orders of each kind within the limit, on placements that may hold a better one.
+    """The best feasible orders by method, on placements that may hold a better one.
 
-    Orders of one kind are much alike; that of a registered schedule may be further from the best at
-    first, and lead nearer.
+    Orders found by one method are similar. A registered schedule may start out worse, yet lead to a
+    better result.
     """
     best = state.best()
     assert best is not None
@@ -348,7 +347,7 @@ def _entrants(state: SearchState) -> list[_Entrant]:
 def _improved(
     state: SearchState, entrant: _Entrant, work: float, time_s: float, seed: int
 ) -> _Entrant:
-    """An order after exchanges; less work if the machine is too slow for all of it."""
+    """Improve an order by exchanges, with less work if the machine is too slow for all."""
     exchanger = Exchanger(entrant.problem, entrant.order, seed=seed, work=work)
     began_s, tried = state.budget.left_s, 0
     while exchanger.step():
@@ -359,7 +358,7 @@ def _improved(
             break
         needed_s = (began_s - state.budget.left_s) * exchanger.work / exchanger.worked
         if needed_s > 1.2 * time_s:
-            # An end that is cooled down is worth more than a longer way there.
+            # Finishing the cooling schedule gains more than a longer run at high temperature.
             exchanger.work = max(exchanger.worked, exchanger.work * time_s / needed_s)
             state.budget.cut_short = True
     return replace(entrant, order=exchanger.best, value=exchanger.value)

@@ -1,11 +1,11 @@
-"""Memory reduction: programs that hold less than others, because stages recompute or offload.
+"""Memory reduction: stages recompute or offload until a program fits a memory limit.
 
     0F0 0F1 0F2 0I0 0W0 ...               rank 0 holds 3, the limit is 2
     0F0 0F1 0F2 0RECOMPUTE0 0I0 0W0 ...   rank 0 holds what one microbatch needs
 
-Of each rank that holds too much, as few stages as possible do so, those first that hold the most.
-The programs are those of a search without a limit, and those within a larger one; passes change
-them, and the simulation gives their times.
+On each rank over the limit as few stages as possible recompute or offload, the largest first. The
+programs come from a search without a limit or under a larger one. Passes change them, and
+simulation gives their times.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from penstock.simulate.simulation import Simulation, simulate
 
 __all__ = ["can_offload", "feasible_problems", "least_reduced", "peaks_of", "reduce_memory"]
 
-# By the argument of ``search`` that allows it, the pass that reduces some stages.
+# The pass that reduces the memory of some stages, by the argument of ``search`` that allows it.
 _PASSES = {"recompute": recompute, "offload": offload}
-# How many programs of each placement are tried.
+# The number of programs tried for each placement.
 _TRIED = 8
 
 
 def can_offload(costs: Costs) -> bool:
-    """Whether costs give the time of an offload."""
+    """True if the costs give the time of an offload."""
     return any(each is not None for each in (costs.offload, costs.reload, costs.offload_bandwidth))
 
 
 def feasible_problems(
     problems: Sequence[SearchProblem], allowed: Collection[str]
 ) -> tuple[SearchProblem, ...]:
-    """The problems whose limit can be met; all of them if programs may be reduced.
+    """The problems with a feasible limit; all problems if memory reduction is allowed.
 
     Raises:
         ScheduleError: no program meets the limit, on any placement.
@@ -61,11 +61,11 @@ def feasible_problems(
 def reduce_memory(
     state: SearchState, starts: Sequence[Candidate], allowed: Collection[str]
 ) -> None:
-    """Notes programs within the limit that come from others, by reducing ranks that hold too much.
+    """Add feasible programs by reducing the memory of ranks that exceed the limit.
 
     Args:
-        state: the known programs; the new ones are noted there.
-        starts: programs within the limit or not.
+        state: the search state; receives the new programs.
+        starts: programs, feasible or not.
         allowed: ``"recompute"``, ``"offload"``, or both.
     """
     for problem in state.problems:
@@ -85,7 +85,7 @@ def reduce_memory(
 
 
 def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
-    """What the fullest rank holds if microbatches run one by one and all stages are reduced."""
+    """The peak of the fullest rank if microbatches run one at a time and all stages are reduced."""
     found = []
     for problem in problems:
         one = problem.resized(1)
@@ -95,7 +95,7 @@ def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
 
 
 def _one_by_one(problem: SearchProblem) -> Sequence[Sequence[int]]:
-    """The order in which no stage holds more than one microbatch."""
+    """An order in which no stage holds more than one microbatch."""
     wishes = [[float(n) for n in range(problem.num_microbatches)]] * problem.num_kinds
     free = problem.limited(max(problem.least_memory))
     windows = (1,) * problem.placement.num_stages
@@ -103,10 +103,10 @@ def _one_by_one(problem: SearchProblem) -> Sequence[Sequence[int]]:
 
 
 def _bases(problem: SearchProblem, found: Sequence[Candidate]) -> Iterator[tuple[Program, str]]:
-    """Programs, and the same with each weight gradient right after its input gradient.
+    """Programs, and variants with each weight gradient right after its input gradient.
 
-    A recomputed activation is held from then on, so there is nothing to gain from weight gradients
-    that come later.
+    A recomputed activation stays in memory until its weight gradient, so a later weight gradient
+    gains nothing.
     """
     seen = set()
     for each in found:
@@ -132,7 +132,7 @@ def _weights_at_once(problem: SearchProblem, kinds: Sequence[int]) -> tuple[int,
 def _reduce(
     state: SearchState, problem: SearchProblem, base: Program, way: str, method: str
 ) -> None:
-    """Reduces stages of the ranks that hold too much, one more of each at a time."""
+    """Reduce stages of the ranks over the limit, one more per rank at each step."""
     sizes = problem.memory.activation
     left = [
         sorted(problem.placement.stages_of(rank), key=lambda stage: (-sizes[stage], stage))
@@ -157,6 +157,6 @@ def _reduce(
 
 
 def peaks_of(result: Simulation) -> Sequence[float]:
-    """For each rank the most that it holds, in the unit of a memory limit."""
+    """The peak memory of each rank, in the unit of a memory limit."""
     counted = result.costs.activation_bytes is None and result.costs.weight_grad_bytes is None
     return result.peak_in_flight if counted else result.peak_bytes

@@ -1,4 +1,4 @@
-"""The methods of a search, each starting from what those before it found.
+"""The methods of a search; each starts from the programs found by earlier ones.
 
     first              one pattern for each placement, so that there is an answer
     closed_forms       every registered schedule on a placement of the problem
@@ -8,7 +8,7 @@
     polish             CP-SAT, of the whole step or of windows of it
     overlap            neighbours as overlapped pairs, if the costs give the time of such
 
-A worse program never replaces a better one. Shares are shares of all the work of a search.
+A worse program never replaces a better one. Shares are fractions of a search's total work.
 """
 
 from __future__ import annotations
@@ -45,33 +45,36 @@ __all__ = [
     "tune_patterns",
 ]
 
-# Up to how many actions exact search takes all of a step, and windows of it; actions of a window.
+# The largest steps for exact search, as a whole and by windows, and the size of a window, in
+# actions.
 _WHOLE, _WINDOWED, _WINDOW = 400, 4_000, 150
-# After how many patterns that are no better tuning stops, for steps that are searched whole or not.
+# The number of patterns without improvement after which tuning stops, with and without exact
+# search.
 _STALE_WHOLE, _STALE = 300, 2_000
-# Up to how many actions neighbours are exchanged, and all schedules are tried, late or not.
+# The largest steps, in actions, for exchanges of neighbours, and for trying all schedules even if
+# late.
 _EXCHANGED, _SMALL = 12_000, 10_000
-# Up to how many stages per rank closed forms are built: some take minutes for hundreds.
+# The most stages per rank for closed forms: some take minutes to build for hundreds.
 _CLOSED = 128
-# How much worse than the best one a placement may be to be searched on.
+# A placement whose best program is worse than the best by more than this factor is dropped.
 _NEAR_BEST = 1.05
-# How many patterns are run with all microbatches, in a small and in a large step.
+# The number of patterns run with all microbatches, in a small and in a large step.
 _RUN_SMALL, _RUN = 6, 2
-# How many programs of each placement are tried with overlapped pairs.
+# The number of programs per placement tried with overlapped pairs.
 _OVERLAPPED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The work of a round of methods.
+    """The budget of one round of methods.
 
     Args:
-        share: its share of all the work.
-        seed: of random choices.
-        exact: whether CP-SAT takes part.
+        share: the round's share of the total work.
+        seed: the random seed.
+        exact: True if CP-SAT is used.
         size: actions of a program.
-        round_s: seconds that this round may take, on a machine that is slow.
-        after_s: seconds to leave when it is over.
+        round_s: the time limit of this round on a slow machine, in seconds.
+        after_s: seconds to leave after this round.
     """
 
     share: float
@@ -83,7 +86,7 @@ class Effort:
 
     @property
     def takes_whole(self) -> bool:
-        """Whether exact search takes all of a step at once."""
+        """True if exact search covers the whole step at once."""
         return self.exact and self.size <= _WHOLE
 
     @property
@@ -100,17 +103,17 @@ class Effort:
         return tuning, exchanging, polishing
 
     def timed(self, budget: Budget, done_share: float) -> Effort:
-        """The same, with its part of the time that is left."""
+        """A copy with this round's part of the remaining time."""
         round_s = budget.left_s * self.share / max(self.share, 1 - done_share)
         return replace(self, round_s=round_s, after_s=budget.left_s - round_s)
 
     def keep_s(self, share: float) -> float:
-        """Seconds to leave if this share of all the work of the round is to come."""
+        """Seconds to leave for a share of the round's work that is still to come."""
         return self.after_s + self.round_s * share / self.share
 
 
 def first(state: SearchState) -> None:
-    """Notes a program within the limit for each placement, while the clock allows more than one."""
+    """Find a feasible program for each placement; after the first, only as time allows."""
     for problem in state.problems:
         if state.is_late(times=2):
             return
@@ -120,13 +123,13 @@ def first(state: SearchState) -> None:
 
 
 def closed_forms(state: SearchState) -> None:
-    """Notes every registered schedule that is a program of one of the problems."""
+    """Add every registered schedule that solves one of the problems."""
     some = state.problems[0]
     virtuals = sorted({each.virtual for each in state.problems if each.virtual <= _CLOSED})
-    # Schedules that are built for given costs are searched for themselves: they come last.
+    # Schedules that run a search of their own for given costs come last.
     families = sorted(schedules(), key=lambda family: "forward" in family.options)
     for family, virtual in product(families, virtuals):
-        # Those of a small step are tried in any case: no result is worse than any of them.
+        # In a small step all schedules are tried, so that no result is worse than any of them.
         if some.size > _SMALL and state.is_late(times=2):
             return
         if family.copies > 1:
@@ -146,7 +149,7 @@ def closed_forms(state: SearchState) -> None:
 
 
 def _solves(program: Program, problem: SearchProblem) -> bool:
-    """Whether a program is one of those that are searched among."""
+    """True if a program belongs to the search space of a problem."""
     if program.placement != problem.placement:
         return False
     if program.num_microbatches != problem.num_microbatches:
@@ -156,7 +159,7 @@ def _solves(program: Program, problem: SearchProblem) -> bool:
 
 
 def retime(state: SearchState) -> None:
-    """List scheduling in the order of the best closed forms, within the limit or not."""
+    """List-schedule the orders of the best closed forms, feasible or not."""
     for problem in state.problems:
         closed = [
             each
@@ -175,9 +178,9 @@ def retime(state: SearchState) -> None:
 
 
 def tune_patterns(state: SearchState, effort: Effort) -> None:
-    """Tunes patterns on few microbatches, and runs the best with all.
+    """Tune patterns on few microbatches, and run the best with all.
 
-    Half of the work goes to all placements alike, the other half to those that are near the best.
+    Half of the work is spread over all placements, the other half goes to those near the best.
     """
     mine, *others = effort.shares
     keep_s = effort.keep_s(sum(others))
@@ -201,12 +204,12 @@ def tune_patterns(state: SearchState, effort: Effort) -> None:
 def _tune(
     state: SearchState, effort: Effort, search: PatternSearch, work: float, keep_s: float
 ) -> None:
-    """Tries parameters as long as there is work left, and hope."""
+    """Try parameters until the work is used up or improvement is unlikely."""
     problem, bound = search.whole, state.bound(search.whole)
     most_stale = _STALE_WHOLE if effort.takes_whole else _STALE
     until = search.placed + work - (_RUN if problem.size > _EXCHANGED else 0) * problem.size
     while search.placed < until or search.tried < 4:
-        # The first pattern of a placement is worth more than time to spare.
+        # The first pattern of a placement is worth exceeding the time.
         if state.is_late(times=3 if search.tried else 2) or (
             search.tried and state.budget.out_of_time(keep_s=keep_s)
         ):
@@ -217,7 +220,7 @@ def _tune(
 
 
 def search_locally(state: SearchState, effort: Effort) -> None:
-    """Exchanges of neighbours on critical paths of the best orders, in steps that are not large."""
+    """Exchange neighbours on critical paths of the best orders, unless the step is large."""
     tuning, mine, polishing = effort.shares
     if effort.size <= _EXCHANGED:
         exchange_in_rounds(
@@ -230,7 +233,7 @@ def search_locally(state: SearchState, effort: Effort) -> None:
 
 
 def timed_order(problem: SearchProblem, program: Program) -> TimedOrder:
-    """The order of a program, full backwards taken apart, and its simulated times.
+    """The order of a program with split backwards, and its simulated times.
 
     Args:
         problem: a problem with the program's placement and number of microbatches.
@@ -253,7 +256,7 @@ def timed_order(problem: SearchProblem, program: Program) -> TimedOrder:
 
 
 def _start(state: SearchState, problem: SearchProblem) -> Candidate | None:
-    """The best program on a placement whose split order is within the limit, too."""
+    """The best program on a placement whose order with split backwards is also feasible."""
     for each in state.plain(problem.placement):
         if problem.keeps_limit(problem.order(each.program)):
             return each
@@ -261,7 +264,7 @@ def _start(state: SearchState, problem: SearchProblem) -> Candidate | None:
 
 
 def polish(state: SearchState, effort: Effort) -> None:
-    """Exact search around the best order of each placement that may still hold a better one."""
+    """Run exact search around the best order of each placement that may hold a better one."""
     *_, mine = effort.shares
     best = state.best()
     assert best is not None
@@ -284,9 +287,9 @@ def polish(state: SearchState, effort: Effort) -> None:
 def _polish_whole(
     state: SearchState, problem: SearchProblem, start: TimedOrder, effort_s: float, seed: int
 ) -> None:
-    """All of a small step at once: it may be proven optimal.
+    """Search the whole of a small step at once, which may prove it optimal.
 
-    A bound on the span is that of ranks that start when they like, and takes a search of its own.
+    A bound on the span needs a separate search in which ranks choose their start.
     """
     if problem.objective == "span":
         used = _find_whole(state, problem, start, effort_s / 2, seed)
@@ -306,7 +309,7 @@ def _find_whole(
     *,
     late_starts: bool = False,
 ) -> float:
-    """One exact search of all of a step; returns the effort that it took."""
+    """Run one exact search of a whole step; return the effort used."""
     answer = _improved(state, problem, start, None, effort_s, seed, late_starts=late_starts)
     state.raise_bound(problem, answer.bound)
     if answer.order is not None:
@@ -317,7 +320,7 @@ def _find_whole(
 def _polish_windows(
     state: SearchState, problem: SearchProblem, start: TimedOrder, effort_s: float, seed: int
 ) -> None:
-    """Windows of a larger step, from the end to the beginning, as long as that helps."""
+    """Search windows of a larger step from end to beginning, while that improves it."""
     bound, used = state.bound(problem), 0.0
     whole = max(max(ends) for ends in start.ends)
     length = whole * _WINDOW / problem.size
@@ -327,12 +330,12 @@ def _polish_windows(
             return
         window = (high - length, high + 1e-9 * whole)
         answer = _improved(state, problem, start, window, min(1.0, effort_s - used), seed)
-        # A window that is solved at once still takes a while to set up.
+        # Even a trivial window takes a while to set up.
         used += answer.used_s + 0.05
         unchanged += length / 2
         if answer.order is not None:
             found = state.note_order(problem, answer.order, "exact windows")
-            # CP-SAT counts in rounded costs and sizes: by the true ones it may be no better.
+            # CP-SAT rounds costs and sizes; under the true ones its order may be no better.
             if found is not None and found.value <= start.value and state.keeps(found):
                 if found.value < start.value * (1 - 1e-9):
                     unchanged = 0.0
@@ -350,7 +353,7 @@ def _improved(
     *,
     late_starts: bool = False,
 ) -> ExactAnswer:
-    """One exact search, within the clock."""
+    """Run one exact search within the time limit."""
     answer = improve(
         problem,
         start,
@@ -366,7 +369,7 @@ def _improved(
 
 
 def overlap(state: SearchState) -> None:
-    """Notes the best programs of each placement with overlapped pairs, if the costs give these."""
+    """Add the best programs of each placement with overlapped pairs, if costs give their time."""
     for problem in state.problems:
         mine = [
             each
@@ -385,20 +388,20 @@ def overlap(state: SearchState) -> None:
 
 
 def overlapped(problem: SearchProblem, program: Program) -> Program | None:
-    """The program with each backward and the forward right after it as a pair, if that is shorter.
+    """Pair each backward with the forward right after it, if that shortens the program.
 
         rank 0  F0 F1 B0 F2 B1 F3 B2 B3       F0 F1 (F2;B0) (F3;B1) B2 B3
         rank 1  F0 B0 F1 B1 F2 B2 F3 B3       F0 (F1;B0) (F2;B1) (F3;B2) B3
 
-    A pair holds the activations of both, and yields both results at its end only: the simulation
-    tells whether it is worth it.
+    A pair holds the activations of both, and yields both results only at its end. Simulation
+    decides if the pairing pays.
 
     Args:
         problem: the placement and the costs.
         program: compute only.
 
     Returns:
-        The program; None without pairs to gain from.
+        The program; None if no pair shortens it.
     """
     size = problem.placement.num_stages
     if problem.costs.overlap is None:

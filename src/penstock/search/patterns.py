@@ -5,14 +5,14 @@ P = 2, V = 1, period 3: the pattern of a microbatch, and the program of its repe
     rank 0  F . . I W .           F0 .. .. F1 I0 W0 F2 I1 W1 ..
     rank 1  . F I W . .           .. F0 I0 W0 F1 I1 W1 F2 I2 ..
 
-A rank's actions may lie anywhere, but no two at the same place of the period. The length of a
+A rank's actions may start at any time, as long as no two overlap modulo the period. The length of a
 pattern decides how many microbatches a stage holds at once: delays between its actions trade memory
 for time. Its start times serve as priorities of list scheduling, which closes the gaps of warm-up
 and cool-down.
 
-The search over patterns tries parameters that are good somewhere, then random ones, then changes of
-the best. With many microbatches it runs fewer: the steady state repeats the pattern, so a period,
-once found, extends to any number.
+The search tries known good parameters, then random ones, then mutations of the best. For many
+microbatches it simulates fewer: the steady state repeats the pattern, so a period extends to any
+number.
 
 Source: arXiv:2405.15362, sec. 3 (building blocks and their lifespans).
 """
@@ -38,7 +38,7 @@ __all__ += ["lay_pattern", "legs", "run_pattern"]
 
 _NEAR = 1e-9
 _POOL = 8
-# The values that random parameters take; those that are often good stand several times.
+# Candidate values for random parameters; repeated values are drawn more often.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stretch": (-1.0, -0.5, 0.0, 0.0, 0.0, 0.5, 1.0, 2.0),
     "weight_delay": (0.0, 0.0, 0.5, 1.0, 2.0, 4.0),
@@ -53,10 +53,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 class CostView(Enum):
-    """The costs for which an order is made; its times always follow from the true ones.
+    """The costs used to choose an order; its times always follow from the true costs.
 
-    Ranks that only keep to an order run more evenly than ranks that run whatever is ready, if
-    memory is tight and stages differ.
+    With tight memory and uneven stages, ranks that follow a fixed order run more evenly than ranks
+    that run any ready action.
     """
 
     OWN = "own"
@@ -66,20 +66,20 @@ class CostView(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatternParams:
-    """The parameters of a pattern: few numbers, whatever the number of ranks.
+    """The parameters of a pattern, a few numbers for any number of ranks.
 
     Args:
-        stretch: for each leg (see ``legs``), what is added to each action of the chain before the
-            next one may come, as a share of its own time; above -1.
-        weight_delay: how long a weight gradient waits, in periods.
-        weight_slope: how much longer it waits on the last rank than on the first, in periods.
-        packed: whether actions avoid each other within the period; if not, offsets are wishes.
-        longer: the period, as a multiple of the busiest rank's work on a microbatch.
-        width: what stages may hold, as a multiple of what the pattern holds; None for the memory
-            limit alone.
-        extra: what they may hold beyond that.
-        cost_view: the costs for which the order is made.
-        patience: how long a rank waits for a more urgent action, in mean actions.
+        stretch: for each leg (see ``legs``), the delay after each action of the chain, as a
+            fraction of the action's time; above -1.
+        weight_delay: the delay of weight gradients, in periods.
+        weight_slope: the additional delay on the last rank compared with the first, in periods.
+        packed: if True, actions must not overlap within the period; if False, they may.
+        longer: the period, as a multiple of the busiest rank's work per microbatch.
+        width: the number of microbatches that stages may hold, as a multiple of the pattern's; None
+            for the memory limit alone.
+        extra: the number of microbatches allowed on top of ``width``.
+        cost_view: the costs used to choose the order.
+        patience: the time that a rank idles for a more urgent action, in mean actions.
     """
 
     stretch: tuple[float, ...]
@@ -94,7 +94,7 @@ class PatternParams:
 
 
 def in_flight(problem: SearchProblem, pattern: PeriodicPattern) -> tuple[int, ...]:
-    """For each stage, how many microbatches a pattern holds at once, from F to W."""
+    """For each stage, the number of microbatches in flight from F to W."""
     found = []
     for stage in range(problem.placement.num_stages):
         last = problem.kind(Op.WEIGHT_GRAD, stage)
@@ -104,7 +104,7 @@ def in_flight(problem: SearchProblem, pattern: PeriodicPattern) -> tuple[int, ..
 
 
 def legs(problem: SearchProblem) -> tuple[int, ...]:
-    """For each stage its number among the stages of its rank."""
+    """For each stage, its index among the stages of its rank."""
     count = [0] * problem.placement.num_ranks
     found = []
     for rank in problem.placement.stage_ranks:
@@ -114,13 +114,13 @@ def legs(problem: SearchProblem) -> tuple[int, ...]:
 
 
 def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPattern:
-    """The pattern of these parameters.
+    """The pattern with these parameters.
 
-    Actions of uneven length may overlap in it if no gap between the others is long enough.
+    Actions of uneven length may overlap if no gap is long enough.
 
     Args:
         problem: the kinds, their durations and needs.
-        params: ``stretch`` has a number for each forward leg, then one for each backward leg.
+        params: the parameters; ``stretch`` holds the forward legs, then the backward legs.
     """
     placement, durations = problem.placement, problem.durations
     stages, num_ranks = placement.num_stages, placement.num_ranks
@@ -144,7 +144,7 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPatter
             start += period * (params.weight_delay + params.weight_slope * share)
         if params.packed and period:
             fitted = slots[rank].fit(start, durations[kind])
-            # An action that finds no gap keeps its wish.
+            # An action that fits no gap keeps its preferred time.
             if fitted is not None:
                 start = fitted
                 slots[rank].take(start, durations[kind])
@@ -153,7 +153,7 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPatter
 
 
 def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
-    """The order that the pattern of these parameters gives."""
+    """The order given by the pattern with these parameters."""
     match params.cost_view:
         case CostView.OWN:
             return _run(problem, params)
@@ -182,7 +182,7 @@ def _run(problem: SearchProblem, params: PatternParams) -> TimedOrder:
 
 
 def _mean(problem: SearchProblem) -> Costs:
-    """The mean of each cost over the stages; of delays, over the messages between ranks."""
+    """The mean of each cost over the stages, and of delays over the messages between ranks."""
     stages = problem.placement.num_stages
     means = [sum(problem.durations[n : n + stages]) / stages for n in (0, stages, 2 * stages)]
     delays = [
@@ -197,32 +197,32 @@ def _mean(problem: SearchProblem) -> Costs:
 
 
 def few_microbatches(problem: SearchProblem) -> int:
-    """A number of microbatches that shows the steady state; all if that is not much less."""
+    """The number of microbatches that shows the steady state; all if that is not much less."""
     few = max(24, 5 * problem.placement.num_ranks // 2)
     return few if 2 * problem.num_microbatches > 3 * few else problem.num_microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedPattern:
-    """Parameters, and the objective with all microbatches as estimated from fewer."""
+    """Parameters, and their estimated objective with all microbatches."""
 
     params: PatternParams
     estimate: float
 
 
 class PatternSearch:
-    """A search for parameters, one step at a time.
+    """A search for pattern parameters, one step at a time.
 
     Args:
-        problem: what to run, with all microbatches.
-        seed: of its random choices.
+        problem: the search problem with all microbatches.
+        seed: the random seed.
 
     Attributes:
         whole: the problem, with all microbatches.
-        best: the best so far, the best first, none twice.
-        placed: how many actions were placed.
-        tried: how many patterns were tried.
-        stale: how many of the last ones were no better than the best before.
+        best: the best patterns so far, best first, without duplicates.
+        placed: the number of placed actions.
+        tried: the number of tried patterns.
+        stale: the number of patterns since the last improvement.
     """
 
     def __init__(self, problem: SearchProblem, *, seed: int) -> None:
@@ -239,8 +239,8 @@ class PatternSearch:
         self.stale = 0
 
     def step(self) -> None:
-        """Tries one more pattern."""
-        # Known parameters are half of those tried, as long as they last, so few steps see both.
+        """Try one more pattern."""
+        # Known parameters alternate with others, so that short searches see both.
         params = next(self._firsts, None) if self.tried % 2 == 0 or self.tried < 12 else None
         self.tried += 1
         self.stale += 1
@@ -268,7 +268,7 @@ class PatternSearch:
         return found.value + max(periods) * (all_of_them - few)
 
     def _known(self) -> Iterator[PatternParams]:
-        """Parameters that are good somewhere: tight or loose, weight gradients early or late."""
+        """Known good parameters: tight or loose, weight gradients early or late."""
         for width, packed, (delay, slope), back, view in product(
             (1.0, None, 1.5),
             (True, False),
@@ -293,7 +293,7 @@ class PatternSearch:
         return PatternParams(stretch=stretch, **drawn)
 
     def _changed(self) -> PatternParams:
-        """One of the best, with one parameter changed."""
+        """Mutate one parameter of one of the best patterns."""
         if not self.best:
             return self._random_params()
         params, other = self._random.choice(self.best).params, self._random_params()

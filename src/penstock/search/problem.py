@@ -1,12 +1,12 @@
-"""A search problem in integers: the rules and the costs are read once, not per action.
+"""A search problem in integers: rules and costs are read once, not per action.
 
     kind     (F, I or W) x stage          as ``penstock.schedule.list_schedule`` numbers them
     order    for each rank, kinds         each kind runs its microbatches in index order
 
-Microbatches are interchangeable, so index order is without loss of generality. Backwards are split
-throughout: a full backward is an input gradient with its weight gradient right after it, except
-that its result reaches the next stage later. But W may hold more than F left, which a full backward
-never does:
+Microbatches are interchangeable, so each kind runs them in index order without loss of generality.
+Backwards are split throughout: a full backward is an input gradient with its weight gradient right
+after it, except that its result reaches the next stage later. But W may hold more than F left,
+which a full backward never does:
 
     held   F 2 .. I 2|3 .. W 3|0      split        limit 2: only full backwards fit
            F 2 .. B 2|0               full
@@ -39,16 +39,16 @@ __all__ = ["Objective", "Order", "SearchProblem", "TimedOrder", "problems_of", "
 Objective: TypeAlias = Literal["makespan", "span"]
 
 Order: TypeAlias = tuple[tuple[int, ...], ...]
-"""For each rank, kinds in the order in which it runs them."""
+"""The kinds of each rank, in execution order."""
 
 _NUMBER = {op: number for number, op in enumerate(KIND_OPS)}
-# More than the sum of any sizes that costs accept.
+# An upper bound on any sum of sizes that costs accept.
 _NO_LIMIT = 1e120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOrder:
-    """An order and its times.
+    """An order with its times.
 
     Args:
         order: for each rank, its kinds in order.
@@ -61,7 +61,7 @@ class TimedOrder:
     ends: tuple[tuple[float, ...], ...]
 
 
-# Not slotted: the tables are made when first asked for, and kept in the dictionary.
+# Without slots: cached tables live in the instance's dictionary.
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
     """A placement, a number of microbatches, costs and a limit.
@@ -70,10 +70,11 @@ class SearchProblem:
         placement: the rank of every stage.
         num_microbatches: microbatches per step.
         costs: the cost of each kind of action.
-        memory: what stages hold, in the unit of the limit.
-        limit: the most that a rank may hold; infinite without one.
+        memory: the memory of stages, in the unit of the limit.
+        limit: the most memory that a rank may hold; infinity for no limit.
         objective: the figure to minimize.
-        splits: whether backwards are split; if not, I stands for the full one, and W for nothing.
+        splits: True if backwards are split; if False, I stands for the full backward, and W does
+            nothing.
     """
 
     placement: Placement
@@ -101,7 +102,7 @@ class SearchProblem:
 
     @property
     def most(self) -> float:
-        """The limit, and the rounding errors of sums of activations."""
+        """The limit, with a tolerance for rounding errors in sums of activations."""
         return self.limit + slack(self.limit)
 
     def kind(self, op: Op, stage: int) -> int:
@@ -139,7 +140,7 @@ class SearchProblem:
 
     @cached_property
     def changes(self) -> tuple[float, ...]:
-        """For each kind, by how much its rank holds more when it is done (F: when it starts)."""
+        """For each kind, the change of its rank's memory at its end (F: at its start)."""
         stages = range(self.placement.num_stages)
         backward = KIND_OPS[1:] if self.splits else (Op.FULL_BACKWARD,)
         change = self.memory.change
@@ -148,16 +149,16 @@ class SearchProblem:
 
     @cached_property
     def growths(self) -> tuple[float, ...]:
-        """For each stage, how much more is held from I to W than before."""
+        """For each stage, the additional memory held from I to W."""
         stages = self.placement.num_stages
         return tuple(max(0.0, change) for change in self.changes[stages : 2 * stages])
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
-        """For each rank, the time from which the objective counts its last end.
+        """For each rank, the time from which the objective counts.
 
-        For the span that is its first start: a rank can do nothing before the first forward of its
-        first stage, which requires nothing but the stages before it.
+        For the span that is the rank's first start: the first forward of its first stage precedes
+        all its other actions.
         """
         placement, stages = self.placement, range(self.placement.num_stages)
         if self.objective == "makespan":
@@ -171,20 +172,20 @@ class SearchProblem:
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
-        """For each rank, what it holds if microbatches run one by one: a lower bound."""
+        """For each rank, a lower bound on its peak: microbatches run one at a time."""
         found = []
         for rank in range(self.placement.num_ranks):
             held = most = 0.0
             for stage in self.placement.stages_of(rank):
                 held += self.changes[stage]
-                # All later stages are through with their backwards by then.
+                # By then, all later stages have finished their backwards.
                 most = max(most, held + self.growths[stage])
             found.append(most)
         return tuple(found)
 
     @property
     def is_feasible(self) -> bool:
-        """Whether some program is within the limit."""
+        """True if some program is within the limit."""
         return max(self.least_memory) <= self.most
 
     def value(self, ends: Sequence[float]) -> float:
@@ -192,19 +193,19 @@ class SearchProblem:
         return max(end - origin for end, origin in zip(ends, self.origins, strict=True))
 
     def resized(self, microbatches: int) -> SearchProblem:
-        """The same with another number of microbatches."""
+        """A copy with another number of microbatches."""
         return replace(self, num_microbatches=microbatches)
 
     def costing(self, costs: Costs) -> SearchProblem:
-        """The same with other costs; the memory of stages stays."""
+        """A copy with other costs but the same memory of stages."""
         return replace(self, costs=costs)
 
     def limited(self, limit: float) -> SearchProblem:
-        """The same with another limit."""
+        """A copy with another limit."""
         return replace(self, limit=limit)
 
     def keeps_limit(self, order: Order) -> bool:
-        """Whether an order is within the limit; with full backwards it may hold less."""
+        """True if an order is within the limit; with full backwards it may hold less."""
         if math.isinf(self.limit) or not any(self.growths):
             return True
         return all(
@@ -214,13 +215,13 @@ class SearchProblem:
         )
 
     def peaks(self, program: Program) -> tuple[float, ...]:
-        """For each rank, the most that a program of this placement holds at once."""
+        """For each rank, the peak memory of a program on this placement."""
         return peaks(program, self.memory)
 
     def replay(self, order: Sequence[Sequence[int]]) -> TimedOrder | None:
-        """The times of an order; None if it deadlocks.
+        """The times of an order; None on a deadlock.
 
-        They are those of ``penstock.simulate`` if messages do not wait for each other.
+        They equal the times of ``penstock.simulate`` if messages do not wait for each other.
         """
         played = self.play([self.ids(kinds) for kinds in order])
         if played is None:
@@ -233,7 +234,7 @@ class SearchProblem:
         )
 
     def play(self, queues: Sequence[Sequence[int]]) -> DependencyReplay | None:
-        """The replay of each rank's actions (``ids``); None if they deadlock."""
+        """Replay each rank's actions (``ids``); None on a deadlock."""
         width = self.num_microbatches
         played = DependencyReplay(
             queues,
@@ -277,7 +278,7 @@ class SearchProblem:
         )
 
     def order(self, program: Program) -> Order:
-        """The order of a program's kinds, full backwards taken apart; inverse of ``program``.
+        """The order of a program's kinds, with full backwards split; inverse of ``program``.
 
         Raises:
             ScheduleError: the program holds other actions than computations.
@@ -298,7 +299,7 @@ class SearchProblem:
 
 
 def slack(limit: float) -> float:
-    """The rounding error that sums of activations may exceed a limit by."""
+    """The tolerance for rounding errors in sums of activations."""
     return 1e-9 * max(1.0, limit) if math.isfinite(limit) else 0.0
 
 
@@ -315,7 +316,7 @@ def problems_of(
     """The search problem of each placement, feasible or not; arguments as for ``search``.
 
     Raises:
-        ScheduleError: arguments that make no sense, or do not go together.
+        ScheduleError: arguments are invalid or contradict each other.
     """
     stages = {} if virtual is None else {"virtual": virtual}
     refuse_sizes("search", ranks=ranks, microbatches=microbatches, **stages)
@@ -348,7 +349,7 @@ def _several(placements: object) -> tuple[Placement, ...]:
 
 
 def _usual(costs: Costs, ranks: int, virtual: int | None) -> tuple[Placement, ...]:
-    """Loops, and waves if each goes down and up again."""
+    """The default placements: loops, and waves for an even number of stages per rank."""
     if virtual is None:
         lengths = {
             len(value)
@@ -396,5 +397,5 @@ def _problem(
         limit=limit,
         objective=objective,
     )
-    # If W holds more than F left, full backwards may be all that fits.
+    # If W holds more memory than F left, only full backwards may fit.
     return replace(problem, splits=problem.is_feasible or not any(problem.growths))

@@ -16,8 +16,8 @@ class Progress:
     """The progress of a search.
 
     Args:
-        share: the share of its work that is done, from 0 to 1.
-        method: the method at work.
+        share: the share of the work done, from 0 to 1.
+        method: the current method.
         value: the objective of the best program so far; None before the first.
         bound: a lower bound on the objective of programs of one copy of the model.
     """
@@ -30,12 +30,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A program that no other known one beats in both time and memory.
+    """A program that is Pareto-optimal in time and memory.
 
     Args:
         program: the program.
         value: its objective.
-        peak: the most that a rank holds at once, in the unit of the memory limit.
+        peak: the peak of the fullest rank, in the unit of the memory limit.
         method: the method that found it.
     """
 
@@ -47,20 +47,20 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best program of one copy of the model that a search found.
+    """The result of a search: the best program of one copy of the model.
 
     Args:
         program: the checked program, without transfers.
         simulation: its times and figures under the costs of the search.
-        objective: the figure that was minimized.
+        objective: the minimized figure.
         value: its value.
         bound: a lower bound on the objective of programs of one copy of the model, on the given
             placements and within the memory limit.
-        peak: the most that a rank holds at once, in the unit of the memory limit.
+        peak: the peak of the fullest rank, in the unit of the memory limit.
         method: the method that found it, such as ``"closed form: zbv"`` or ``"exact"``.
-        reproducible: whether the same search finds the same program anywhere: False if the clock
-            ended a part of it.
-        pareto: time against memory, if asked for: from the least memory to the least time.
+        reproducible: True if the same search finds the same program on any machine; False if the
+            time limit cut it short.
+        pareto: the Pareto front of time and memory if requested, from least memory to least time.
     """
 
     program: CheckedProgram
@@ -75,11 +75,11 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How far the value may be from the best: (value - bound) ÷ value."""
+        """The largest possible gap to the optimum: (value - bound) ÷ value."""
         return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
 
     @property
     def is_proven(self) -> bool:
-        """Whether no program of one copy of the model is better, of those that neither recompute
-        nor offload."""
+        """True if the program is proven optimal among programs of one copy of the model without
+        recomputation and offload."""
         return self.gap <= 1e-9

@@ -1,10 +1,10 @@
-"""The state of a search: known programs and bounds, and the work and the time that are left.
+"""The state of a search: programs and bounds found so far, and the budget left.
 
-Work is counted in actions, so that a search chooses alike on any machine: a limit in seconds
-becomes a number of actions to be placed, at a rate that a slow machine keeps. The clock ends a
-search only if that rate is not kept; the result then says that it may differ from another run's.
+Work is counted in actions, so that a search makes the same choices on any machine: a limit in
+seconds becomes a number of actions to place, at the rate of a slow machine. The clock ends a search
+only on a machine below that rate; the result is then marked as not reproducible.
 
-This module finds nothing itself; the methods of the search note what they find here.
+This module finds nothing itself; the search methods record their results here.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["Budget", "Candidate", "SearchState", "meets"]
 ACTIONS_PER_S = 400_000
 # A deterministic second of CP-SAT takes 0.5 to 1.5 seconds there.
 SOLVER_S_PER_S = 0.5
-# Up to how many actions a program over the limit is simulated, too: it may be a start.
+# The largest infeasible program that is simulated, in actions: it may serve as a start.
 _SMALL = 10_000
-# Seconds per action that the check and the simulation of a program take at least.
+# Least seconds per action for checking and simulating a program.
 _CLOSING_S = 4e-6
 
 
 class Budget:
-    """The work and the time that are left.
+    """The work and time left.
 
     Args:
         limit_s: the time limit in seconds, from now on.
 
     Attributes:
-        cut_short: whether the clock has ended anything.
+        cut_short: True if the clock has ended any search.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -51,12 +51,12 @@ class Budget:
 
     @property
     def actions(self) -> int:
-        """How many actions may be placed in all."""
+        """The total number of actions to place."""
         return int(self.limit_s * ACTIONS_PER_S)
 
     @property
     def solver_s(self) -> float:
-        """The deterministic seconds of CP-SAT that fit into the limit."""
+        """The deterministic seconds of CP-SAT within the limit."""
         return self.limit_s * SOLVER_S_PER_S
 
     @property
@@ -65,7 +65,7 @@ class Budget:
         return self.limit_s - (time.monotonic() - self._started)
 
     def out_of_time(self, *, keep_s: float) -> bool:
-        """Whether no more than ``keep_s`` seconds are left; noted if so."""
+        """True if no more than ``keep_s`` seconds are left; sets ``cut_short``."""
         if self.left_s <= keep_s:
             self.cut_short = True
             return True
@@ -74,14 +74,14 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A simulated program, within the limit or not.
+    """A simulated program, feasible or not.
 
     Args:
         program: the program.
         value: the objective.
-        peak: the most that a rank holds.
+        peak: the peak of the fullest rank.
         method: the method that found it.
-        is_reduced: whether it recomputes or offloads.
+        is_reduced: True if it recomputes or offloads.
     """
 
     program: Program
@@ -92,25 +92,25 @@ class Candidate:
 
     @property
     def placement(self) -> Placement:
-        """The placement of the program."""
+        """The program's placement."""
         return self.program.placement
 
 
 class SearchState:
-    """The programs and bounds that are known so far.
+    """The programs and bounds found so far.
 
     Args:
         problems: one per placement, with the same limit.
         budget: the work and the time.
-        progress: called now and then.
-        reduced: whether programs may recompute or offload, so that a bound from the memory limit
-            does not hold for them.
+        progress: a callback for the progress.
+        reduced: True if programs may recompute or offload; bounds from the memory limit do not hold
+            for such programs.
 
     Attributes:
-        found: all programs, in the order in which they were found.
+        found: all programs, in the order of discovery.
         bounds: per placement and limit a lower bound on the objective.
-        done_share: the share of the work that is done.
-        closing_s: the seconds that the check of the winner will take.
+        done_share: the share of the work done.
+        closing_s: the estimated seconds to check the winner.
     """
 
     def __init__(
@@ -132,15 +132,15 @@ class SearchState:
 
     @property
     def limit(self) -> float:
-        """What a rank may hold now."""
+        """The current memory limit of a rank."""
         return self.problems[0].limit
 
     def best(self) -> Candidate | None:
-        """The best within the limit; of equals, what holds less, then what was found first."""
+        """The best feasible program; ties go to the lower peak, then to the earlier discovery."""
         return min(filter(self.keeps, self.found), key=_merit, default=None)
 
     def plain(self, placement: Placement | None = None) -> list[Candidate]:
-        """Programs within the limit that neither recompute nor offload, the best first."""
+        """Feasible programs that neither recompute nor offload, best first."""
         found = [
             each
             for each in self.found
@@ -149,11 +149,11 @@ class SearchState:
         return sorted(found, key=_merit)
 
     def keeps(self, found: Candidate) -> bool:
-        """Whether a program is within the limit."""
+        """True if a program is within the limit."""
         return found.peak <= self.limit + slack(self.limit)
 
     def bound(self, problem: SearchProblem) -> float:
-        """A lower bound on the objective of programs of this placement within the limit."""
+        """A lower bound on the objective of feasible programs on this placement."""
         key = problem.placement, problem.limit
         if key not in self.bounds:
             unlimited = self._reduced or math.isinf(problem.limit)
@@ -168,7 +168,7 @@ class SearchState:
         return self.bounds[key]
 
     def raise_bound(self, problem: SearchProblem, proven: float) -> None:
-        """Notes a bound on the programs of a placement that neither recompute nor offload."""
+        """Record a bound on the programs of a placement that neither recompute nor offload."""
         if not self._reduced:
             key = problem.placement, problem.limit
             self.bounds[key] = max(self.bound(problem), proven)
@@ -178,28 +178,28 @@ class SearchState:
         return min(map(self.bound, self.problems))
 
     def is_over(self) -> bool:
-        """Whether the best is proven, or the time is up."""
+        """True if the best program is proven optimal, or time is up."""
         best = self.best()
         return best is not None and (meets(best.value, self.bound_of_all()) or self.is_late())
 
     def is_late(self, *, times: int = 1) -> bool:
-        """Whether the clock leaves no time to search on; never before there is a program.
+        """True if no time is left to continue; never before the first program.
 
         Args:
-            times: for how many checks of a winner there must be time.
+            times: the number of checks of a winner that must still fit.
         """
         if self.best() is None:
             return False
         return self.budget.out_of_time(keep_s=times * self.closing_s)
 
     def note(self, problem: SearchProblem, program: Program, method: str) -> Candidate | None:
-        """Simulates and keeps a program; None for a large one that is over the limit."""
+        """Simulate and keep a program; None for a large infeasible one."""
         peak = max(problem.peaks(program))
         if peak > problem.most and problem.size > _SMALL:
             return None
         began = time.monotonic()
         result = simulate(program, problem.costs)
-        # The check takes about as long, and the machine may have got slower by then.
+        # The final check takes about as long, and the machine may have slowed down by then.
         self.closing_s = max(self.closing_s, 3 * (time.monotonic() - began))
         return self.note_simulated(problem, result, peak, method)
 
@@ -212,7 +212,7 @@ class SearchState:
         *,
         is_reduced: bool = False,
     ) -> Candidate:
-        """Keeps a program that has been simulated."""
+        """Keep a simulated program."""
         value = result.makespan if problem.objective == "makespan" else result.span
         found = Candidate(
             program=result.program, value=value, peak=peak, method=method, is_reduced=is_reduced
@@ -221,11 +221,11 @@ class SearchState:
         return found
 
     def note_order(self, problem: SearchProblem, order: Order, method: str) -> Candidate | None:
-        """Simulates and keeps the program of an order."""
+        """Simulate and keep the program of an order."""
         return self.note(problem, problem.program(order, name="searched"), method)
 
     def tell(self, share: float, method: str) -> None:
-        """Reports the progress."""
+        """Report the progress."""
         if self._progress is not None:
             best = self.best()
             self._progress(
@@ -238,7 +238,7 @@ class SearchState:
             )
 
     def result(self, *, with_pareto: bool) -> SearchResult:
-        """The result, its programs checked."""
+        """The search result, with checked programs."""
         best = self.best()
         assert best is not None
         self.tell(1.0, best.method)
@@ -255,7 +255,7 @@ class SearchState:
         )
 
     def front(self) -> tuple[Candidate, ...]:
-        """The programs that none beats in both time and memory, by memory."""
+        """The Pareto front of time and memory, by memory."""
         front: list[Candidate] = []
         for each in sorted(self.found, key=lambda found: (found.peak, found.value)):
             better = not front or each.value < front[-1].value * (1 - 1e-9)
@@ -274,5 +274,5 @@ def _merit(found: Candidate) -> tuple[float, float]:
 
 
 def meets(value: float, bound: float) -> bool:
-    """Whether a value equals the bound, up to rounding."""
+    """True if a value equals the bound, up to rounding."""
     return value <= bound * (1 + 1e-9)

@@ -1,1 +1,1 @@
-"""Play a program over costs, without running it."""
+"""Simulate programs under costs, without running them."""

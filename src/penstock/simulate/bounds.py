@@ -1,7 +1,7 @@
-"""Lower bounds on makespan and span, each with its argument: functions of costs and placement.
+"""Lower bounds on makespan and span, each with its proof, from costs and placement.
 
-The work of a rank is fixed: a forward and a backward per microbatch of each stage it holds. Its
-order is free, except for the chain that each microbatch goes through:
+The work of a rank is fixed: a forward and a backward per microbatch of each stage it holds. The
+order is free, except that each microbatch passes the chain of stages:
 
     stage 0   F ╲                       ╱ I  W        head    from the step's start until the chain
     stage 1      F ╲                 ╱ I                      first comes to a stage
@@ -9,21 +9,22 @@ order is free, except for the chain that each microbatch goes through:
     stage 3            F ─────► I                             can be back
                                                       tail    from the end of I to the chain's end
 
-The arguments, for each rank; the greatest is the bound:
+Each argument gives a bound per rank; the greatest one counts:
 
 - COMPUTE: a rank runs one action at a time. Its span is at least its work.
-- PATH: one microbatch goes down and up the whole chain. A span lasts at least a turn, I and W.
-- WARM_UP: up to its first I a rank can run nothing but forwards, and those after its head. The I
-  can't start before head and turn; the work beyond those forwards comes after. And the last I on
-  its lowest stage comes after all other F and I of the rank, and before its tail.
-- MEMORY: up to its first I a rank frees nothing, so only as many forwards fit as memory holds. An
-  activation is held for a turn, I and W: all of them together can't take more than the limit x the
-  span, less what is unused while the first come and the last go. And of K that fit, each frees its
-  place after that time at the earliest, so forwards come in rounds of K.
+- PATH: one microbatch passes the whole chain forward and backward. A span lasts at least a turn, I
+  and W.
+- WARM_UP: before its first I a rank can run only forwards, and none before its head. The I can't
+  start before head and turn, and all remaining work follows it. Likewise, the last I on the rank's
+  lowest stage follows all its other F and I, and precedes its tail.
+- MEMORY: before its first I a rank frees no memory, so memory limits the number of its forwards. An
+  activation is held for at least a turn, I and W. Summed over all activations, memory x time can't
+  exceed the limit x the span, less the memory unused during warm-up and cool-down. If K activations
+  fit, each frees its place after that time at the earliest, so forwards run in rounds of K.
 
-They hold for every program with these stages on these ranks whose overlapped pairs hold one forward
-and one backward; with costs of overlap, each action is taken to cost no more than what is left of
-it in the best such pair. MEMORY holds for programs that neither offload nor recompute.
+The bounds hold for every program with these stages on these ranks whose overlapped pairs consist of
+one forward and one backward. With costs of overlap, each action counts with its least cost in any
+such pair. MEMORY holds for programs that neither offload nor recompute.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = ["Argument", "Bound", "LowerBounds", "least_memory", "lower_bounds"]
 
 
 class Argument(Enum):
-    """The reason why no program is faster; see the module's docstring."""
+    """The proof behind a bound; see the module's docstring."""
 
     COMPUTE = "compute"
     PATH = "path"
@@ -54,7 +55,7 @@ class Argument(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One bound, its argument, and the rank that the argument is about."""
+    """A bound, its argument, and the rank to which the argument applies."""
 
     value: float
     argument: Argument
@@ -63,11 +64,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerBounds:
-    """Bounds on any program.
+    """Lower bounds on all programs.
 
     Args:
-        makespans: for each argument that applies, its best bound on the makespan.
-        spans: likewise on the span.
+        makespans: for each applicable argument, its best bound on the makespan.
+        spans: for each applicable argument, its best bound on the span.
     """
 
     makespans: tuple[Bound, ...]
@@ -85,12 +86,12 @@ class LowerBounds:
 
     @property
     def makespan_by(self) -> Argument:
-        """The argument of the best bound on the makespan."""
+        """The argument behind the best bound on the makespan."""
         return max(self.makespans, key=_value).argument
 
     @property
     def span_by(self) -> Argument:
-        """The argument of the best bound on the span."""
+        """The argument behind the best bound on the span."""
         return max(self.spans, key=_value).argument
 
 
@@ -104,21 +105,21 @@ def lower_bounds(
     memory_limit: float | None = None,
     backward: bool = True,
 ) -> LowerBounds:
-    """Lower bounds on makespan and span of any program of these stages.
+    """Lower bounds on makespan and span of all programs with these stages.
 
     Args:
         costs: the cost of each kind of action.
         ranks: number of ranks.
         microbatches: number of microbatches, at least 1.
-        virtual: stages per rank, in loops, without a ``placement``.
+        virtual: stages per rank of a looped placement; ignored if ``placement`` is given.
         placement: the rank of every stage.
-        memory_limit: the most that a rank may hold at once, in activations, or in bytes if
+        memory_limit: the most memory that a rank may hold, in activations, or in bytes if
             ``costs.activation_bytes`` is given; None for no limit.
-        backward: whether there are backwards.
+        backward: True if the program has backwards.
 
     Raises:
-        ScheduleError: a memory limit that no program meets (the message gives the least feasible
-            one); a placement for another number of ranks; costs for another number of stages.
+        ScheduleError: no program fits the memory limit (the message gives the smallest feasible
+            limit), or the placement or the costs are for another number of ranks or stages.
 
     Example:
         >>> bounds = lower_bounds(Costs(), ranks=4, microbatches=8)
@@ -155,7 +156,7 @@ def lower_bounds(
 
 
 def _best(bounds: Iterable[Bound]) -> tuple[Bound, ...]:
-    """For each argument its greatest bound."""
+    """The greatest bound of each argument."""
     found: dict[Argument, Bound] = {}
     for bound in bounds:
         if bound.argument not in found or bound.value > found[bound.argument].value:
@@ -168,10 +169,10 @@ def _value(bound: Bound) -> float:
 
 
 def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> float:
-    """The least that any program without offload holds at once on its fullest rank.
+    """The least peak, on its fullest rank, of any program without offload.
 
-    When a microbatch has come to the last of a rank's stages, the rank holds its activations on
-    all of them. With fewer microbatches than copies of the model, some copies hold nothing.
+    When a microbatch reaches the last stage of a rank, the rank holds its activations on all its
+    stages. With fewer microbatches than copies of the model, some copies hold nothing.
     """
     sizes, _ = costs.held(num_stages=placement.num_stages)
     held: dict[tuple[int, int], float] = {}
@@ -184,25 +185,25 @@ def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> fl
 
 @dataclass(slots=True, kw_only=True)
 class _Chain:
-    """The work of a stage, and the chain from it: each time is a lower bound."""
+    """The work of a stage, and lower bounds on the times of the chain from it."""
 
     rank: int
     count: int  # microbatches that go through it
     forward: float
     input_grad: float
     backward: float  # I and W together
-    owed: float  # F, I and W, less what a pair may save
-    owed_to_input: float  # F and I, less what a pair may save
+    owed: float  # F, I and W, less the largest saving in a pair
+    owed_to_input: float  # F and I, less the largest saving in a pair
     held: float
-    held_for_weights: float  # the less of what is held before and after I
-    work: float  # F without what a pair saves: the most that it comes to
+    held_for_weights: float  # the smaller of the memory before and after I
+    work: float  # F without the saving of a pair: an upper bound
     head: float = 0.0
     turn: float = 0.0
     tail: float = 0.0  # without backwards: after F
 
 
 def _chains(costs: Costs, placement: Placement, microbatches: int, backward: bool) -> list[_Chain]:
-    """All stages, by number; each copy of a model is a chain of its own."""
+    """The chains of all stages, by number; each copy of a model is a chain of its own."""
     size = placement.num_stages
     costs.refuse_misfits(placement)
     stages = _work(costs, placement, microbatches)
@@ -241,7 +242,7 @@ def _work(costs: Costs, placement: Placement, microbatches: int) -> list[_Chain]
             longest[rank] = max(longest[rank], full[stage])
     stages = []
     for stage, rank in enumerate(placement.stage_ranks):
-        # At best each forward stands in the shortest pair, with the longest backward.
+        # The best case: each forward in the shortest pair, with the longest backward.
         saved = max(0.0, forward[stage] + longest[rank] - pairs[rank])
         stages.append(
             _Chain(
@@ -261,7 +262,7 @@ def _work(costs: Costs, placement: Placement, microbatches: int) -> list[_Chain]
 
 
 def _forwards_alone(stages: Sequence[_Chain]) -> dict[Argument, tuple[float, float]]:
-    """For each argument its bounds on makespan and span, without backwards."""
+    """For each argument its bounds on makespan and span, for forwards alone."""
     head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
     owed = sum(stage.count * stage.forward for stage in stages)
     path = max(stage.head + stage.forward + stage.tail for stage in stages)
@@ -275,7 +276,7 @@ def _forwards_alone(stages: Sequence[_Chain]) -> dict[Argument, tuple[float, flo
 def _both_ways(
     stages: Sequence[_Chain], memory_limit: float | None
 ) -> dict[Argument, tuple[float, float]]:
-    """For each argument its bounds on makespan and span, forwards and backwards."""
+    """For each argument its bounds on makespan and span, with backwards."""
     head = min(stage.head for stage in stages)
     owed = sum(stage.count * stage.owed for stage in stages)
     work = sum(stage.count * stage.work for stage in stages)
@@ -289,7 +290,7 @@ def _both_ways(
         Argument.WARM_UP: _warm_up(stages, work),
     }
     if memory_limit is not None:
-        # No program holds more than everything at once.
+        # No program holds more than all activations at once.
         memory_limit = min(memory_limit, sum(stage.count * stage.held for stage in stages))
         makespan, span = _warm_up(stages, min(work, _fitting_work(stages, memory_limit)))
         held = max(_memory_time(stages, memory_limit, owed), _rounds(stages, memory_limit))
@@ -298,7 +299,7 @@ def _both_ways(
 
 
 def _warm_up(stages: Sequence[_Chain], work: float) -> tuple[float, float]:
-    """The bounds on makespan and span if no more than ``work`` is done up to the first I."""
+    """The bounds on makespan and span if at most ``work`` is done before the first I."""
     head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
     owed = sum(stage.count * stage.owed for stage in stages)
     to_input = sum(stage.count * stage.owed_to_input for stage in stages)
@@ -309,10 +310,10 @@ def _warm_up(stages: Sequence[_Chain], work: float) -> tuple[float, float]:
 
 
 def _fitting_work(stages: Sequence[_Chain], limit: float) -> float:
-    """The most forward work whose activations fit: the densest first, the last one in part."""
+    """The most forward work whose activations fit: densest first, the last one fractional."""
     sizes = {stage.held for stage in stages}
     if len(sizes) == 1 and (size := sizes.pop()) > 0:
-        # Of activations of one size only whole ones fit.
+        # Activations of equal size fit only in whole numbers.
         limit = size * _whole(limit / size)
     work = 0.0
     for stage in sorted(stages, key=lambda s: s.work / s.held if s.held else math.inf)[::-1]:
@@ -324,7 +325,7 @@ def _fitting_work(stages: Sequence[_Chain], limit: float) -> float:
 
 
 def _memory_time(stages: Sequence[_Chain], limit: float, owed: float) -> float:
-    """The least span in which all activations have their memory for as long as they need it."""
+    """The least span in which every activation has its memory for its lifetime."""
     need = sum(
         stage.count
         * (
@@ -336,25 +337,25 @@ def _memory_time(stages: Sequence[_Chain], limit: float, owed: float) -> float:
     largest = max(stage.held for stage in stages)
     if limit <= 0 or largest <= 0:
         return 0.0
-    # Activations come one by one: of n forwards begun, n are held at most; and so they go.
+    # Activations come one by one: of n forwards begun, at most n are held; likewise at the end.
     forward = min(stage.forward for stage in stages)
     weights = min(stage.backward - stage.input_grad for stage in stages)
     fewer = math.ceil(limit / largest) - 1
     unused = fewer * (limit - largest * (fewer + 1) / 2)
     if fewer * (forward + weights) > owed:
-        # The first and the last might be the same.
+        # The first and the last activation may be the same.
         unused = 0.0
     return (need + unused * (forward + weights)) / limit
 
 
 def _rounds(stages: Sequence[_Chain], limit: float) -> float:
-    """The least span if each activation frees its place only after its life."""
+    """The least span if each activation frees its place only after its lifetime."""
     longest = 0.0
     for chosen in (stages, *([stage] for stage in stages)):
         smallest = min(stage.held for stage in chosen)
         if smallest <= 0:
             continue
-        # Places are as large as the smallest; what is held between I and W may be smaller still.
+        # Places have the smallest size; memory between I and W may be smaller still.
         places = max(1, _whole(limit / smallest))
         life = min(
             stage.turn
@@ -363,11 +364,11 @@ def _rounds(stages: Sequence[_Chain], limit: float) -> float:
         )
         rounds, rest = divmod(sum(stage.count for stage in chosen) - 1, places)
         forward = min(stage.forward for stage in chosen)
-        # A round lasts as long as its forwards, too.
+        # A round also lasts at least as long as its forwards.
         longest = max(longest, rounds * max(life, places * forward) + rest * forward + life)
     return longest
 
 
 def _whole(number: float) -> int:
-    """``number`` rounded down, up to a rounding error."""
+    """``number`` rounded down, with a tolerance for rounding errors."""
     return math.floor(number * (1 + 1e-12) + 1e-12)

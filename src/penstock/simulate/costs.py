@@ -37,27 +37,29 @@ Cost: TypeAlias = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerEdge:
-    """A cost per edge: hashable, and compared by value.
+    """A cost per pair of neighbouring stages: hashable, compared by value.
 
     Args:
-        costs: pairs of neighbouring stages, the lower one first, and the cost both ways; sorted.
+        costs: sorted pairs of neighbouring stages, the lower one first, each with the cost in both
+            directions.
     """
 
     costs: tuple[tuple[tuple[int, int], float], ...]
 
     def between(self, stage: int, to_stage: int, *, others: float) -> float:
-        """The cost from one stage to another; ``others`` if there is none for the two."""
+        """The cost from one stage to another; ``others`` for a pair without a cost."""
         edge = (min(stage, to_stage), max(stage, to_stage))
         return next((cost for known, cost in self.costs if known == edge), others)
 
 
 MessageCost: TypeAlias = Cost | Mapping[tuple[int, int], float] | PerEdge
-"""A cost by sending stage, or a mapping from pairs of neighbouring stages, both ways alike."""
+"""A cost by sending stage, or a mapping from pairs of neighbouring stages, equal in both
+directions."""
 
 _PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 _POSITIVE = ("bandwidth", "offload_bandwidth")
-# Costs of messages and channels do not shrink with finer stages.
+# Costs of messages and channels do not shrink when stages do.
 _WHOLE = {*_PER_EDGE, *_SWITCHES, "message_bytes", "offload_bandwidth"}
 _HELD = {"weight_grad_bytes", "recompute_bytes"}
 # Sums and quotients of numbers in this range are finite, and above 0.
@@ -66,7 +68,7 @@ _LEAST, _MOST = 1e-100, 1e100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The time that each kind of action takes, per stage, and what it sends and holds.
+    """The compute time, messages and memory of each kind of action, per stage.
 
     Args:
         forward: a forward F.
@@ -76,35 +78,36 @@ class Costs:
         latency: from the end of an action to the arrival of its result on another rank; per
             sending stage, or per edge: ``{(1, 2): 5.0}`` is 5 between the neighbouring stages 1
             and 2, both ways, and 0 between others. It takes no compute time.
-        overlap: an overlapped pair of a forward and a backward, at the stage of its first part;
-            None if it takes as long as its parts one after the other.
+        overlap: an overlapped pair of a forward and a backward, by the stage of its first action;
+            None for the sum of both times.
         recompute: a second forward, ahead of the backward; None for the cost of ``forward``.
         offload: the copy of an activation to the host, beside the compute; None for
-            ``activation_bytes`` ÷ ``offload_bandwidth``, or no time if one is not given.
-        reload: the copy back; None likewise.
-        message_bytes: the size of the message of a stage to the next one for a microbatch; the
-            gradient that comes back is as large. That of the last stage means nothing.
-        bandwidth: bytes per unit of time between two ranks, per sending stage or, as the
-            latency, per edge (other edges: no limit); a message takes its bytes ÷ bandwidth, then
-            the latency. None if messages take the latency alone.
+            ``activation_bytes`` ÷ ``offload_bandwidth``, or for no time if either is missing.
+        reload: the copy back to the device; None as for ``offload``.
+        message_bytes: the size of a stage's message to the next stage, per microbatch; the gradient
+            sent back has the same size. The last stage's value is ignored.
+        bandwidth: bytes per unit of time between two ranks, per sending stage or per edge like
+            ``latency`` (other edges have no limit). A message takes its bytes ÷ bandwidth, then the
+            latency. None for the latency alone.
         activation_bytes: held by a stage for a microbatch from the start of F to the end of I;
             None to count activations instead of bytes, 1 each.
-        weight_grad_bytes: held from there to the end of W, be it less or more; None for as much.
-            A full backward holds ``activation_bytes`` to its end.
+        weight_grad_bytes: held from the end of I to the end of W, less or more than
+            ``activation_bytes``; None for the same. A full backward holds ``activation_bytes`` to
+            its end.
         recompute_bytes: held from F to the recomputation, if a stage is recomputed.
         offload_bandwidth: bytes per unit of time between a rank and its host, each way.
-        transfers_overlap: whether a rank computes while its messages are on their way; if not, it
-            computes nothing for bytes ÷ bandwidth after each result that it sends.
-        one_message_at_a_time: whether the messages from one rank to another follow each other;
-            if not, each travels as if it were alone.
+        transfers_overlap: if True, a rank computes while its messages travel; if False, it idles
+            for bytes ÷ bandwidth after each result that it sends.
+        one_message_at_a_time: if True, messages from one rank to another travel one after another;
+            if False, each has the full bandwidth.
 
-    A cost is one number for all stages, or a sequence of one number per stage. They are kept as
-    floats, tuples of floats and ``PerEdge``, so that costs are hashable and compare by value.
+    A cost is one number for all stages, or a sequence with one number per stage. Costs are stored
+    as floats, tuples of floats and ``PerEdge``, so that they are hashable and compare by value.
 
     Raises:
         ScheduleError: a cost that is negative, infinite, beyond 1e100, not a number, or an empty
-            sequence; a bandwidth of 0; an edge between stages that are no neighbours, one told
-            twice, or one for a cost that is none of messages.
+            sequence; a bandwidth of 0; an edge between stages that are not neighbours, a repeated
+            edge, or an edge for a cost that does not concern messages.
 
     Example:
         >>> Costs(forward=[1, 2]).of(Op.FORWARD, num_stages=2)
@@ -165,7 +168,7 @@ class Costs:
                 return (0.0,) * num_stages
 
     def offload_times(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The times of an offload and of a reload on each stage, in the channels of the rank."""
+        """The times of an offload and of a reload on each stage."""
         plain = (0.0,) * num_stages
         if self.activation_bytes is not None and self.offload_bandwidth is not None:
             sizes = self.per_stage("activation_bytes", num_stages=num_stages)
@@ -186,15 +189,15 @@ class Costs:
         return self._between("latency", stage, to_stage, num_stages, others=0.0)
 
     def transfer(self, stage: int, to_stage: int, *, num_stages: int) -> float:
-        """The time of a message from a stage to a neighbour on another rank, without latency."""
+        """The transfer time of a message to a neighbour on another rank, without latency."""
         if self.bandwidth is None:
             return 0.0
-        # The gradient that comes back to a stage is as large as what the stage sent on.
+        # The gradient that a stage receives is as large as the activation it sent.
         size = self.per_stage("message_bytes", num_stages=num_stages)[min(stage, to_stage)]
         return size / self._between("bandwidth", stage, to_stage, num_stages, others=math.inf)
 
     def travel(self, stage: int, to_stage: int, placement: Placement) -> float:
-        """The time that a result takes from a stage to a neighbour: none on one rank."""
+        """The time that a result travels from a stage to a neighbour; 0 on the same rank."""
         if placement.same_rank(stage, to_stage):
             return 0.0
         latency = self.latency_between(stage, to_stage, num_stages=placement.num_stages)
@@ -209,7 +212,8 @@ class Costs:
         return cost[stage] if isinstance(cost, tuple) else cost
 
     def held(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What each stage holds of a microbatch up to the end of I, and from there to W's end."""
+        """The memory of each stage per microbatch: up to the end of I, and from there to the end of
+        W."""
         before = (1.0,) * num_stages
         if self.activation_bytes is not None:
             before = self.per_stage("activation_bytes", num_stages=num_stages)
@@ -218,7 +222,7 @@ class Costs:
         return before, self.per_stage("weight_grad_bytes", num_stages=num_stages)
 
     def per_stage(self, name: str, *, num_stages: int) -> tuple[float, ...]:
-        """The cost of a field that is neither None nor per edge, one number per stage.
+        """The cost of a field that is neither None nor per edge, as one number per stage.
 
         Raises:
             ScheduleError: the cost was given for another number of stages, or per edge.
@@ -229,7 +233,7 @@ class Costs:
         return value if isinstance(value, tuple) else (value,) * num_stages
 
     def refuse_misfits(self, placement: Placement) -> None:
-        """Raises for costs that do not fit a placement, whether or not a program needs them.
+        """Refuse costs that do not fit a placement, even if no program uses them.
 
         Raises:
             ScheduleError: a cost for another number of stages, or for an edge that does not exist.
@@ -266,7 +270,7 @@ class Costs:
 
 
 def build_for(costs: Costs, name: str, /, **options: Any) -> Program:
-    """``penstock.build``, with those of the costs that are options of the schedule.
+    """Call ``penstock.build`` with the costs that are options of the schedule.
 
     Example:
         >>> build_for(Costs(forward=2), "1f1b", ranks=2, microbatches=4).num_stages
@@ -276,7 +280,7 @@ def build_for(costs: Costs, name: str, /, **options: Any) -> Program:
 
 
 def wanted_costs(costs: Costs, name: str) -> dict[str, object]:
-    """The costs that are options of a schedule, as those options.
+    """The costs that a schedule takes as options.
 
     Example:
         >>> wanted_costs(Costs(forward=2), "zb-1p"), wanted_costs(Costs(forward=2), "1f1b")
@@ -287,7 +291,7 @@ def wanted_costs(costs: Costs, name: str) -> dict[str, object]:
 
 
 def share_of(program: Program) -> float:
-    """By what the costs of a rank's part of a model are divided for a stage, or for its chunk.
+    """The divisor from the costs of a rank's part of the model to those of a stage or its chunk.
 
     A rank's part is one P-th of the model: several stages, one, or less if ranks hold copies.
 
@@ -299,10 +303,10 @@ def share_of(program: Program) -> float:
 
 
 def share_out(costs: Costs, share: float) -> Costs:
-    """The costs of one of several equal stages, from those of a rank's whole part of the model.
+    """The costs of one of several equal stages, from the costs of a rank's whole part of the model.
 
     Args:
-        costs: one number each; those of messages stay.
+        costs: one number each; costs of messages are kept.
         share: the divisor (``share_of``).
 
     Raises:
@@ -313,7 +317,7 @@ def share_out(costs: Costs, share: float) -> Costs:
         1.5
     """
     shared: dict[str, Any] = {}
-    # Activations that are counted are those of a stage, which are smaller by themselves.
+    # Counted activations are activations of a stage, and so already smaller.
     whole = _WHOLE | _HELD if costs.activation_bytes is None else _WHOLE
     for name in (field.name for field in fields(costs) if field.name not in whole):
         cost = getattr(costs, name)
@@ -351,7 +355,7 @@ def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
 
 
 def _in_turn(given: object) -> tuple[object, ...] | None:
-    """The items of a sequence, an array or a tensor; None for anything else."""
+    """The items of a sequence, an array or a tensor; None for any other value."""
     if not isinstance(given, Collection) or isinstance(given, (str, bytes, Set)):
         return None
     try:
@@ -398,7 +402,7 @@ def _number(name: str, given: object) -> float:
 
 
 def as_number(given: object) -> float:
-    """A number of any type as a float; not a number (nan) for all else, truth and text too."""
+    """A number of any type as a float; NaN for anything else, including bools and strings."""
     if isinstance(given, (bool, str, bytes)):
         return math.nan
     try:

@@ -1,10 +1,10 @@
-"""The cause of each step's start, and the critical path: the steps that the makespan comes from.
+"""The cause of each step's start, and the critical path that determines the makespan.
 
     rank 0   F0 F1 ·  ·  ·  B0 B1        B0 on rank 0 waited for B0 on rank 1, that one for its
     rank 1      F0 ·  B0 F1 B1           rank, whose step before was F0, and that for F0 on rank 0
 
-A step starts when its rank is free, or when the last result that it needs has arrived. Both are
-read off the times afterwards, so this serves measured and simulated steps alike.
+A step starts when its rank is free, or when the last result that it needs has arrived. Both follow
+from the recorded times, so measured and simulated steps are treated alike.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from penstock.trace import Span, Trace
 __all__ = ["StepCauses", "causes_of", "makers", "needed_by"]
 
 _RECEIVES = frozenset(RECEIVE_FOR.values())
-# A rank begins these and does not wait for their end.
+# A rank starts these actions without waiting for their end.
 _ASIDE = _RECEIVES | COPIES
 _AFTER_RELOAD = COMPUTE - {Op.FORWARD}
 _SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
-# Sums of the same costs in another order differ by less.
+# A tolerance for sums of the same costs in another order.
 _CLOSE = 1e-9
-# The share of a measured step that may pass between two actions of a busy rank.
+# The longest pause between two actions of a busy rank, as a share of a measured step.
 _PAUSE = 0.002
 
 
 def causes_of(trace: Trace) -> StepCauses:
-    """The causes among the computations of a trace, measured or simulated, whatever its costs."""
+    """The causes among the computations of a measured or simulated trace, for any costs."""
     steps = [[(span,) for span in trace.compute(rank)] for rank in range(trace.num_ranks)]
     pause = trace.makespan * (_PAUSE if trace.unit == "s" else _CLOSE)
     return StepCauses(steps, pause=pause, name=trace.name)
 
 
 def makers(spans: Iterable[Span]) -> dict[Action, Span]:
-    """By action, the span that fulfils it: its own, or that of a full backward."""
+    """By action, the span that fulfils it: its own span, or the span of a full backward."""
     return {
         action(span.action.stage, op, span.action.microbatch): span
         for span in spans
@@ -56,9 +56,9 @@ def makers(spans: Iterable[Span]) -> dict[Action, Span]:
 
 
 def needed_by(act: Action) -> Iterator[Action]:
-    """The actions whose results ``act`` uses, by the rules for whole sequences.
+    """The actions whose results ``act`` uses, for unsplit sequences.
 
-    Some may not exist: neighbours are counted without a placement, so look them up in a program.
+    Without a placement, some of these neighbours may not exist, so look them up in a program.
     """
     for op, offset in REQUIRES[act.op]:
         if act.stage + offset >= 0:
@@ -69,12 +69,13 @@ class StepCauses:
     """The cause of each step's start.
 
     Args:
-        steps: for each rank the spans of its steps in order, those of an overlapped pair together.
-        costs: the costs of a simulation; None if messages take no known time.
-        placement: the placement, with ``costs``.
+        steps: for each rank the spans of its steps in order, with the spans of an overlapped pair
+            grouped.
+        costs: the costs of a simulation; None if the times of messages are unknown.
+        placement: the placement; given together with ``costs``.
         num_splits: sequence chunks per microbatch.
-        pause: the time that may pass between two steps of a rank that does not wait.
-        name: the program's.
+        pause: the longest time between two steps of a rank that counts as no wait.
+        name: the program's name.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class StepCauses:
         self._name = name
         self._steps, self._costs, self._placement = steps, costs, placement
         self._num_splits, self._pause = num_splits, pause
-        # An action, or one that it covers: its rank and the place of its step.
+        # For each action, or action covered by it: its rank and the index of its step.
         self._places: dict[Action, tuple[int, int]] = {}
         for rank, ranks_steps in enumerate(steps):
             for index, spans in enumerate(ranks_steps):
@@ -99,7 +100,7 @@ class StepCauses:
         self._transfers = any(act.op in _RECEIVES for act in self._places)
 
     def waited_for(self, act: Action) -> Action | None:
-        """The action whose result held up ``act`` after its rank was free; None if none did.
+        """The action whose result ``act`` waited for after its rank was free; None if none.
 
         Raises:
             ScheduleError: there is no such action.
@@ -110,8 +111,8 @@ class StepCauses:
         return None if missing is None else self._span(missing).action
 
     def cause(self, span: Span) -> Span | None:
-        """The span that ``span`` could not start before: a result that it needs, or the step
-        before it on its rank; None if it waited for neither."""
+        """The span that delayed ``span``: a result that it needs, or the step before it on its
+        rank; None if there is none."""
         rank, index = self._places[span.action]
         missing = self._missing(rank, index)
         if missing is not None:
@@ -125,7 +126,7 @@ class StepCauses:
         return None if before is None else self._steps[rank][before][-1]
 
     def critical_path(self) -> tuple[Span, ...]:
-        """The computations that the end of the last one comes from, by start."""
+        """The computations on the critical path to the last end, by start."""
         place = self._last()
         found: list[Span] = []
         seen = set()
@@ -146,7 +147,7 @@ class StepCauses:
         return makers(self._steps[rank][index])[act]
 
     def _last(self) -> tuple[int, int] | None:
-        """The place of the computation that ends last."""
+        """The index of the computation that ends last."""
         best: tuple[float, int, int] | None = None
         for rank, steps in enumerate(self._steps):
             for index in reversed(range(len(steps))):
@@ -158,10 +159,10 @@ class StepCauses:
         return None if best is None else best[1:]
 
     def _missing(self, rank: int, index: int) -> Action | None:
-        """The result that held up a step after its rank was free."""
+        """The result that delayed a step after its rank was free."""
         spans = self._steps[rank][index]
         first = spans[0]
-        # A receive is posted at once; its message is what takes time.
+        # A receive is posted at once; only its message takes time.
         begun = first.end if first.action.op in _RECEIVES else first.start
         if begun <= self._free(rank, index) + max(self._pause, _CLOSE * max(1.0, abs(begun))):
             return None
@@ -183,7 +184,7 @@ class StepCauses:
             offset = each.stage - act.stage
             receive = RECEIVE_FOR.get((each.op, offset)) if act.op in COMPUTE else None
             posted = None if receive is None else action(act.stage, receive, act.microbatch)
-            # A value from another rank is there when its receive has ended.
+            # A value from another rank arrives when its receive ends.
             needed.append(posted if posted in self._places else each)
         if self._num_splits > 1 and act.op in IN_SEQUENCE and act.microbatch is not None:
             op, offset = IN_SEQUENCE[act.op]
@@ -194,13 +195,13 @@ class StepCauses:
         return [each for each in needed if each in self._places]
 
     def _before(self, rank: int, index: int) -> int | None:
-        """The last step before another that its rank waits for."""
+        """The previous step that a rank waits for."""
         steps = self._steps[rank]
         earlier = (i for i in reversed(range(index)) if steps[i][0].action.op not in _ASIDE)
         return next(earlier, None)
 
     def _copy_before(self, rank: int, index: int) -> Action | None:
-        """The copy in the same direction that kept a copy waiting for its channel."""
+        """The copy in the same direction that occupied the channel before a copy."""
         first = self._steps[rank][index][0]
         for spans in reversed(self._steps[rank][:index]):
             if spans[0].action.op is first.action.op:
@@ -209,7 +210,7 @@ class StepCauses:
         return None
 
     def _free(self, rank: int, index: int) -> float:
-        """The time at which a rank was done with the step before another."""
+        """The time at which a rank finished the previous step."""
         before = self._before(rank, index)
         if before is None:
             return 0.0
@@ -220,7 +221,7 @@ class StepCauses:
         return free
 
     def _sending(self, act: Action) -> float:
-        """The time that the message of an action holds up its rank."""
+        """The time for which the message of an action blocks its rank."""
         assert self._costs is not None and self._placement is not None
         offset = _SENDING.get(act.op)
         other = None if offset is None else self._placement.neighbour(act.stage, offset)
@@ -229,11 +230,11 @@ class StepCauses:
         return self._costs.transfer(act.stage, other, num_stages=self._placement.num_stages)
 
     def _arrival(self, stage: int, act: Action, rank: int) -> tuple[bool, float]:
-        """A key that orders results by their arrival on a rank, for one of its stages."""
+        """A sort key for results by their arrival on a rank, for one of its stages."""
         maker, index = self._places[act]
         spans = self._steps[maker][index]
         end = spans[-1].end
         if maker != rank and self._costs is not None and self._placement is not None:
             end += self._costs.travel(act.stage, stage, self._placement)
-        # The rank's own results were there when it was free.
+        # The rank's own results are available as soon as it is free.
         return maker != rank or spans[0].action.op in _ASIDE, end

@@ -1,4 +1,4 @@
-"""Measured steps: their program, their costs, and how they differ from simulated ones."""
+"""Measured steps: their program, their costs, and their differences from simulated steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OTHERS = {"recompute": Op.RECOMPUTE, "offload": Op.OFFLOAD, "reload": Op.RELOAD
 
 
 def program_of(trace: Trace) -> Program:
-    """The program that ran: its computations and copies, in the order in which ranks began them.
+    """The program of a trace: computations and copies in the order in which ranks started them.
 
     Raises:
         ScheduleError: a rank computed nothing, or stages are missing.
@@ -45,7 +45,7 @@ def program_of(trace: Trace) -> Program:
 
 
 def _steps(lane: Sequence[Span], block_of: Mapping[Action, Overlap]) -> Iterator[Step]:
-    """The steps of a rank; an overlapped pair stands where its first part began."""
+    """The steps of a rank; an overlapped pair takes the position of its first action."""
     begun = set()
     for span in lane:
         block = block_of.get(span.action)
@@ -86,7 +86,7 @@ def costs_of(trace: Trace, num_stages: int) -> Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One action in two traces, times counted from the first computation of each.
+    """One action in two traces; times count from the first computation of each trace.
 
     Args:
         rank: its rank.
@@ -102,12 +102,12 @@ class Difference:
 
     @property
     def later(self) -> float:
-        """By how much it started later than simulated; negative if earlier."""
+        """The delay of its start over the simulation; negative if it started earlier."""
         return self.measured.start - self.simulated.start
 
     @property
     def longer(self) -> float:
-        """By how much it took longer than simulated; negative if it was quicker."""
+        """The increase of its duration over the simulation; negative if it was faster."""
         measured = self.measured.end - self.measured.start
         return measured - (self.simulated.end - self.simulated.start)
 
@@ -120,8 +120,8 @@ def compare_traces(measured: Trace, simulated: Trace) -> tuple[Difference, ...]:
                               ╰─ starts later by that much
 
     Returns:
-        The actions that both have, by rank and measured start; one that runs several times is
-        paired in turn.
+        The actions in both traces, by rank and measured start. Repeated actions are matched in
+        order.
     """
     waiting: defaultdict[tuple[int, Action], list[Span]] = defaultdict(list)
     for span in sorted(_from_first(simulated), key=lambda s: s.start):
@@ -134,6 +134,6 @@ def compare_traces(measured: Trace, simulated: Trace) -> tuple[Difference, ...]:
 
 
 def _from_first(trace: Trace) -> Iterator[Span]:
-    """The spans, counted from the first computation."""
+    """The spans, with times from the first computation."""
     first = min((s.start for s in trace.spans if s.action.op in COMPUTE), default=0.0)
     return (replace(s, start=s.start - first, end=s.end - first) for s in trace.spans)

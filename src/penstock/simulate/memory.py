@@ -1,16 +1,16 @@
-"""The memory rule: what stages hold, from when to when.
+"""The memory rule: the memory that stages hold over time.
 
     F starts       I ends             W ends
     ├──────────────┼──────────────────┤
     activation     weight_grad        nothing
 
-A full backward holds the activation to its end. A recomputed activation is dropped after F, and is
-there again from RECOMPUTE on; an offloaded one is away from the end of its copy to the start of the
-copy back. Parameters, gradients, optimizer state and the buffers of boundaries are held throughout.
-A rank holds the sum over its stages.
+A full backward holds the activation to its end. A recomputed activation is dropped after F and held
+again from RECOMPUTE on. An offloaded activation is on the host from the end of its copy to the
+start of the copy back. Parameters, gradients, optimizer state and the buffers of boundaries are
+held throughout. A rank holds the sum over its stages.
 
 The peaks of a program follow from the order of its steps alone, and the curve over time from
-simulated times. The search, and whoever else limits memory, counts with this rule.
+simulated times. The search and all other users of memory limits apply this rule.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from penstock.simulate.costs import Costs
 __all__ = ["Curve", "StageMemory", "held_bytes", "memory_curves", "peak_in_flight", "peaks"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
-"""Points (time, amount): from each time on that amount is held, until the next."""
+"""Points (time, amount): the amount held from each time until the next point."""
 
 
 def held_bytes(in_flight: float, *, activation: float, resident: float = 0.0) -> float:
-    """What a stage holds at its peak.
+    """The peak memory of a stage.
 
     Args:
-        in_flight: microbatches whose activations are held at once.
-        activation: what the activations of one microbatch take.
-        resident: parameters, gradients, optimizer state and boundary buffers.
+        in_flight: the number of microbatches whose activations are held at once.
+        activation: the size of one microbatch's activations.
+        resident: the size of parameters, gradients, optimizer state and boundary buffers.
 
     Example:
         >>> held_bytes(3, activation=10, resident=4)
@@ -48,15 +48,15 @@ def held_bytes(in_flight: float, *, activation: float, resident: float = 0.0) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What each stage holds of a microbatch; one number per stage.
+    """The memory of each stage per microbatch, one number per stage.
 
     Args:
-        activation: from the start of F to the end of I, or of a full backward.
-        weight_grad: from there to the end of W.
-        recompute: from F to RECOMPUTE, if the activation is recomputed.
-        running: while such an F runs.
-        resident: throughout: parameters, gradients, optimizer state, boundary buffers; none of
-            them if empty.
+        activation: held from the start of F to the end of I, or of a full backward.
+        weight_grad: held from the end of I to the end of W.
+        recompute: held from F to RECOMPUTE, if the activation is recomputed.
+        running: held while the F of a recomputed activation runs.
+        resident: held throughout: parameters, gradients, optimizer state, boundary buffers; empty
+            for none.
     """
 
     activation: tuple[float, ...]
@@ -67,7 +67,7 @@ class StageMemory:
 
     @classmethod
     def of(cls, costs: Costs, num_stages: int) -> StageMemory:
-        """What costs say, in their unit.
+        """The memory given by costs, in their unit.
 
         Example:
             >>> memory = StageMemory.of(Costs(activation_bytes=8, weight_grad_bytes=2), 1)
@@ -80,14 +80,15 @@ class StageMemory:
 
     @classmethod
     def counting(cls, num_stages: int) -> StageMemory:
-        """Activations are counted, 1 each."""
+        """The memory in activations, each of size 1."""
         one = (1.0,) * num_stages
         return cls(activation=one, weight_grad=one, recompute=(0.0,) * num_stages, running=one)
 
     def change(self, op: Op, stage: int) -> float:
-        """By how much an action changes what its rank holds: more from its start, less at its end.
+        """The change of a rank's memory by an action: an increase at its start, a decrease at its
+        end.
 
-        W may hold more than F left: then I changes it by more than 0, at its end.
+        If W holds more than F left, I increases the memory at its end.
         """
         match op:
             case Op.FORWARD | Op.RELOAD:
@@ -106,12 +107,12 @@ class StageMemory:
     def changes(
         self, step: Step, recomputed: Container[tuple[int, int | None]], *, backward: bool
     ) -> tuple[float, float]:
-        """What a step takes at its start, and what it frees at its end.
+        """The memory that a step allocates at its start, and frees at its end.
 
         Args:
             step: an action or an overlapped pair.
             recomputed: the stages and microbatches whose forwards are recomputed.
-            backward: whether the program has backwards; without, F frees what it takes.
+            backward: True if the program has backwards; if False, F frees its memory at its end.
         """
         taken = freed = 0.0
         for part in step.parts:
@@ -128,7 +129,7 @@ class StageMemory:
         return taken, freed
 
     def resident_of(self, program: Program, rank: int) -> float:
-        """What a rank holds throughout."""
+        """The memory that a rank holds throughout."""
         held = (self.resident[stage] for stage in program.placement.stages_of(rank))
         return sum(held) if self.resident else 0.0
 
@@ -137,14 +138,14 @@ _TAKING = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.RELOAD})
 
 
 def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
-    """The most that each rank holds at once, by the order of its steps.
+    """The peak memory of each rank, from the order of its steps.
 
-    An offloaded activation counts until the rank's next computation is over, beside which it is
+    An offloaded activation counts until the end of the rank's next computation, during which it is
     copied.
 
     Args:
         program: with or without transfers.
-        memory: what stages hold.
+        memory: the memory of stages.
     """
     recomputed, backward = _recomputed(program), program.has_backward
     found = []
@@ -160,7 +161,7 @@ def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
                 continue
             if op in COMPUTE:
                 freed, leaving = freed + leaving, 0.0
-            # W may hold more than F left.
+            # W may hold more memory than F left.
             peak = max(peak, held, held - freed)
             held -= freed
         found.append(peak)
@@ -168,9 +169,9 @@ def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
 
 
 def peak_in_flight(program: Program) -> tuple[int, ...]:
-    """The most stage-microbatch activations that each rank holds at once, from F to W.
+    """The peak number of activations in flight on each rank, from F to W.
 
-    A program without any backward holds an activation for the length of its F only; so does a
+    A program without any backward holds an activation for the length of its F only; likewise for a
     recomputed F, whose activation counts again from RECOMPUTE on.
 
     Args:
@@ -190,18 +191,18 @@ def memory_curves(
     starts: Sequence[Sequence[float]],
     ends: Sequence[Sequence[float]],
 ) -> tuple[Curve, ...]:
-    """What each rank holds over time.
+    """The memory of each rank over time.
 
     Args:
-        program: what was run.
-        memory: what stages hold.
+        program: the program that ran.
+        memory: the memory of stages.
         starts: per rank, the start of each of its actions, overlapped pairs taken apart.
-        ends: likewise, the ends.
+        ends: per rank, the end of each of its actions.
 
     Returns:
-        For each rank, a point wherever what it holds changes, from time 0 on. What is freed and
-        taken again at one time is one point; what is taken and freed at once stays two, so that
-        the highest point is the peak.
+        For each rank, a point wherever its memory changes, from time 0 on. A free followed by an
+        allocation at the same time is one point. An allocation followed by a free stays two points,
+        so that the highest point is the peak.
     """
     recomputed, backward = _recomputed(program), program.has_backward
     curves = []
@@ -216,7 +217,7 @@ def memory_curves(
             if freed:
                 changes.append((ends[rank][stop - 1], -freed))
             first = stop
-        # Copies run beside the steps; else this is the order already.
+        # Copies run beside the steps, so sort by time; without copies the order is already right.
         changes.sort(key=itemgetter(0))
         curves.append(_curve(memory.resident_of(program, rank), changes))
     return tuple(curves)

@@ -1,4 +1,4 @@
-"""``simulate``: a program played under costs, and the figures that follow from its times."""
+"""Simulate a program under costs; makespan, bubble and memory follow from its times."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ _UNIT = Costs()
 def simulate(
     program: Program, costs: Costs = _UNIT, *, jitter: float = 0.0, seed: int = 0
 ) -> Simulation:
-    """Plays a program as ranks would that wait for nothing but the needs of each step.
+    """Simulate a program: each step starts as soon as its rank is free and its inputs are there.
 
     Results arrive on other ranks after ``costs.latency``, and later if the costs give a bandwidth,
     whether the program spells out its sends and receives or not. A send takes no compute time
     unless ``costs.transfers_overlap`` is False. A posted receive blocks only the action that uses
-    its message. An overlapped pair starts when all its parts can, and yields all their results at
+    its message. An overlapped pair starts when both actions are ready, and yields both results at
     its end.
 
     Args:
         program: compute-only or with transfers.
         costs: the cost of each kind of action; by default 1 each, and no latency.
-        jitter: each computation takes longer at random, uniformly by up to this share of its cost.
-        seed: of the jitter; the same seed gives the same times.
+        jitter: the largest random increase of each computation's time, as a share of its cost;
+            uniformly distributed.
+        seed: the random seed of the jitter; the same seed gives the same times.
 
     Returns:
         The times of all actions, and the figures that follow from them.
 
     Raises:
-        ScheduleError: the program deadlocks (the message says who waits for what) or repeats an
-            action; the costs are for another number of stages; the jitter is no number ≥ 0;
-            ``program`` is no program, or ``costs`` no costs.
+        ScheduleError: the program deadlocks (the message lists the waiting ranks) or repeats an
+            action; the costs are for another number of stages; the jitter is not a number ≥ 0; or
+            ``program`` or ``costs`` has the wrong type.
 
     Example:
         >>> from penstock.schedule.registry import build
@@ -90,13 +91,13 @@ def simulate(
 # Not slotted: the cached figures live in the instance's dictionary.
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A simulated step. RankTimes are in the unit of the costs.
+    """A simulated step, with times in the unit of the costs.
 
     Args:
         program: the simulated program.
-        costs: the costs it was simulated with.
+        costs: the costs of the simulation.
         starts: per rank, the start of each of its actions, overlapped pairs taken apart.
-        ends: likewise, the ends. A receive ends when its message has arrived.
+        ends: per rank, the end of each of its actions. A receive ends when its message has arrived.
         makespan: time from the first start to the last end of compute, over all ranks.
         span: the longest of the ranks' own times from first start to last end of compute.
         busy_per_rank: per rank, its compute time.
@@ -123,7 +124,7 @@ class Simulation:
 
     @property
     def span_bubble_ratio(self) -> float:
-        """As ``bubble_ratio``, over the span: the idle share of steps that need no barrier."""
+        """The bubble ratio over the span: the idle share of steps that need no barrier."""
         total = self.program.num_ranks * self.span
         return 1 - self.busy / total if total else 0.0
 
@@ -150,12 +151,12 @@ class Simulation:
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most stage-microbatch activations held at once, from F to W."""
+        """Per rank, the peak number of activations in flight, from F to W."""
         return peak_in_flight(self.program)
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
-        """Per rank, what it holds: (time, amount) wherever the amount changes, by time.
+        """Per rank, its memory over time: (time, amount) at each change, by time.
 
         Amounts are in bytes if the costs give the size of an activation, else in activations.
         """
@@ -164,15 +165,15 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank, the most that it holds at once, in the unit of ``memory``."""
+        """Per rank, its peak memory, in the unit of ``memory``."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
 
     @cached_property
     def bounds(self) -> LowerBounds | None:
         """Lower bounds on any program of these stages, costs and microbatches.
 
-        They hold for programs whose overlapped pairs are a forward and a backward each. None for a
-        program with other pairs if ``costs.overlap`` gives their time.
+        The bounds hold for programs whose overlapped pairs consist of a forward and a backward.
+        None for a program with other pairs if ``costs.overlap`` is given.
         """
         if self.costs.overlap is not None and not all(map(_is_pair, self.program.blocks)):
             return None
@@ -201,25 +202,25 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The computations that the makespan comes from, by start: each but the first started
-        at the end of the one before it, on its own rank, or when the message of that arrived."""
+        """The computations on the critical path, by start: each but the first starts at the end of
+        the one before it on its rank, or when the message of the one before it arrives."""
         return self.causes.critical_path()
 
     def waited_for(self, span: Span) -> Action | None:
-        """The action that held up another after its rank was free.
+        """The action that delayed a span after its rank was free.
 
         Args:
             span: a span of ``trace``.
 
         Returns:
-            The action whose result it waited for; None if it started as soon as its rank was done
-            with the step before.
+            The action whose result the span waited for; None if the span started as soon as its
+            rank had finished the previous step.
         """
         return self.causes.waited_for(span.action)
 
     @cached_property
     def trace(self) -> Trace:
-        """Every action's time, by rank and then by start: the input of all pictures."""
+        """Every action's time, by rank and start: the input of all pictures."""
         return Trace(
             name=self.program.name,
             num_ranks=self.program.num_ranks,
@@ -236,6 +237,6 @@ class Simulation:
 
 
 def _is_pair(block: Overlap) -> bool:
-    """Whether a block is of one forward and one backward."""
+    """True if an overlapped pair consists of one forward and one backward."""
     forwards = [part.op is Op.FORWARD for part in block.parts]
     return sorted(forwards) == [False, True]

@@ -1,8 +1,8 @@
-"""The times of a program under costs: its steps and its messages as queues of one replay.
+"""The times of a program under costs: steps and messages as the queues of one replay.
 
 Ids and the readiness rules are those of ``penstock.schedule.index``. A message is a delay between
-the action that sends it and the action that uses it, unless it waits for other messages or holds up
-its rank. Then it has an id of its own, in a row behind those of the actions:
+the sending action and the action that uses its value. A message that waits for other messages, or
+blocks its rank, has an id of its own, in a row after those of the actions:
 
     rank 0         F0   F1   F2                     one message at a time: the channel between
     rank 0 → 1        ▬▬▬▬▬▬ ▬▬▬▬▬▬ ▬▬▬▬▬▬          two ranks is a queue
@@ -10,8 +10,8 @@ its rank. Then it has an id of its own, in a row behind those of the actions:
     rank 0         F0 ▬▬▬▬▬▬ F1 ▬▬▬▬▬▬ F2 ▬▬▬▬▬▬    transfers that do not overlap: the message is
                                                     a step of its rank
 
-Offloads and reloads have two channels per rank, out and back. The action itself only begins the
-copy; the backward waits for the end of the copy back:
+Offloads and reloads have two channels per rank, out and back. The action itself only starts the
+copy; the backward waits for the end of the reload:
 
     rank 0         F0 F1 F2 ·  B2 B1 B0
     out               ▬▬▬0
@@ -48,7 +48,7 @@ from penstock.simulate.costs import Costs
 __all__ = ["ProgramTimes", "RankTimes", "play_timeline"]
 
 RankTimes: TypeAlias = tuple[tuple[float, ...], ...]
-"""For each rank, one time for each of its actions in turn, overlapped pairs taken apart."""
+"""For each rank, one time per action in order, with overlapped pairs taken apart."""
 
 _T = TypeVar("_T")
 _MESSAGES = ((Op.FORWARD, +1), (Op.INPUT_GRAD, -1))
@@ -60,9 +60,9 @@ class ProgramTimes:
     """The times of all actions.
 
     Args:
-        starts: their starts.
-        ends: their ends; that of a receive is the arrival of its message.
-        computes_only: whether there are no actions but computations.
+        starts: the starts of all actions.
+        ends: the ends of all actions; a receive ends when its message arrives.
+        computes_only: True if all actions are computations.
     """
 
     starts: RankTimes
@@ -73,13 +73,13 @@ class ProgramTimes:
 def play_timeline(
     program: Program, costs: Costs, *, jitter: float = 0.0, seed: int = 0
 ) -> ProgramTimes:
-    """The times of a program.
+    """Compute the times of a program.
 
     Args:
         program: with or without transfers.
         costs: the cost of each action.
         jitter: as ``simulate`` takes it.
-        seed: of the jitter.
+        seed: the random seed of the jitter.
 
     Raises:
         ScheduleError: the program deadlocks or repeats an action, or the costs do not fit it.
@@ -104,7 +104,7 @@ class _Rows:
     overlaps: list[float | None]
 
     def add(self, needs: tuple[tuple[int, float], ...], duration: float) -> int:
-        """Adds a row that is no action's, and returns its number."""
+        """Add a row that belongs to no action, and return its number."""
         self.needs.append(needs)
         self.fulfilled.append((0,))
         self.durations.append(duration)
@@ -126,7 +126,7 @@ class _Rows:
 
 
 class _TimedProgram:
-    """A program and its costs as queues and tables."""
+    """A program and its costs, as queues and tables."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         indexed = index_program(program)
@@ -143,14 +143,15 @@ class _TimedProgram:
         self.arrival: dict[int, tuple[int, float]] = {}
         # Row of a receive → the offset of its message, and the delay.
         self.received: dict[int, tuple[int, float]] = {}
-        # Copies that a backward need not wait for, since there are none.
+        # Copies that take no time; a backward need not wait for them.
         self.no_copies: list[int] = []
         overlap: Sequence[float | None] = [None] * self.num_stages
         if costs.overlap is not None:
             overlap = costs.per_stage("overlap", num_stages=self.num_stages)
         self.rows = _Rows(
             needs=[],
-            # Reductions and sharding may come several times a step, and nothing needs them.
+            # Reductions and sharding may occur several times per step, and no action depends on
+            # them.
             fulfilled=[
                 () if op in WHOLE_STAGE else offsets
                 for (op, _), offsets in zip(self.index.rows(), self.index.fulfilled(), strict=True)
@@ -163,7 +164,7 @@ class _TimedProgram:
         self._add_copies(not ops.isdisjoint(COPIES))
 
     def _add_messages(self) -> None:
-        """Fills in the needs by row; messages that are more than a delay get rows and queues."""
+        """Fill in the needs by row; messages that are more than a delay get rows and queues."""
         costs, placement, index = self.costs, self.program.placement, self.index
         inline = costs.bandwidth is not None and not costs.transfers_overlap
         in_turn = costs.bandwidth is not None and costs.one_message_at_a_time
@@ -217,7 +218,7 @@ class _TimedProgram:
         return tuple(found)
 
     def _queue_messages(self, inline: bool) -> None:
-        """Queues each message behind its sender's step, or in the channel between the ranks."""
+        """Queue each message behind its sender's step, or in the channel between the ranks."""
         placement, width, index = self.program.placement, self.width, self.index
         full = index.row(Op.FULL_BACKWARD, 0) - index.row(Op.INPUT_GRAD, 0)
         forwards = self.num_stages
@@ -246,7 +247,7 @@ class _TimedProgram:
         self.queues += [channels[pair] for pair in sorted(channels)]
 
     def _add_copies(self, copies: bool) -> None:
-        """Queues offloads and reloads in the channels of their ranks, if there are any."""
+        """Queue offloads and reloads in the channels of their ranks."""
         self.first_channel = len(self.queues)
         self.first_copy = len(self.rows.needs)
         if not copies:
@@ -259,7 +260,7 @@ class _TimedProgram:
                 row = first + stage
                 needs = [((index.row(op, stage) - row) * width, 0.0)]
                 if op is Op.RELOAD:
-                    # The two channels do not wait for each other by themselves.
+                    # The two channels do not wait for each other by default.
                     needs.append(((out - back) * width, 0.0))
                 self.rows.add(tuple(needs), durations[stage])
         channels: list[list[int]] = []
@@ -283,12 +284,12 @@ class _TimedProgram:
                 self.rows.needs[row] += (((back + stage - row) * width, 0.0),)
 
     def replay(self, jitter: float = 0.0, seed: int = 0) -> DependencyReplay:
-        """The replay of all queues."""
+        """Replay all queues."""
         rows, width = self.rows, self.width
         if jitter:
             rows, width = self._jittered(jitter, seed), 1
         if self.program.num_splits > 1:
-            # The needs of sequence chunks depend on the microbatch: each id has a row.
+            # With sequence chunks the needs depend on the microbatch, so each id has a row.
             rows = rows if width == 1 else rows.per_action(width)
             width = 1
             for step, other in self.index.required_chunks().items():
@@ -309,7 +310,7 @@ class _TimedProgram:
         return replay
 
     def _jittered(self, jitter: float, seed: int) -> _Rows:
-        """Tables by id in which each computation takes longer by chance; messages do not."""
+        """Tables by id in which computations, not messages, take randomly longer."""
         draw = Random(seed).random
         computing = {row for row, (op, _) in enumerate(self.index.rows()) if op in COMPUTE}
         return replace(
@@ -327,7 +328,7 @@ class _TimedProgram:
         )
 
     def repeats(self, replay: DependencyReplay) -> bool:
-        """Whether an action is done twice in a program that was replayed to its end."""
+        """True if a fully replayed program contains an action twice."""
         width, given = self.width, list(map(len, self.rows.fulfilled))
         rows = {
             row + offset // width
@@ -338,12 +339,12 @@ class _TimedProgram:
         return done - len(self.no_copies) < sum(map(given.__getitem__, self._rows_of(self.queues)))
 
     def _rows_of(self, queues: Sequence[Sequence[int]]) -> Iterator[int]:
-        """The row of each action, in no order; all at the speed of C."""
+        """The row of each action, in no particular order; runs at C speed."""
         alone = filter((0).__le__, chain.from_iterable(queues))
         return map(self.width.__rfloordiv__, chain(alone, *self.overlapped))
 
     def times(self, replay: DependencyReplay) -> tuple[RankTimes, RankTimes]:
-        """Starts and ends of the ranks' actions."""
+        """The starts and ends of the ranks' actions."""
         num_ranks, width = self.program.num_ranks, self.width
         starts, ends = replay.starts[:num_ranks], replay.ends[:num_ranks]
         if self.computes_only and not self.message_of:
@@ -361,7 +362,7 @@ class _TimedProgram:
                     continue
                 op, _ = self.index.op_and_stage(row)
                 if op in COPIES:
-                    # The times of a copy are those of its channel.
+                    # The times of a copy come from its channel.
                     start, end = next(copies[op is Op.RELOAD])
                 elif row in self.received:
                     offset, delay = self.received[row]
@@ -381,12 +382,12 @@ class _TimedProgram:
         return f"rank {rank} ({self.index.action(receive)}) waits for {send}, which is never sent"
 
     def _parts(self, queue: Sequence[int]) -> Iterator[int]:
-        """The ids of a queue, overlapped pairs taken apart."""
+        """The ids of a queue, with overlapped pairs taken apart."""
         for step in queue:
             yield from (step,) if step >= 0 else self.overlapped[~step]
 
     def failure(self) -> ScheduleError:
-        """The error of a program that repeats an action, or else of one that deadlocks."""
+        """The error for a program that repeats an action or deadlocks."""
         planned = set[int]()
         for part in chain.from_iterable(map(self._parts, self.steps)):
             for offset in self.rows.fulfilled[part // self.width]:
@@ -411,7 +412,7 @@ class _TimedProgram:
         return _failed(waits)
 
     def _begun_by(self, missing: int) -> int:
-        """The action that begins a copy; any other id as it is."""
+        """The action that starts a copy; any other id unchanged."""
         row, microbatch = divmod(missing, self.width)
         if row < self.first_copy:
             return missing

@@ -1,1 +1,1 @@
-"""Show a trace: pictures, and files for other viewers."""
+"""Show traces as text, pictures and pages, and export them to other viewers."""

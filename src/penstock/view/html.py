@@ -1,4 +1,4 @@
-"""The HTML and CSS of the page and the playground. Texts from outside are escaped here."""
+"""The HTML and CSS of the page and the playground; escapes all external text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COLUMNS = ("schedule", "stages per rank", "makespan", "bubble", "span bubble", 
 
 
 def heading_html(title: str, subtitle: str) -> str:
-    """A title with a subtitle."""
+    """A heading with a subtitle."""
     return (
         f'<div style="font-family:{_FONT};color:#1c2733;line-height:1.35">'
         f'<span style="font-size:22px;font-weight:650">{escape(title)}</span>'
@@ -83,7 +83,7 @@ def figures_of(
     """The figures of a step, for ``figures_html``.
 
     Args:
-        steps: one, or two to compare, in the unit of the first.
+        steps: one step, or two to compare, in the unit of the first.
         names: names of the two steps.
         limit: memory limit of a rank; None for none.
     """
@@ -111,7 +111,7 @@ def figures_of(
 
 
 def legend_html(traces: Sequence[Trace]) -> str:
-    """The colours that a drawing of these traces uses."""
+    """The legend of the colours used in a drawing of these traces."""
     used = {span.action.op for trace in traces for span in drawn(trace)}
     chips = [
         _chip(
@@ -161,7 +161,7 @@ def comparison_html(
     """A table of schedules with a bar per figure, smallest bubble first.
 
     Args:
-        outcomes: by name of the schedule its simulated step, or why there is none.
+        outcomes: by schedule name, its simulated step, or the reason why it has none.
         memory: memory limit of a rank, above which a peak is red; None for none.
         chosen: name of the schedule that is drawn, in bold.
     """

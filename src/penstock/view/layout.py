@@ -8,8 +8,8 @@
     0.72 ─────────▂▂▂▂▄▄▄▄▂▂▂───        │    ││        │  memory: activations held
     0.97                                └────┘└────────┘
 
-A lane is one unit high, rank r's from r to r + 1, counted downwards. Pictures and pages draw these
-columns; this module knows neither Bokeh nor Matplotlib.
+Rank r's lane reaches from r to r + 1, downwards. Pictures and pages draw these columns; this module
+knows neither Bokeh nor Matplotlib.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def trace_of(step: Drawable) -> Trace:
 
 
 def drawn(trace: Trace) -> list[Span]:
-    """The spans that a drawing shows: computations, and copies that take time.
+    """The spans shown in a drawing: computations, and copies that take time.
 
-    Messages have no box. A measured trace records every copy, also one that moved nothing.
+    Messages have no box. A measured trace also records copies that moved nothing.
     """
     shortest = trace.makespan * _SMALL if trace.unit == "s" else 0.0
     return [
@@ -85,11 +85,11 @@ def drawn(trace: Trace) -> list[Span]:
 def arrange(
     step: Drawable, *, unit: str | None = None, differences: dict[str, str] | None = None
 ) -> Drawing:
-    """Lay out a step from its first computation on.
+    """Lay out a step, from its first computation on.
 
     Args:
-        step: the step. The memory of a simulation is in the unit of its costs; that of a trace is
-            a number of activations.
+        step: the step. A simulation's memory is in the unit of its costs, a trace's memory in
+            activations.
         unit: unit of the times; None for the trace's. Seconds are drawn as milliseconds.
         differences: an additional line of the tooltip, by action in text form.
     """
@@ -105,7 +105,7 @@ def arrange(
         causes, curves = causes_of(step), _activations(step)
         path = causes.critical_path()
     else:
-        # With explicit transfers a step waits for its receive, which is not drawn.
+        # With explicit transfers a step waits for its receive, which has no box.
         causes = causes_of(trace) if step.program.has_transfers else step.causes
         curves, path = step.memory, step.critical_path
     peaks = tuple(max((held for _, held in curve), default=0.0) for curve in curves)
@@ -137,9 +137,9 @@ class _Axes:
     def y(
         self, rank: int, op: Op, share: tuple[int, int] = (0, 1)
     ) -> tuple[float, float, float, float]:
-        """Top and foot of a box beside the memory, then without it.
+        """The top and bottom of a box, with the memory shown and without.
 
-        ``share`` is the index and the number of the boxes that divide the height.
+        ``share`` is the index of the box, and the number of boxes that share the height.
         """
         if op not in COMPUTE:
             top, foot = _RELOADS if op is Op.RELOAD else _OFFLOADS
@@ -183,7 +183,7 @@ def _boxes(
     blocks: Sequence[tuple[Span, ...]],
     differences: dict[str, str],
 ) -> Iterable[tuple[Any, ...]]:
-    """A row of ``_BOX_COLUMNS`` per span."""
+    """One row of ``_BOX_COLUMNS`` per span."""
     colours = shades(trace)
     inks = {colour: ink(colour) for colour in set(colours.values())}
     block_of = {span: block for block in blocks for span in block}
@@ -210,7 +210,7 @@ def _boxes(
 
 
 def _waited(span: Span, cause: Span | None, free: float, start: float) -> str:
-    """The cause of a span's start, for its tooltip."""
+    """The tooltip's text on the cause of a span's start."""
     if cause is None:
         return "nothing"
     if cause.rank == span.rank:
@@ -219,7 +219,7 @@ def _waited(span: Span, cause: Span | None, free: float, start: float) -> str:
 
 
 def _share(span: Span, block: Sequence[Span]) -> tuple[int, int]:
-    """The part of the lane's height: all of it, unless parts of a block ran at the same time."""
+    """The part of the lane's height: all of it, unless actions of a pair ran at the same time."""
     middle = (span.start + span.end) / 2
     if any(other.start < middle < other.end for other in block if other is not span):
         return block.index(span), len(block)
@@ -229,7 +229,7 @@ def _share(span: Span, block: Sequence[Span]) -> tuple[int, int]:
 def _path(path: Sequence[Span], axes: _Axes) -> Columns:
     frames = _columns(_FRAME_COLUMNS, (axes.frame((span,)) for span in path))
     middle = (axes.top + _FOOT) / 2
-    # Columns have equal length: the last box leads nowhere.
+    # All columns have equal length, so the last box has a line to itself.
     rest: list[list[float]] = [[]] * bool(path)
     xs = [[axes.x(a.end), axes.x(b.start)] for a, b in pairwise(path)]
     ys = [[a.rank + middle, b.rank + middle] for a, b in pairwise(path)]
@@ -237,7 +237,7 @@ def _path(path: Sequence[Span], axes: _Axes) -> Columns:
 
 
 def _activations(trace: Trace) -> tuple[Curve, ...]:
-    """Per rank, the number of activations held from each time on."""
+    """Per rank, the number of activations in flight over time."""
     acts = [span.action for span in trace.spans]
     memory = StageMemory.counting(1 + max((act.stage for act in acts), default=0))
     recomputed = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
@@ -260,7 +260,7 @@ def _activations(trace: Trace) -> tuple[Curve, ...]:
 
 
 def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -> Columns:
-    """The memory of all ranks as one outline, which is quick to draw.
+    """The memory of all ranks as one outline, which draws fast.
 
     The amount ``highest`` fills the height.
     """

@@ -41,8 +41,8 @@ def save_page(
     """Write a page; its folder is created if needed.
 
     Args:
-        shown: the step to draw. The memory of a simulation is in the unit of its costs, that of a
-            trace is a number of activations.
+        shown: the step to draw. A simulation's memory is in the unit of its costs, a trace's memory
+            in activations.
         path: the file, usually ``*.html``.
         beside: a second step, drawn below on the same time axis, in the unit of the first.
         names: names of the two steps.
@@ -120,7 +120,7 @@ def _subtitle(trace: Trace) -> str:
 
 
 def _differences(one: Trace, other: Trace) -> list[Difference]:
-    """The computations of both traces, each from its first computation on."""
+    """The differences of all computations in both traces, from the first computation on."""
     return [row for row in compare_traces(one, other) if row.action.op in COMPUTE]
 
 
@@ -133,7 +133,7 @@ def _tooltip(row: Difference, names: tuple[str, str], unit: str) -> str:
 
 
 def _differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> DataTable:
-    """A table of all computations, which any column sorts."""
+    """A sortable table of all computations."""
     from bokeh.models import ColumnDataSource
     from bokeh.models.widgets.tables import (
         DataTable,

@@ -43,11 +43,11 @@ ANSI: dict[Op, tuple[str, str]] = {
     Op.OFFLOAD: ("magenta", "bright_white"),
     Op.RELOAD: ("bright_magenta", "black"),
 }
-"""Background and text of each op on terminals of 16 colours, where the ANSI colours nearest to
-``COLOURS`` would be the same for several ops."""
+"""The background and text colour of each op on terminals with 16 colours, where the ANSI colours
+nearest to ``COLOURS`` would coincide for several ops."""
 
 FRAME = "#1c2733"
-"""The frame around an overlapped pair."""
+"""The colour of the frame around an overlapped pair."""
 
 _NAMES: dict[Op, str] = {
     Op.FORWARD: "forward",
@@ -78,7 +78,7 @@ def letter_of(op: Op) -> str:
 
 
 def colour_of(op: Op) -> str:
-    """The colour of an op; ops that are not in ``COLOURS`` share one."""
+    """The colour of an op; all ops outside ``COLOURS`` share one."""
     return COLOURS.get(op, "#c9b28f")
 
 
@@ -119,19 +119,19 @@ def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour.
+    """Black or white, for better contrast with a background colour.
 
     Example:
         >>> ink("#3d68a8"), ink("#aed6ef")
         ('#ffffff', '#000000')
     """
     red, green, blue = _channels(colour)
-    # Luminance as in ITU-R BT.601.
+    # Luminance by ITU-R BT.601.
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 145 else "#ffffff"
 
 
 def amount(value: float) -> str:
-    """Format an amount in four digits, with a letter from a million on.
+    """Format an amount with four digits, and a unit prefix from a million on.
 
     Example:
         >>> amount(8), amount(0.12345), amount(1536), amount(3.2e9)

@@ -1,7 +1,7 @@
 """A trace as Chrome's trace-event JSON, which https://ui.perfetto.dev opens.
 
-Every rank is a process with two lanes: one for computations, one for messages, sharding and copies.
-Arrows lead from an action to the action on another rank that uses its result.
+Every rank is a process with two threads: one for computations, one for messages, sharding and
+copies. Arrows lead from an action to the action on another rank that uses its result.
 
 Source of the format: the "Trace Event Format" document of the Chromium project.
 """
@@ -102,7 +102,7 @@ def from_perfetto(text: str) -> Trace:
 def _read(document: dict[str, Any]) -> Trace:
     header, events = document["otherData"], document["traceEvents"]
     name, num_ranks, scale = header["schedule"], header["ranks"], _SCALE[header["unit"]]
-    # At least one event names each rank.
+    # Every rank has at least one metadata event.
     if not isinstance(name, str) or type(num_ranks) is not int or num_ranks > len(events):
         raise ValueError(f"{num_ranks!r} ranks of schedule {name!r} in {len(events)} events")
     complete = [event for event in events if event["ph"] == "X"]
@@ -185,7 +185,7 @@ def _arrows(trace: Trace, scale: float) -> list[dict[str, Any]]:
                 "cat": "message", "name": name_of(needed.op), "id": len(events) // 2,
                 "tid": _COMPUTE_LANE,
             }  # fmt: skip
-            # A flow binds to the slice around its time, so it leaves from within the maker.
+            # A flow event binds to the enclosing slice, so it starts within the producer's.
             left = (maker.start + maker.end) / 2
             events.append({**arrow, "ph": "s", "pid": maker.rank, "ts": left * scale})
             arrived = {"pid": span.rank, "ts": span.start * scale}

@@ -85,7 +85,7 @@ def draw(
 
 
 def title_of(trace: Trace) -> str:
-    """The title of a timeline: the schedule's name, its makespan and bubble ratio."""
+    """The title of a timeline: schedule name, makespan and bubble ratio."""
     return (
         f"{trace.name}, {number_of(trace.num_ranks, 'rank')}: makespan "
         f"{time_text(trace.makespan, trace.unit)}, bubble {trace.bubble_ratio:.1%}"
@@ -134,7 +134,7 @@ def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
     edge = _EDGE if usual > _NARROW else 0.0
     looks: dict[tuple[str, float], list[Corners]] = {}
     for colour, label, each in zip(boxes["fill"], boxes["label"], _corners(boxes), strict=True):
-        # A box without a label is a strip, too narrow for an edge.
+        # A box without a label is a strip, too thin for an edge.
         looks.setdefault((colour, edge if label else 0.0), []).append(each)
     for (colour, width), corners in sorted(looks.items()):
         _add(axes, corners, facecolors=colour, edgecolors="white", linewidths=width)
@@ -148,14 +148,14 @@ def _corners(columns: Columns) -> list[Corners]:
 
 
 def _add(axes: Axes, corners: Sequence[Corners], **look: Any) -> None:
-    """One collection per look: thousands of boxes stay quick to draw."""
+    """Add one collection per style, since thousands of single boxes draw slowly."""
     from matplotlib.collections import PolyCollection
 
     axes.add_collection(PolyCollection(corners, **look), autolim=False)
 
 
 def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
-    """Label boxes with their microbatch if it fits, and with their op if most have room for it."""
+    """Label boxes with their microbatch if it fits, and with their op if most boxes have room."""
     names = ("left", "right", "top_alone", "foot_alone", "label", "ink")
     rows = [row for row in zip(*(boxes[name] for name in names), strict=True) if row[4]]
 
@@ -188,7 +188,7 @@ def _save(figure: Figure, path: Path, dpi: int) -> None:
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    # No date, and ids from a fixed salt: equal pictures are equal files.
+    # No date, and ids from a fixed salt, so that equal pictures give equal files.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "penstock", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=dpi, metadata=metadata)

@@ -1,7 +1,7 @@
 """The playground: a local page on which a schedule follows sliders.
 
-Bokeh's server holds one ``Playground`` per browser tab. It listens on 127.0.0.1 alone, and refuses
-connections that another site's page opens.
+Bokeh's server holds one ``Playground`` per browser tab. It listens on 127.0.0.1 only, and refuses
+cross-origin connections.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _Options = tuple[tuple[str, object], ...]
 
 
 class Playground:
-    """The widgets, plot and tables of one tab, added to its document."""
+    """The widgets, plot and tables of one browser tab."""
 
     def __init__(self, document: Document) -> None:
         names: list[Any] = [each.name for each in schedules()]
@@ -83,7 +83,7 @@ class Playground:
         self.legend = Div(**_STRETCHED)
         self.error = Div(visible=False, name="error", **_STRETCHED)
         self.comparison = Div(name="comparison", **_STRETCHED)
-        # The comparison so far, and the schedules that are still to be simulated.
+        # The comparison so far, and the schedules still to simulate.
         self._outcomes: dict[str, Simulation | str] = {}
         self._pending: list[str] = []
         self._draw_scheduled = self._compare_scheduled = False
@@ -110,13 +110,13 @@ class Playground:
         self._schedule_draw(attr, old, new)
 
     def _schedule_draw(self, attr: str, old: object, new: object) -> None:
-        """Draw at the next tick, once for all changes until then: a slider sends every step."""
+        """Draw at the next tick, once for all changes until then; sliders fire at every step."""
         if not self._draw_scheduled:
             self._draw_scheduled = True
             self.document.add_next_tick_callback(self._draw)
 
     def _simulate(self, name: str) -> Simulation:
-        """Simulate a schedule; stages per rank and options go to the drawn one alone."""
+        """Simulate a schedule; only the drawn one gets the stages per rank and the options."""
         is_chosen = name == self.schedule.value
         costs = Costs(
             forward=self.forward.value,
@@ -135,11 +135,11 @@ class Playground:
         )
 
     def _options(self) -> dict[str, object]:
-        """The options of the schedule, which stand in one line."""
+        """The options of the schedule, parsed from one line."""
         return parse_options(filter(None, map(str.strip, self.options.value.split(","))))
 
     def _draw(self) -> None:
-        """Draw the step; the browser gets all changes in one message."""
+        """Draw the step; all changes reach the browser in one message."""
         self._draw_scheduled = False
         self.document.hold("combine")
         try:
@@ -181,8 +181,8 @@ class Playground:
     def _compare(self) -> None:
         """Simulate the schedules to compare, then show the table.
 
-        This runs after the timeline is drawn, and in slices, so that the timeline does not wait
-        for many schedules; a slider that moves meanwhile restarts it.
+        Runs in slices after the timeline is drawn, so that many schedules do not delay the
+        timeline. A slider that moves meanwhile restarts the comparison.
         """
         began = time.monotonic()
         while self._pending and time.monotonic() - began < _SLICE_S:
@@ -241,7 +241,7 @@ def _simulated(
 ) -> Simulation:
     """Simulate a schedule; cached, since one slider changes few of the compared schedules.
 
-    With ``per_rank``, costs are those of a rank's whole part of the model, not of a stage.
+    With ``per_rank``, costs are for a rank's whole part of the model, not for a stage.
     """
     wanted = tuple(wanted_costs(costs, name).items())
     program = _built(name, ranks, microbatches, virtual, (*wanted, *options))
@@ -264,8 +264,8 @@ def serve(
 
     Args:
         port: port to listen on; 0 for any free one.
-        browser: open it in the user's browser.
-        ready: called with the address once it is served.
+        browser: if True, opens the page in the user's browser.
+        ready: called with the address once the server is up.
 
     Raises:
         PenstockError: the port is taken.
@@ -293,7 +293,8 @@ def _open(document: Document) -> None:
 
 
 def _reserved(port: int) -> int:
-    """Resolve 0 to a free port, and refuse a taken one: Bokeh would leave its socket open."""
+    """Return a free port for 0, and refuse a port in use, since Bokeh would leave its socket
+    open."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

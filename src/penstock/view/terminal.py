@@ -1,4 +1,4 @@
-"""A timeline as coloured text, for Rich: the cells of ``penstock.view.text`` as boxes."""
+"""A timeline as coloured text for Rich, from the cells of ``penstock.view.text``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["legend", "timeline"]
 
 
 def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = True) -> Text:
-    """The timeline, a line per rank, and below each rank its offloads and reloads.
+    """The timeline: one line per rank, followed by its offloads and reloads.
 
     Args:
         trace: measured or simulated.
         width: longest line allowed, at least 20.
-        colour: the terminal has colours; without, the text is that of ``to_text``.
-        shaded: the terminal has more than 16 colours, for a shade per stage of a rank.
+        colour: True if the terminal has colours; if False, the text equals ``to_text``'s.
+        shaded: True if the terminal has more than 16 colours, for one shade per stage of a rank.
     """
     if not colour:
         return Text(to_text(trace, width=width), end="", no_wrap=True)
@@ -46,7 +46,7 @@ def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = Tr
 
 
 def legend(trace: Trace, *, shaded: bool = True) -> Text:
-    """A line with the colours of the timeline, which is drawn with the same ``shaded``."""
+    """A legend of the colours in a timeline drawn with the same ``shaded``."""
     styles = _styles(trace, shaded=shaded)
     first: dict[str, Style] = {}
     for span in drawn(trace):

@@ -3,9 +3,9 @@
     rank 0  F0 F1 .. .. .. .. B0 -- .. B1 --          a line per rank, a cell per unit of time
     rank 1  .. F0 B0 -- F1 B1 -- .. .. .. ..          "--" continues the cell left of it
 
-If ranks hold several stages, labels name them, as in ``2F0``. The parts of an overlapped pair are
-joined, as in ``0F3+1B2``. Without room for labels, a cell is the letter of its op, or ``+`` where
-it joins. Offloads and reloads that take time have lines of their own:
+If ranks hold several stages, labels include the stage, as in ``2F0``. An overlapped pair is joined
+by ``+``, as in ``0F3+1B2``. Without room for labels, a cell shows the letter of its op, or the
+``+`` of a pair. Offloads and reloads that take time have lines of their own:
 
     rank 0    F0 F1 F2 .. .. B0 --
       to host .. O0 -- O1 -- .. ..
@@ -27,7 +27,7 @@ from penstock.view.palette import letter_of
 __all__ = ["Cell", "Grid", "grid", "to_text"]
 
 _SMALLEST_WIDTH = 20
-# Times are sums of costs: rounding makes them differ by less than this share of a cell.
+# Rounding makes sums of costs differ by less than this share of a cell.
 _ROUNDING = 1e-9
 _COPIES = {Op.OFFLOAD: "  to host", Op.RELOAD: "  back"}
 
@@ -40,7 +40,7 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         width: longest line allowed, in characters, at least 20.
 
     Returns:
-        A line per rank, and per direction of its copies, each ended by a line break. A cell shows
+        One line per rank and per direction of its copies, each ending in a newline. A cell shows
         the action at the middle of its time.
 
     Raises:
@@ -75,8 +75,8 @@ class Cell:
 
     span: Span | None  # None where the lane is idle
     begins: bool
-    joins: bool  # the span begins here, and forms a pair with the span left of it
-    text: str  # the label, of the same length in all cells of a grid
+    joins: bool  # True if the span begins in this cell, as the second action of a pair
+    text: str  # the label, of equal length in all cells of a grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,11 @@ class Grid:
 
     heads: tuple[str, ...]  # names of the lanes, of equal length
     rows: tuple[tuple[Cell, ...], ...]
-    labelled: bool  # there was room for labels
+    labelled: bool  # True if labels fit
 
 
 def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
-    """The cells of a timeline; ``brief`` labels, for coloured views, are the microbatch alone.
+    """The cells of a timeline; ``brief`` labels, for coloured views, show only the microbatch.
 
     Raises:
         ValueError: ``width`` is too small.
@@ -105,7 +105,8 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     several = any(s.action.stage >= trace.num_ranks for s in spans)
 
     def label(act: Action) -> str:
-        """`` 3`` in brief, else ``F3``, or ``2F3`` if ranks hold several stages."""
+        """The label of an action: `` 3`` if brief, else ``F3``, or ``2F3`` if ranks hold several
+        stages."""
         stage = str(act.stage) if several else ""
         return f" {act.microbatch}" if brief else f"{stage}{letter_of(act.op)}{act.microbatch}"
 
@@ -116,7 +117,7 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
         count = room
         cell = trace.makespan / count
     times = [origin + (i + 0.5) * cell for i in range(count)]
-    # Colours alone are easier to see in wide cells.
+    # Cells with colours alone are easier to see if wide.
     if not labelled:
         label_width = max(1, room // max(1, count)) if brief else 1
     block_of = trace.block_of()
@@ -128,7 +129,7 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
 
 
 def _lanes(trace: Trace) -> tuple[list[str], list[Sequence[Span]]]:
-    """Names and spans of all lanes: the computations of each rank, and below them its copies."""
+    """The names and spans of all lanes: the computations of each rank, followed by its copies."""
     copies: dict[tuple[int, Op], list[Span]] = {}
     for span in drawn(trace):
         if span.action.op in _COPIES:

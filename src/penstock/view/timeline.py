@@ -1,7 +1,7 @@
 """The timeline as a Bokeh plot: zoom, hover, a memory lane per rank, the critical path.
 
-One plot serves the page and the playground: it is made empty, and ``show`` fills it, as often as
-needed. Bokeh is imported with this module, so the module is imported only where it is needed.
+One plot serves the page and the playground: it starts empty, and ``show`` fills it repeatedly. This
+module imports Bokeh, so import it lazily.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Timeline:
     """A plot with a lane per rank.
 
     Args:
-        num_ranks: number of lanes to begin with.
+        num_ranks: the initial number of lanes.
         name: name of the plot, and prefix of the names of its parts, as in "timeline boxes".
         x_range: the time axis of another plot, to share it.
     """
@@ -204,7 +204,7 @@ class Timeline:
         differences: dict[str, str] | None = None,
         title: str = "",
     ) -> Drawing:
-        """Replace the step that is drawn; return its layout. Arguments are those of ``arrange``."""
+        """Replace the drawn step; return its layout. Arguments are those of ``arrange``."""
         trace = trace_of(step)
         drawing = arrange(step, unit=unit, differences=differences)
         self._set_lanes(trace.num_ranks)
@@ -217,7 +217,7 @@ class Timeline:
         self.block_frames.data = _packed(drawing.blocks)
         self.path_boxes.data = drawing.path
         self.memory_outline.data = _packed(drawing.memory)
-        # Last, since this triggers the update of labels.
+        # Set last, since this triggers the update of labels.
         self.boxes.data = _packed(drawing.boxes)
         return drawing
 
@@ -234,7 +234,7 @@ class Timeline:
         self._num_lanes, plot = num_ranks, self.plot
         lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // num_ranks))
         plot.height = lane * num_ranks + _AXES_HEIGHT
-        # Downwards: rank 0 on top.
+        # Reversed, so that rank 0 is on top.
         _set_range(plot.y_range, num_ranks, 0, bounds=(0, num_ranks))
         names: dict[Any, Any] = {rank + 0.5: f"rank {rank}" for rank in range(num_ranks)}
         for axis in (plot.yaxis[0], self._peaks):
@@ -245,7 +245,7 @@ class Timeline:
 
 
 def _empty_plot(title: Title, x_range: Range1d) -> figure:
-    """A plot whose wheel zooms the time axis, and whose drag moves along it."""
+    """An empty plot; the wheel zooms the time axis, and dragging pans it."""
     plot = figure(
         title=title,
         sizing_mode="stretch_width",
@@ -287,14 +287,14 @@ def _add_peaks_axis(plot: figure) -> LinearAxis:
 
 
 def _set_range(axis: Any, start: float, end: float, *, bounds: tuple[float, float]) -> None:
-    """Move an axis; its old bounds are removed first, since they would clip the new range."""
+    """Set the range of an axis; clears its old bounds first, since they would clip the range."""
     axis.bounds = None
     axis.update(start=start, end=end, reset_start=start, reset_end=end)
     axis.bounds = bounds
 
 
 def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """Numbers as arrays: Bokeh sends arrays in binary, and lists as text."""
+    """Columns with numbers as arrays, which Bokeh sends in binary instead of as text."""
     return {
         name: np.array(column) if column and isinstance(column[0], float) else column
         for name, column in columns.items()
@@ -302,7 +302,7 @@ def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def toggles(timelines: Sequence[Timeline]) -> tuple[Toggle, Toggle]:
-    """Buttons that show the critical path and the memory of these plots."""
+    """Buttons that show the critical path and the memory in these plots."""
     look = InlineStyleSheet(css=_BUTTON_CSS)
     path = Toggle(label="critical path", name="toggle path", width=112, stylesheets=[look])
     memory = Toggle(label="memory", active=True, name="toggle memory", width=84, stylesheets=[look])

@@ -37,7 +37,7 @@ __all__ = ["chimera", "nearest"]
 
 
 def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
-    """The nearest numbers that Chimera works with.
+    """The nearest numbers of ranks and microbatches that Chimera supports.
 
     Example:
         >>> nearest(4, 5), nearest(3, 1)
@@ -60,7 +60,7 @@ def chimera(*, ranks: int, microbatches: int) -> Program:
         ranks=placement.stage_ranks * 3,
         needs=kind_needs(placement),
         durations=[1.0] * (3 * stages),
-        # Backwards are full: they count as input gradients, and no weight gradient is run.
+        # Backwards are full: they are encoded as input gradients, without weight gradients.
         totals=[*totals, *totals, *[0] * stages],
     )
     policy = _Slots(scheduler, placement)
@@ -69,14 +69,14 @@ def chimera(*, ranks: int, microbatches: int) -> Program:
 
 
 class _Slots:
-    """The policy: of what is ready on a rank, the oldest microbatch's, backwards first."""
+    """A policy that picks the oldest ready microbatch of a rank, backwards first."""
 
     def __init__(self, scheduler: ListScheduler, placement: Placement) -> None:
         self._scheduler, self._placement = scheduler, placement
         self.steps: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
-        """The kind for this slot of a rank; None leaves it empty."""
+        """The kind for this slot of a rank; None leaves the slot empty."""
         stages = self._placement.num_stages
         ends, ready = self._scheduler.ends, self._scheduler.ready
         own = self._placement.stages_of(rank)
@@ -97,7 +97,7 @@ class _Slots:
         return held < min(half, placement.num_ranks - place)
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
-        """Write the action down."""
+        """Record the action."""
         number, stage = divmod(kind, self._placement.num_stages)
         op = Op.FULL_BACKWARD if number else Op.FORWARD
         copies, copy = self._placement.copies, self._placement.copy_of(stage)

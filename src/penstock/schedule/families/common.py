@@ -1,6 +1,6 @@
-"""What the builders share: the orders of forwards and of backwards, and how they alternate.
+"""Shared parts of the builders: orders of forwards and backwards, and their alternation.
 
-This module knows no family: each of those says in its own file which of these it puts together.
+This module knows no family; each family's file combines these parts.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = [
 ]
 
 Chunk: TypeAlias = tuple[int, int]
-"""A loop (which of its rank's stages, counted from the first) and a microbatch."""
+"""A loop (the index of a stage on its rank) and a microbatch."""
 
 Kind: TypeAlias = tuple[Op, int]
 """An operation and a loop."""
 
 Pattern: TypeAlias = Sequence[Kind | tuple[Kind, Kind] | Op]
-"""Kinds in order; a pair of kinds is overlapped; a lone ``Op.WEIGHT_GRAD`` is that of any loop."""
+"""Kinds in order: a pair of kinds is overlapped, and a lone ``Op.WEIGHT_GRAD`` serves any loop."""
 
 
 def program_of(
     name: str, placement: Placement, microbatches: int, ranks: Iterable[Sequence[Step]]
 ) -> Program:
-    """The program of these steps."""
+    """Build the program of these steps."""
     return Program(
         name=name,
         placement=placement,
@@ -62,13 +62,13 @@ def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Act
 
 
 def phased(phases: Sequence[tuple[int, Pattern]], *, stages: Sequence[int]) -> list[Step]:
-    """The steps of patterns repeated, each kind taking the next microbatch whenever it comes.
+    """Repeated patterns as steps, each kind with its next microbatch.
 
-    Forwards count by loop, and so do backwards, whether full or for the input gradient. A weight
-    gradient is that of the oldest input gradient of the rank that has none yet.
+    Forwards are counted by loop, and so are full backwards and input gradients. A weight gradient
+    belongs to the rank's oldest input gradient that has none yet.
 
     Args:
-        phases: how often each pattern is repeated (not at all if below 1), and the pattern.
+        phases: pairs of a repeat count (below 1 for none) and a pattern.
         stages: the rank's stages.
 
     Example:
@@ -104,10 +104,10 @@ def phased(phases: Sequence[tuple[int, Pattern]], *, stages: Sequence[int]) -> l
 
 
 def even_groups(*, microbatches: int, group: int) -> tuple[int, ...]:
-    """The sizes of the groups in which microbatches go round the loop: even, none below ``group``.
+    """The sizes of the groups of microbatches per loop: as even as possible, none below ``group``.
 
-    A group smaller than the number of ranks leaves ranks waiting at each turn of the loop, so
-    what does not fill a group of its own is spread over the others.
+    A group smaller than the number of ranks leaves ranks idle at each turn of the loop, so leftover
+    microbatches are spread over the other groups.
 
     Example:
         >>> even_groups(microbatches=8, group=4), even_groups(microbatches=9, group=4)
@@ -178,13 +178,13 @@ def alternating(
     warmups: Sequence[int],
     behind: Sequence[int] | None = None,
 ) -> list[list[Action]]:
-    """For each rank, a warm-up of forwards, then one forward and one backward in turn.
+    """For each rank, a warm-up of forwards, followed by one forward and one backward in turn.
 
     Args:
         placement: stages in a loop.
         groups: the sizes of the groups in which microbatches go round.
         warmups: for each rank, its forwards before the first backward.
-        behind: for each rank, how many input gradients its weight gradients are behind; None for
+        behind: for each rank, the number of input gradients by which weight gradients lag; None for
             full backwards.
     """
     virtual = placement.num_stages // placement.num_ranks
@@ -206,11 +206,11 @@ def alternating(
 def first_microbatches(
     ranks: Sequence[Sequence[Step]], *, name: str, placement: Placement, microbatches: int
 ) -> Program:
-    """The program of the first ``microbatches`` of those in ``ranks``.
+    """The program restricted to the first ``microbatches``.
 
-    Microbatches depend on one another through their order alone, so that what is left when some
-    are taken out is in an order that works, and holds no more activations. Of an overlapped pair
-    with one part left, that part is left as an action.
+    Microbatches depend on each other only through their order. So the remaining order stays valid
+    when some are removed, and holds no more activations. An overlapped pair with one action left
+    becomes that action.
 
     Example:
         >>> from penstock.schedule.placement import linear

@@ -39,7 +39,7 @@ __all__ = ["dualpipe", "nearest"]
 
 
 def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
-    """The nearest numbers that DualPipe works with.
+    """The nearest numbers of ranks and microbatches that DualPipe supports.
 
     Example:
         >>> nearest(4, 8), nearest(3, 5)
@@ -60,7 +60,7 @@ def dualpipe(*, ranks: int, microbatches: int) -> Program:
     programs = []
     for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank
-        # Of a rank's two stages, the one nearer to its copy's entry is the upper arm of the V.
+        # The stage nearer to the entry of its copy is the upper arm of the V.
         stages = (down, up) if rank < ranks // 2 else (up, down)
         place = min(rank, ranks - 1 - rank)
         steps = phased(phases(place, ranks // 2, microbatches // 2), stages=stages)
@@ -69,7 +69,7 @@ def dualpipe(*, ranks: int, microbatches: int) -> Program:
 
 
 def _numbered(step: Step, placement: Placement) -> Step:
-    """A step that counts the microbatches of its own copy, with those of both counted."""
+    """Renumber a step from microbatches of its own copy to microbatches of both."""
 
     def numbered(act: Action) -> Action:
         assert act.microbatch is not None, "a builder computes, which is on a microbatch"

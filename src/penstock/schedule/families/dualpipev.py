@@ -42,7 +42,7 @@ def dualpipev(*, ranks: int, microbatches: int) -> Program:
         >>> " ".join(map(str, dualpipev(ranks=1, microbatches=2).ranks[0]))
         '0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1'
     """
-    # Below 2P the phases would overlap: the first microbatches of a full V are taken instead.
+    # Below 2P the phases would overlap, so take the first microbatches of a full V.
     full = max(microbatches, 2 * ranks)
     return first_microbatches(
         [
@@ -56,16 +56,16 @@ def dualpipev(*, ranks: int, microbatches: int) -> Program:
 
 
 def phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, Pattern]]:
-    """What a rank of a V repeats how often, where the V is full.
+    """The patterns of a rank and their repeat counts, for a full V.
 
     Args:
-        rank: its place, from 0 at the top of the V to ``ranks`` - 1 at its turn.
+        rank: its position, from 0 at the top of the V to ``ranks`` - 1 at its turn.
         ranks: ranks of the V.
         microbatches: at least 2·``ranks``.
     """
     above = ranks - 1 - rank
-    # At the turn of the V the first pair runs apart, as published: in a pair, the backward that
-    # all other ranks wait for would share its device with a forward.
+    # At the turn of the V the first pair runs as two actions, as published: in a pair, the backward
+    # that all other ranks wait for would share its device with a forward.
     turn = int(above == 0)
     half, odd = divmod(rank + 1, 2)
     return [
@@ -75,7 +75,8 @@ def phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, Pattern]
         (turn, [_F0, _B1, (_F1, _B0)]),
         (microbatches - ranks - above - turn, [(_F0, _B1), (_F1, _B0)]),
         (above, [_B1, (_F1, _B0)]),
-        # From the middle of the cool-down on, weight gradients wait until no input gradient does.
+        # From the middle of the cool-down on, weight gradients follow once no input gradient is
+        # waiting.
         (half, [_B1, _B0]),
         (odd, [_B1, _I0]),
         (half, [_I1, _I0]),

@@ -91,7 +91,7 @@ def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int)
             f"{name} on {on}: group={group!r} does not work; whole numbers from {least} on do"
         )
     number = -(-microbatches // group)
-    # As even as can be, but not so small that ranks wait at the turn of the loop.
+    # As even as possible, but not so small that ranks wait at the turn of the loop.
     group = min(group, max(-(-microbatches // number), -(-ranks // 2)))
     placement = looped(ranks, virtual)
     ahead = (virtual - 1) * group

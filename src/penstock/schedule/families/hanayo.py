@@ -68,7 +68,7 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
 
 
 def _pattern(placement: Placement, group: int, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """The order of one group: whatever is ready, by the time at which its pattern would have it."""
+    """The order of one group: ready actions, by their time in the pattern."""
     num_stages = placement.num_stages
     backward = Op.FULL_BACKWARD
     pattern = chain_pattern(

@@ -73,7 +73,7 @@ def interleaved_1f1b(
 
 
 def _groups(ranks: int, microbatches: int, group: int) -> tuple[int, ...]:
-    """Groups of at most ``group``, the last one uneven; they may hold more than there are."""
+    """Groups of at most ``group``, the last one uneven; their sum may exceed ``microbatches``."""
     full, rest = divmod(microbatches, group)
     if rest == 0 or rest >= ranks:
         return (group,) * full + (rest,) * (rest > 0)

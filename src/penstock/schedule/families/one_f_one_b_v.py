@@ -68,7 +68,8 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
         legs=(1, 1, 2, 2),
         turns=(2 if meets and fits else 1, 1, 2),
         limit=least + (meets and fits),
-        # Without enough memory a pattern goes on only if whatever is ready may go ahead.
+        # With too little memory a pattern can continue only if any ready action may run out of
+        # order.
         spare=1 if fits else 0,
         overtake=not fits,
         backward=Op.FULL_BACKWARD,

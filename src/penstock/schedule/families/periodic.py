@@ -32,7 +32,7 @@ from penstock.schedule.program import Program
 
 __all__ = ["PeriodicPattern", "PeriodicSlots", "chain_pattern", "v_program"]
 
-# Times that differ by less are the same.
+# The tolerance for equal times.
 _NEAR = 1e-9
 
 
@@ -42,7 +42,7 @@ class PeriodicPattern:
 
     Args:
         period: time from one microbatch to the next.
-        starts: for each kind (``penstock.schedule.list_schedule``), its start in microbatch 0.
+        starts: for each kind (see ``penstock.schedule.list_schedule``), its start in microbatch 0.
     """
 
     period: float
@@ -82,10 +82,10 @@ class PeriodicPattern:
 
 
 class PeriodicSlots:
-    """The time of a rank that is taken, modulo a period.
+    """The busy time of a rank, modulo a period.
 
     Attributes:
-        busy: the taken pieces of the period, as (start, end), in order; no two touch.
+        busy: the busy intervals of the period, as sorted (start, end) pairs; no two touch.
 
     Example:
         >>> slots = PeriodicSlots(6)
@@ -99,7 +99,7 @@ class PeriodicSlots:
         self.busy: list[tuple[float, float]] = []
 
     def fit(self, start: float, length: float) -> float | None:
-        """The first time from ``start`` on at which ``length`` is free in every period."""
+        """The earliest time from ``start`` on at which ``length`` is free in every period."""
         busy, period = self.busy, self._period
         if not length or not busy:
             return start
@@ -115,10 +115,10 @@ class PeriodicSlots:
         return None
 
     def take(self, start: float, length: float) -> None:
-        """Take ``length`` from ``start`` on, in every period."""
+        """Mark ``length`` from ``start`` on as busy in every period."""
         phase, busy = start % self._period, self.busy
         end = phase + length
-        # What reaches beyond the period goes on at its beginning.
+        # An interval that exceeds the period wraps around.
         for low, high in ((phase, min(end, self._period)), (0, end - self._period)):
             if high > low + _NEAR:
                 since = bisect_left(busy, low - _NEAR, key=itemgetter(1))
@@ -127,7 +127,7 @@ class PeriodicSlots:
                 busy[since:until] = [(min(touched)[0], max(high for _, high in touched))]
 
     def free_gaps(self) -> list[float]:
-        """The lengths of the free pieces of the period, which is a circle."""
+        """The lengths of the free intervals of the cyclic period."""
         if not self.busy:
             return [self._period]
         following = [*self.busy[1:], (self.busy[0][0] + self._period, 0)]
@@ -137,15 +137,15 @@ class PeriodicSlots:
 def chain_pattern(
     placement: Placement, *, gaps: Sequence[int], period: int, backward: Op = Op.INPUT_GRAD
 ) -> PeriodicPattern:
-    """The pattern of a microbatch that goes down all stages and back, each action early as can be.
+    """A pattern for a microbatch that passes all stages and back, each action as early as possible.
 
     A forward and an input gradient take 1 each, a full backward takes 2.
 
     Args:
         placement: the rank of every stage.
-        gaps: for each action after the first, forwards of stages 0, 1, ... and backwards of ...,
-            1, 0: the least time from the start of the action before it to its own.
-        period: time from a microbatch to the next.
+        gaps: for each action after the first (forwards of stages 0, 1, ..., then backwards of ...,
+            1, 0), the least time between the start of the previous action and its own.
+        period: the time from one microbatch to the next.
         backward: INPUT_GRAD, or FULL_BACKWARD.
 
     Raises:
@@ -158,7 +158,7 @@ def chain_pattern(
     stages = placement.num_stages
     length = 2 if backward is Op.FULL_BACKWARD else 1
     slots = [PeriodicSlots(period) for _ in range(placement.num_ranks)]
-    # Full backwards that are still to be placed on each rank: each needs two slots in a row.
+    # The full backwards left to place on each rank; each needs two slots in a row.
     to_come = [len(placement.stages_of(rank)) * (length - 1) for rank in range(len(slots))]
     starts: list[float] = [0] * (2 * stages)
     start: float = 0
@@ -172,7 +172,7 @@ def chain_pattern(
 
 
 def _place(slots: PeriodicSlots, start: float, length: int, pairs: int, period: int) -> float:
-    """Take the first time at which an action fits, and ``pairs`` of two slots still do."""
+    """Reserve the first time at which an action fits and ``pairs`` of two slots remain free."""
     for _ in range(period):
         time = slots.fit(start, length)
         if time is None:
@@ -198,17 +198,18 @@ def v_program(
     backward: Op = Op.INPUT_GRAD,
     overtake: bool = False,
 ) -> Program:
-    """A pattern over a V, repeated every six units (two forwards and backwards), then scheduled.
+    """A V-shaped pattern, repeated every six units (two forwards and backwards), then
+    list-scheduled.
 
     Args:
-        legs: the gaps from rank to rank: of forwards on the way down, of forwards on the way up,
-            and of backwards along each of them.
-        turns: the gaps where both actions are on one rank: at the foot of the V, at the model's
+        legs: the gaps from rank to rank: of forwards down, forwards up, and backwards along each of
+            these.
+        turns: the gaps between two actions on the same rank: at the foot of the V, at the model's
             end, and at the foot again.
         limit: the most activations that a rank may hold.
-        spare: how many of those a forward that is run ahead of its turn leaves free.
+        spare: the number of activations that a forward run out of order must leave free.
         backward: INPUT_GRAD or FULL_BACKWARD.
-        overtake: whether backwards may go ahead of their turn too.
+        overtake: if True, backwards may also run out of order.
 
     Example:
         >>> program = v_program(

@@ -90,11 +90,11 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
 
 
 def _pattern(placement: Placement, virtual: int) -> PeriodicPattern:
-    """The pattern whose activations live shortest, by how forwards come round from rank to rank.
+    """The pattern with the shortest activation lifetimes, over paths of forwards between ranks.
 
-    Actions of one rank must not meet, modulo the period; some ways round leave the others less
-    to step aside. A backward takes both its units of a rank at once, but hands on its input
-    gradient after the first.
+    Actions of one rank must not overlap modulo the period; some paths cause fewer conflicts. A
+    backward occupies two consecutive units of its rank, but passes its input gradient on after the
+    first.
     """
     ranks, stages = placement.num_ranks, placement.num_stages
     patterns = []
@@ -109,7 +109,7 @@ def _pattern(placement: Placement, virtual: int) -> PeriodicPattern:
 
 
 def _lifetime(pattern: PeriodicPattern, placement: Placement, stages: range) -> float:
-    """How long the activations of ``stages`` live, on the rank where that is longest."""
+    """The longest lifetime on any rank of the activations of ``stages``."""
     starts, num_stages = pattern.starts, placement.num_stages
     return max(
         sum(starts[num_stages + s] - starts[s] for s in placement.stages_of(rank) if s in stages)
@@ -118,7 +118,7 @@ def _lifetime(pattern: PeriodicPattern, placement: Placement, stages: range) -> 
 
 
 def _split(order: list[Action]) -> Iterator[Action]:
-    """Each backward as its input gradient, and the weight gradient at once."""
+    """Split each backward into its input gradient and, right after it, its weight gradient."""
     for act in order:
         if act.op is Op.FULL_BACKWARD:
             yield action(act.stage, Op.INPUT_GRAD, act.microbatch)

@@ -1,6 +1,6 @@
-"""The families of schedules that Penstock has: a file in this folder, and a row here.
+"""Penstock's families of schedules: each is a file in this folder and a row here.
 
-``penstock.schedule.registry`` looks names up in the table, and adds the families of users.
+``penstock.schedule.registry`` looks names up in the table, and adds users' families.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["FAMILIES"]
 def _rows_of(
     arrangement: Arrangement, virtual: int, virtuals: Sequence[int] | None
 ) -> Callable[..., Family]:
-    """A function that makes rows of one arrangement."""
+    """A row factory for one arrangement."""
 
     def row(
         name: str,
@@ -53,8 +53,8 @@ def _rows_of(
         default_virtual: int = virtual,
         **more: Any,
     ) -> Family:
-        # The docstring of a builder's module names the method and says its point in a line, draws
-        # a timeline, and has formulas and the source.
+        # The docstring of a builder's module starts with a one-line summary, followed by a
+        # timeline, formulas and the source.
         doc = getdoc(modules[builder.__module__]) or ""
         source = re.search(r"Source:.*?(arXiv:\d+\.\d+)", doc, flags=re.DOTALL)
         assert source is not None, "each method is published"

@@ -31,8 +31,8 @@ def v_half(*, ranks: int, microbatches: int) -> Program:
         >>> " ".join(map(str, v_half(ranks=1, microbatches=1).ranks[0]))
         '0F0 1F0 1I0 0I0 1W0 0W0'
     """
-    # For even P, backwards that start at once would meet the slots of forwards on every rank,
-    # and lose a unit on each; at these turns they meet none after the first.
+    # For even P, backwards that start at once would conflict with forwards on every rank, and lose
+    # a unit on each; with these turns they conflict with none after the first.
     turns = (3, 2, 2) if ranks % 2 == 0 else (1, 1, 1)
     return v_program(
         "v-half",

@@ -31,7 +31,7 @@ def v_min(*, ranks: int, microbatches: int) -> Program:
         >>> " ".join(map(str, v_min(ranks=1, microbatches=1).ranks[0]))
         '0F0 1F0 1I0 0I0 1W0 0W0'
     """
-    # Unless P = 1 (mod 3), passes of the way there and back would meet in some rank's slots.
+    # Unless P = 1 (mod 3), passes down and up would conflict on some rank.
     turns = (1, 1, 1) if ranks % 3 == 1 else (2, 1, 1)
     return v_program(
         "v-min",

@@ -43,8 +43,8 @@ from penstock.schedule.replay import replay_of
 
 __all__ = ["zb_1p", "zb_2p", "zb_capped"]
 
-# Warm-ups to try: forwards before the first input gradient, per rank that comes after, and
-# whether ranks that would be idle run more of them.
+# Candidate warm-ups: forwards before the first input gradient per later rank, and True if idle
+# ranks run more of them.
 _WARMUPS = ((1.0, False), (1.0, True), (1.5, False), (2.0, False), (2.0, True), (3.0, True))
 
 
@@ -112,19 +112,19 @@ def zb_capped(
     for attempt in tries[1:]:
         if (best.makespan, best.span) <= least:
             break
-        # The first of equals is taken: the shortest warm-up.
+        # Ties go to the first: the shortest warm-up.
         best = min(best, attempt(within=best.makespan), key=_merit)
     return program_of(name, linear(ranks), microbatches, best.ranks)
 
 
 def _merit(found: Scheduled) -> tuple[float, float]:
-    """The lower, the better."""
+    """A sort key, lowest first."""
     return found.makespan, found.span
 
 
 def _least(microbatches: int, costs: tuple[PerStage, PerStage, PerStage]) -> tuple[float, float]:
-    """A merit below which nothing comes: no rank has less to do, or starts before the forwards
-    ahead of it. Zeros where times are no whole numbers: in other orders their sums differ a little.
+    """A lower bound on the merit: no rank has less work, or starts before the forwards ahead of it.
+    Zeros for times that are not whole numbers, since their sums depend on the order.
     """
     if not all(cost.is_integer() for kind in costs for cost in kind):
         return 0.0, 0.0
