@@ -1,7 +1,7 @@
-"""Pipeline: the one-object front door, built from the parts below.
+"""Pipeline: a model, its split and a schedule in one object.
 
-The same script runs both ways: ``python train.py`` runs all ranks in this process, and
-``torchrun --nproc-per-node N train.py`` one rank in each.
+``python train.py`` runs all ranks in one process. ``torchrun --nproc-per-node N train.py`` runs the
+same script with one rank per process.
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """A model cut into stages, and a schedule that trains it.
+    """A model split into stages, and a schedule that trains the stages.
 
     Args:
-        model: any module, cut by ``split``; a list of layers, likewise; a list of modules without
-            a split, each of which is a stage; or a list of ``PipelineStage``: those of all ranks,
-            of which each process keeps its own, or its own alone.
+        model: a module or a list of layers, cut by ``split``; a list of modules, each one a stage,
+            if there is no ``split``; or a list of ``PipelineStage``, either of all ranks or only of
+            this process.
         loss_fn: ``loss_fn(output, target)`` returns the mean loss of a microbatch: a scalar
-            tensor, or ``(scalar, metrics)``; a function of one argument needs no target. If None,
-            the model's own, where its output for ``example`` has a ``loss``.
+            tensor, or ``(scalar, metrics)``. A function of one argument needs no target. If None,
+            the ``loss`` of the model's output for ``example`` is used, if present.
         schedule: the name of a schedule (see ``penstock.schedules()``); a ``Program``, or the path
-            of one in a CSV file; or ``"auto"``, the best that ``penstock.search`` finds for the
-            stages as measured with ``example``.
-        memory_limit: for ``"auto"``, the most bytes of activations that a rank may hold.
+            of its CSV file; or ``"auto"``, the fastest program that ``penstock.search`` finds for
+            the stages as profiled with ``example``.
+        memory_limit: for ``"auto"``, the limit on a rank's activation memory, in bytes.
         n_microbatches: microbatches per step.
         ranks: the number of ranks in this process; under torchrun, its world size.
         virtual: stages per rank; the schedule's own default if None.
-        split: per stage the number of its layers, or their names; for a model that is no
-            ``nn.Sequential`` also the names of the modules with which stages after the first
-            begin; a ``Plan`` or its file; or ``"auto"``, balanced by a measurement. Even counts
-            if None.
+        split: per stage the number of its layers, or their names; for a model other than
+            ``nn.Sequential`` also the names of the first modules of all stages but the first; a
+            ``Plan`` or its file; or ``"auto"``, balanced by profiling. If None, each stage has
+            about the same number of layers.
         method: ``"module"`` cuts by module, ``"export"`` by torch.export; None tries by module
-            first, and warns where it has to export.
-        example: one microbatch, a tuple of positional or a dict of keyword arguments. With it,
-            a model that can't be cut is refused at once; ``"auto"`` and export need it.
-        init_fn: initializes a module, for a model on the meta device, of which each rank
-            materializes its own stages; its own ``_init_weights`` or, module by module,
-            ``reset_parameters`` if None.
-        device: where stages live; the CPU, or under torchrun with GPUs this process's GPU.
+            first, and warns if it falls back to export.
+            example: one microbatch, a tuple of positional or a dict of keyword arguments. Needed by
+                ``"auto"`` and export. With an example, an unsplittable model raises at once.
+            init_fn: initializes a module of a model on the meta device, of which each rank
+                materializes its own stages. If None, the model's ``_init_weights``, or the modules'
+                ``reset_parameters``.
+            device: the stages' device. By default the CPU, or this process's GPU under torchrun.
         group: the process group; the default group if None.
-        args_chunk_spec: per positional argument how it is split into microbatches: a
-            ``TensorChunkSpec`` of its dimension, or None to pass it whole to every microbatch (a
-            mask, a table). Along dimension 0 if there is no spec.
-        kwargs_chunk_spec: likewise by name, for as many keyword arguments as need it.
-        output_merge_spec: likewise how the outputs that ``eval`` returns are merged.
+        args_chunk_spec: per positional argument the split dimension as a ``TensorChunkSpec``, or
+            None to replicate the argument to every microbatch (a mask, a table). Without a spec,
+            dimension 0.
+        kwargs_chunk_spec: specs of keyword arguments by name; without a spec, dimension 0.
+        output_merge_spec: specs by which the outputs that ``eval`` returns are merged.
         scale_grads: divide each microbatch's loss by ``n_microbatches``.
         options: ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
             ``timeout_s`` and ``shared`` (see ``penstock.runtime.config.RunConfig``). Shared
-            parameters are found by themselves unless ``model`` is a list of ``PipelineStage``.
+            parameters are detected automatically unless ``model`` is a list of ``PipelineStage``.
 
     Raises:
-        PartitionError: the model can't be cut so.
+        PartitionError: the model can't be split as requested.
         ScheduleError: ranks, stages and microbatches do not fit the schedule.
 
     Example:
@@ -112,7 +112,7 @@ class Pipeline:
 
         self.device = chosen_device(device)
         self._group = process_group(group, self.device, ranks)
-        # The other ranks may be waiting for this one in their first step.
+        # The other ranks may be waiting for this rank in their first step.
         with publishing_errors(self._group):
             made = assemble(
                 PipelineSpec(
@@ -158,17 +158,17 @@ class Pipeline:
     # --- running -----------------------------------------------------------------------------
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """Train on one batch: gradients are added to the parameters' ``.grad``.
+        """Run one training step; accumulates gradients into the parameters' ``.grad``.
 
-        Each microbatch counts alike in the mean, also where rows do not divide: see
-        ``PipelineSchedule.step``.
+        Each microbatch has the same weight in the mean loss, even if their numbers of rows
+        differ; see ``PipelineSchedule.step``.
 
         Args:
-            args: the model's inputs; ranks that do not hold the first stage may pass none. A
-                batch on the CPU is moved to the stages' device, unless part of it is on another.
-            target: the target of the loss; likewise for the last stage. A model that computes its
-                own loss needs none.
-            kwargs: the model's keyword arguments, and those of ``PipelineSchedule.step``.
+            args: the model's inputs. Optional on ranks without the first stage. A batch entirely
+                on the CPU is moved to the stages' device.
+            target: the target of the loss. Optional on ranks without the last stage, and for a
+                model that computes its own loss.
+            kwargs: keyword arguments of the model and of ``PipelineSchedule.step``.
 
         Returns:
             The mean of the microbatches' losses: a scalar, the same on every rank.
@@ -176,12 +176,12 @@ class Pipeline:
         Raises:
             ScheduleError: the program has no backward.
             StageError: there is no loss to train on.
-            PenstockError: this rank failed, or another one did; see its type.
+            PenstockError: this rank or another one failed; see the subclasses.
         """
         self._check_trains()
         kwargs.setdefault("return_outputs", False)
         if target is None and self._takes_model_call:
-            # The model may compute its loss itself, from labels among its arguments.
+            # The model may compute its own loss from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         watch = self._forecast.watch if self._forecast is not None else _nothing
         args, target, kwargs = self._moved(args, target, kwargs)
@@ -206,14 +206,14 @@ class Pipeline:
             )
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
-        """Run the model forward, without a graph. Arguments are those of ``step``.
+        """Run the forward without a graph. Arguments are those of ``step``.
 
         Returns:
-            The model's output for the whole batch, where the last stage is; None elsewhere. With
-            a target, ``losses`` holds the microbatches' losses afterwards, on every rank.
+            The model's output for the whole batch on the rank of the last stage; None on other
+            ranks. With a target, ``losses`` then has the microbatches' losses on every rank.
 
         Raises:
-            ValueError: the outputs can't be merged; ``losses`` are there all the same. Pass
+            ValueError: the outputs can't be merged; ``losses`` is set nevertheless. Pass
                 ``merge_outputs=False`` or ``return_outputs=False``.
         """
         args, target, kwargs = self._moved(args, target, kwargs)
@@ -222,7 +222,7 @@ class Pipeline:
     def _moved(
         self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
-        """The arguments of ``step`` on the stages' device, where this process needs them."""
+        """Move the arguments of ``step`` to the stages' device if this process uses them."""
         engine = self._schedule.engine
         if self.device.type == "cpu" or is_placed((args, target, kwargs)):
             return args, target, kwargs
@@ -237,106 +237,106 @@ class Pipeline:
 
     @property
     def program(self) -> Program:
-        """The program that runs, sends and receives included."""
+        """The executed program, including sends and receives."""
         return self._schedule.program
 
     @property
     def is_distributed(self) -> bool:
-        """Whether other ranks live in other processes."""
+        """True if other ranks run in other processes."""
         return self._group is not None
 
     @property
     def losses(self) -> list[Tensor]:
-        """The microbatches' losses of the last step or eval, on every rank."""
+        """The last step's or eval's losses by microbatch, on every rank."""
         losses = self._schedule.losses
         return [] if losses is None else list(losses.unbind())
 
     @property
     def metrics(self) -> list[Any]:
-        """Per microbatch, the metrics of the loss function, on the rank where it ran."""
+        """The loss function's metrics by microbatch, on the rank that computed them."""
         return self._schedule.metrics
 
     def trace(self) -> Trace:
-        """The trace of the last step, on all ranks. Every rank calls it."""
+        """The trace of the last step on all ranks. A collective call."""
         return self._schedule.trace()
 
     # --- the model's state -------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Set the modules' training mode (``eval`` runs the model; it does not switch it)."""
+        """Set the modules' training mode; ``eval`` runs the model and sets no mode."""
         for stage in self.stages:
             stage.submod.train(mode)
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters, under the plain model's names; shared ones once.
+        """This process's parameters under the unsplit model's names; shared ones once.
 
-        A parameter that is tied to one of an earlier stage goes by the name that it has there, as
-        in the plain model, also where that stage lies on another rank.
+        A tied parameter has its name in the earliest stage, as in the unsplit model, even if that
+        stage is on another rank.
         """
         return self._state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters.
 
-        There may be none, which torch's optimizers refuse; they take
-        ``[{"params": list(pipe.parameters())}]`` on every rank.
+        A rank may have no parameters, for which torch's optimizers raise. The form
+        ``[{"params": list(pipe.parameters())}]`` works on every rank.
         """
         return (param for _, param in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This process's buffers, under the plain model's names."""
+        """This process's buffers under the unsplit model's names."""
         return self._state.named_buffers()
 
     def state_dict(
         self, *, full: bool = False, keep: Callable[[str], bool] = lambda _: True
     ) -> dict[str, Any]:
-        """This process's parameters and buffers, under the plain model's names.
+        """This process's parameters and buffers under the unsplit model's names.
 
         Args:
-            full: gather those of all ranks, on the CPU; every rank calls it then.
-            keep: selects names, such as those of adapters alone.
+            full: gather the state of all ranks on the CPU, in a collective call.
+            keep: a predicate that selects names, such as those of adapters.
 
         Raises:
-            PartitionError: stages cut by hand have a name in common.
+            PartitionError: manually split stages have a name in common.
         """
         return self._state.state_dict(full=full, keep=keep)
 
     def parameter_stages(self) -> dict[str, int]:
-        """The stage of the model that holds each of this process's parameters, by name."""
+        """The model's stage of each of this process's parameters, by name."""
         return self._state.parameter_stages()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this process's part of a plain model's state.
+        """Load this process's part of an unsplit model's state dict.
 
-        Of a tied parameter any of its names will do. What stages hold sharded may be whole in the
-        state, as ``state_dict(full=True)`` gives it.
+        Any name of a tied parameter is accepted. A sharded parameter may be a full tensor in the
+        state dict, as ``state_dict(full=True)`` returns it.
 
         Raises:
-            PartitionError: a name of this process's is missing, or one is none of the model's:
-                nothing is loaded then; or stages cut by hand have a name in common.
+            PartitionError: a key of this process is missing, a key is unexpected, or manually
+                split stages have a name in common. Nothing is loaded.
         """
         self._state.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or set them to zero, as ``nn.Module.zero_grad`` does."""
+        """Reset all gradients to None or zero, as ``nn.Module.zero_grad`` does."""
         for param in self.parameters():
             if set_to_none or param.grad is None:
                 param.grad = None
             else:
                 param.grad = torch.zeros_like(param.grad)
 
-    if not TYPE_CHECKING:  # to which every attribute would be there
+    if not TYPE_CHECKING:  # type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Point to the modules for an attribute of ``nn.Module``."""
+            """Explain how to reach an attribute of ``nn.Module``."""
             told = f"{type(self).__name__!r} object has no attribute {name!r}"
             if hasattr(nn.Module, name):
                 told += "; this process's modules, which have it, are pipe.stages[i].submod"
             raise AttributeError(told, name=name, obj=self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled: stages are bound to their ranks and their processes."""
+        """Refuse copying and pickling, since stages are bound to their ranks and processes."""
         raise TypeError(
             "a Pipeline can't be copied or pickled; save pipe.state_dict() and load it into a new "
             "one, and for averages of weights copy pipe.parameters()"

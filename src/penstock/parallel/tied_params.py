@@ -1,14 +1,14 @@
-"""Parameters that several stages share: one value, and the whole gradient in each place.
+"""Parameters shared by several stages: synchronized values and summed gradients.
 
     rank 0   embed.weight.grad  a ─┐             ┌─► a + b
     rank 3   head.weight.grad   b ─┴─ exchanged ─┴─► a + b      bit for bit the same on both
 
-Shared are tied parameters (``penstock.partition.ties``), and all of a model of which the placement
-has several copies. During a step each place accumulates its own part of the gradient; earlier
-gradients are put aside, so that only the parts of this step are summed, in the order of ranks.
-Places that are one object in one process are summed by autograd alone.
+Tied parameters (``penstock.partition.ties``) are shared. If the placement has several copies of the
+model, all parameters are shared. During a step each copy of a parameter accumulates its own part of
+the gradient. Earlier gradients are set aside, so that only this step's parts are summed, in rank
+order. Autograd alone sums the parts of a parameter that is one object in one process.
 
-Before the first step all places take the value of the first stage's.
+Before the first step the value on the first stage is broadcast to all copies of a parameter.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ __all__ = ["SharedParams", "owner_of"]
 
 _log = logging.getLogger(__name__)
 
-# The parts of other ranks are received beside the gradients: at most so many bytes at a time, or
-# one tensor.
+# Limit on the buffers that receive other ranks' parts, in bytes; a single larger tensor is allowed.
 BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """A parameter or buffer in all of its places.
+    """A shared parameter or buffer, with all its copies.
 
     Args:
-        title: the number of its group, and its name within the group; alike on every rank.
-        label: its first place here, for messages.
-        ranks: the ranks that hold it, rising.
-        home: the rank of its first stage, whose value the others take.
-        here: this process's tensors, each once, in the order of stages.
+        title: the number of its group and its name in the group; the same on every rank.
+        label: the name of the first local copy, for messages.
+        ranks: the ranks with a copy, in ascending order.
+        home: the rank of the first stage, which broadcasts its value.
+        here: this process's distinct tensors, in stage order.
     """
 
     title: tuple[int, str]
@@ -67,23 +66,23 @@ class _Shared:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the shape and dtype that is exchanged."""
+        """A tensor with the shape and dtype of the exchanged tensors."""
         return _local(self.here[0])
 
 
 class SharedParams:
-    """The parameters that this process's stages share with each other and with other ranks.
+    """The parameters that this process's stages share, among each other and with other ranks.
 
     Args:
-        ties: the parameters that stages share, beside those of the placement's copies; the same
-            on every rank.
-        placement: which rank holds which stage.
+        ties: the parameters that stages share, in addition to the placement's copies of the model;
+            the same on every rank.
+        placement: the assignment of stages to ranks.
         stages: this process's stages, by index.
-        transports: one per rank that this process plays.
+        transports: one per rank of this process.
 
     Raises:
-        PartitionError: a tie names a stage, module or parameter that does not exist, or one that
-            another tie names as well.
+        PartitionError: a tie names a stage, module or parameter that does not exist or is in
+            another tie.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class SharedParams:
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
     ) -> None:
-        # By stage the name of what it shares: of each tie, then of each stage's copies.
+        # By stage, the shared names: of each tie, then of each stage's copies.
         self._groups = [_places_of(tie, placement) for tie in ties]
         self._num_ties = len(self._groups)
         size, copies = placement.num_model_stages, placement.copies
@@ -103,9 +102,9 @@ class SharedParams:
         self._stages = stages
         self._transport = transports[0] if len(transports) < placement.num_ranks else None
         self._seen: list[nn.Parameter] = []
-        # By parameter (its id), whether sums over ranks count it here.
+        # By id of a parameter: True if sums over ranks count it on this rank.
         self._counted: dict[int, bool] = {}
-        # Those that are summed here; and all that are tied.
+        # The parameters summed here, and all tied parameters.
         self._params: list[_Shared] = []
         self._tied: list[_Shared] = []
         if self._transport is not None:
@@ -119,18 +118,18 @@ class SharedParams:
 
     @property
     def facts(self) -> str:
-        """The shared names, on which all ranks must agree."""
+        """The shared names, which must be the same on all ranks."""
         return json.dumps([sorted(group.items()) for group in self._groups])
 
     @property
     def num_processes(self) -> int:
-        """How many processes the pipeline runs over."""
+        """The number of processes of the pipeline."""
         return 1 if self._transport is None else self._placement.num_ranks
 
     def counts_here(self, param: Tensor) -> bool | None:
-        """True if sums over ranks count ``param`` on this rank; None if it is not of these stages.
+        """True if sums over ranks count ``param`` on this rank; None for a foreign parameter.
 
-        A parameter in several places counts in the first one.
+        A shared parameter counts in its first copy.
         """
         return self._counted.get(id(param))
 
@@ -138,7 +137,7 @@ class SharedParams:
         return tuple(sorted({self._placement.rank_of(stage) for stage in group}))
 
     def _log_ties(self) -> None:
-        """Log, in the process of the first stage, how gradients are summed."""
+        """Log the gradient sums, in the process of the first stage."""
         placement = self._placement
         for group in self._groups[: self._num_ties]:
             if min(group) in self._stages:
@@ -156,7 +155,7 @@ class SharedParams:
     # --- finding the places ------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        """Find the parameters; again whenever a stage has others, as when it is sharded."""
+        """Find the parameters, and find them again if a stage replaced them, as sharding does."""
         params = [param for stage in self._stages.values() for param in stage.submod.parameters()]
         if len(params) == len(self._seen) and all(map(operator.is_, params, self._seen)):
             return
@@ -171,7 +170,7 @@ class SharedParams:
                 self._counted[id(tensor)] = place == 0 and is_home
 
     def _find(self, *, buffers: bool = False) -> Iterator[_Shared]:
-        """The shared parameters, or buffers, of this process's stages; titles rising."""
+        """Find the shared parameters, or buffers, of this process's stages, sorted by title."""
         claimed: dict[int, int] = {}
         for number, group in enumerate(self._groups):
             found: dict[str, dict[int, Tensor]] = {}
@@ -179,7 +178,7 @@ class SharedParams:
             for stage in sorted(group.keys() & self._stages.keys()):
                 named = _named(self._stages[stage].submod, stage, group[stage], buffers)
                 for name, tensor in named.items():
-                    # A tie holds in all copies, which need not share the parameter once more.
+                    # A tie includes all copies of the model, so that these need no further sharing.
                     if claimed.setdefault(id(tensor), number) == number:
                         found.setdefault(name, {})[id(tensor)] = tensor
                         full = ".".join(filter(None, (group[stage], name)))
@@ -201,10 +200,10 @@ class SharedParams:
     # --- before the first step ---------------------------------------------------------------
 
     def agree(self) -> None:
-        """Compare all places, and overwrite them by the first; every rank calls, once.
+        """Compare all copies and overwrite them with the first; a collective, called once.
 
         Raises:
-            PartitionError: places differ in shape, dtype or shards; the same on every rank.
+            PartitionError: copies differ in shape, dtype or shards; raised on every rank.
         """
         if not self._groups:
             return
@@ -246,7 +245,7 @@ class SharedParams:
 
     @staticmethod
     def _broadcast(bucket: Sequence[_Shared], transport: Transport) -> None:
-        """Overwrite the values on all ranks by those of the home."""
+        """Broadcast the values from the home rank."""
         likes = [shared.like for shared in bucket]
         home = bucket[0].home
         if transport.rank == home:
@@ -264,14 +263,14 @@ class SharedParams:
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
-        """A block for a training step; at its end each place has the whole gradient.
+        """A context for a training step; at exit each copy has the whole gradient.
 
         Raises:
-            StageError: a shared parameter has a hook on its accumulated gradient, which would see
-                a part of it.
+            StageError: a shared parameter has a post-accumulate-grad hook, which would see only a
+                part of the gradient.
         """
         self._resolve()
-        # Autograd sums the stages of one rank, but stage by stage.
+        # Autograd sums over the stages of one rank in stage order.
         for shared in (*self._params, *self._tied):
             if any(map(has_grad_hooks, shared.here)):
                 raise StageError(
@@ -291,7 +290,7 @@ class SharedParams:
                     self._sum(bucket)
             is_whole = True
         finally:
-            # A broken step leaves no gradients.
+            # A failed step leaves no gradients.
             with torch.no_grad():
                 for param, before in zip(params, earlier, strict=True):
                     param.grad = _added(before, param.grad if is_whole else None)
@@ -311,7 +310,7 @@ class SharedParams:
     def _exchange(
         bucket: Sequence[_Shared], mine: list[Tensor | None], transport: Transport
     ) -> list[list[Tensor | None]]:
-        """The parts of all ranks that hold a bucket, in the order of ranks."""
+        """Exchange a bucket's gradients; returns the parts of its ranks in rank order."""
         likes = [shared.like for shared in bucket]
         peers = [rank for rank in bucket[0].ranks if rank != transport.rank]
         for peer in peers:
@@ -331,19 +330,19 @@ class SharedParams:
         return [parts[rank] for rank in bucket[0].ranks]
 
 
-# The live pipelines of this process, latest last, held weakly: norms over ranks ask them which
-# parameters count.
+# Weak references to this process's pipelines, latest last. Norms over ranks look up there which
+# parameters count on this rank.
 _live: list[weakref.ref[SharedParams]] = []
 
 
 def owner_of(param: Tensor) -> SharedParams | None:
-    """The latest live pipeline that ``param`` belongs to."""
+    """The latest live pipeline with the parameter ``param``."""
     alive = (ref() for ref in reversed(_live))
     return next((p for p in alive if p is not None and p.counts_here(param) is not None), None)
 
 
 def _places_of(tie: Tie, placement: Placement) -> dict[int, str]:
-    """The places of a tie in all copies of the model, by stage.
+    """The names of a tie in all copies of the model, by stage.
 
     Example:
         >>> from penstock.schedule.placement import bidirectional
@@ -375,7 +374,7 @@ def _places_of(tie: Tie, placement: Placement) -> dict[int, str]:
 
 
 def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str, Tensor]:
-    """The tensors of the parameter or module ``name``, by their names within it."""
+    """The tensors of the parameter or module ``name``, by relative name."""
     params = {plain_name(module, n): p for n, p in module.named_parameters(remove_duplicate=False)}
     if name in params:
         return {} if buffers else {"": params[name]}
@@ -391,10 +390,10 @@ def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str,
 
 
 def _buckets(every: Iterable[_Shared]) -> Iterator[list[_Shared]]:
-    """Buckets with the same ranks, home and device, of a bounded size.
+    """Group tensors with the same ranks, home and device into buckets of bounded size.
 
-    They come in one order on every rank, in which the first bucket that is not done is always one
-    that all of its ranks are at.
+    The order is the same on every rank. So all ranks of the first unfinished bucket have reached
+    it, and no two ranks wait for each other.
     """
 
     def kind(shared: _Shared) -> tuple[Any, ...]:
@@ -415,13 +414,13 @@ def _meta_of(tensor: Tensor) -> TensorMeta:
 
 def _kind_of(tensor: Tensor) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    # Shards are summed as they lie: they must be the same part.
+    # Local shards are summed directly, so they must be the same part of the tensor.
     shards = [str(p) for p in getattr(tensor, "placements", ()) if not p.is_replicate()]
     return f"{kind}, {tuple(_local(tensor).shape)} by {', '.join(shards)}" if shards else kind
 
 
 def _part_of(shared: _Shared) -> Tensor | None:
-    """The sum of this process's places, in the order of stages."""
+    """The sum of the gradients of this process's copies, in stage order."""
     grads = [_local(param.grad) for param in shared.here if param.grad is not None]
     parts = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     return sum(parts[1:], start=parts[0]) if parts else None

@@ -1,1 +1,1 @@
-"""Play a program over stages."""
+"""Execution of a program over stages."""

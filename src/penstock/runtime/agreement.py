@@ -1,12 +1,12 @@
-"""Agreement of the ranks: the same calls in the same order, over the same program and options.
+"""Consistency checks between ranks: same calls, same order, same program and options.
 
-Every fact that ranks must share is compared here, and the message names the ranks that differ.
+An error names the ranks that differ and the values that differ.
 
-    agree           options, programs and batches, once per schedule, before its first step
-    pack_header     the call that a rank is in, ahead of whatever the call gathers
-    exclusive_step  no step within a step, where other ranks would not join
+    agree           compares options, programs and batches before a schedule's first step
+    pack_header     prefixes each gathered value with the call of its rank
+    exclusive_step  refuses a step within a step, which other ranks would not join
 
-This module sends nothing by itself; it knows neither programs nor stages.
+This module sends only through transports, and depends on neither programs nor stages.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# A header is an integer and the text of a call.
+# A header consists of an integer and the description of a call.
 INT_BYTES, HEADER_BYTES = 16, 160
 
 
 def digest(text: str) -> str:
-    """A short name for a long text.
+    """A short hash of a long text.
 
     Example:
         >>> digest("0F0,0B0")
@@ -57,22 +57,22 @@ def agree(
     shown: Mapping[str, str],
     inputs: tuple[int, int] = (0, 0),
 ) -> None:
-    """Compare facts over all ranks; every rank calls it.
+    """Compare facts over all ranks; a collective call.
 
     Args:
-        facts: this process's value of each fact, by the fact's name in messages; JSON values.
-        transports: one per rank that this process plays.
-        shown: by fact, a text that messages show in place of its value.
-        inputs: the digest of the first batch (see ``microbatch.inputs_digest``); differing ones
-            are mostly a mistake, and only logged.
+        facts: this process's JSON values, by the name that messages use.
+        transports: one per rank of this process.
+        shown: by fact, a text that messages show in place of the value.
+        inputs: the digest of the first batch (see ``microbatch.inputs_digest``). Different digests
+            are only logged, since they usually, but not always, are a mistake.
 
     Raises:
-        ScheduleError: the ranks differ; the same on every rank.
+        ScheduleError: the ranks differ; raised on every rank.
     """
     mine = json.dumps([facts, {**facts, **shown}]).encode()
     brief = json.dumps([digest(json.dumps(facts)), *inputs]).encode()
     for transport in transports:
-        # Facts may be long and ranks many: values are exchanged only where digests differ.
+        # Values are exchanged only if digests differ, since facts may be long and ranks many.
         briefs = [json.loads(data) for data in transport.all_gather_bytes(brief)]
         _warn_of_other_inputs(transport.rank, [(kind, data) for _, kind, data in briefs])
         if len({text for text, _, _ in briefs}) == 1:
@@ -89,7 +89,7 @@ def agree(
 
 
 def _warn_of_other_inputs(rank: int, inputs: Sequence[tuple[int, int]]) -> None:
-    """Log that this rank was given another batch than the first rank with inputs."""
+    """Log that this rank's batch differs from that of the first rank with inputs."""
     kind, data = inputs[rank]
     first = next((other for other, (given, _) in enumerate(inputs) if given), rank)
     if kind and kind == inputs[first][0] and data != inputs[first][1]:
@@ -103,14 +103,14 @@ def _warn_of_other_inputs(rank: int, inputs: Sequence[tuple[int, int]]) -> None:
 
 
 def pack_header(number: int, call: str) -> Tensor:
-    """The header of a collective: a rank's integer, of 127 bits, and the call that it is in."""
+    """Pack the header of a collective: a 127-bit integer and the current call."""
     data = number.to_bytes(INT_BYTES, "little", signed=True) + call.encode()
     data = data[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpack_headers(headers: Sequence[Tensor]) -> list[int]:
-    """The integers of all ranks' headers.
+    """Unpack the integers of all ranks' headers.
 
     Raises:
         ScheduleError: the ranks are in different calls.
@@ -126,13 +126,13 @@ def unpack_headers(headers: Sequence[Tensor]) -> list[int]:
     return [int.from_bytes(each[:INT_BYTES], "little", signed=True) for each in data]
 
 
-# The steps that this process is in: the engine and the process group of each.
+# The engine and the process group of each running step of this process.
 _running: list[tuple[object, dist.ProcessGroup | None]] = []
 
 
 @contextmanager
 def exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Refuse a step within a step of the same engine, or over the same process group.
+    """Refuse a nested step of the same engine or over the same process group.
 
         step of A ──► its loss function ──► eval of B        only the rank of the loss is here:
                                                              the other ranks would not join
@@ -142,7 +142,7 @@ def exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[
         group: its process group; None where all ranks are in this process.
 
     Raises:
-        ScheduleError: such a step is running.
+        ScheduleError: a step of this engine or process group is running.
     """
     group = group if group is not None and group.size() > 1 else None
     for other, its_group in _running:

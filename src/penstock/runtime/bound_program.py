@@ -1,4 +1,4 @@
-"""A program bound to this process: stage runners for its stages, and an executor of its actions.
+"""A program bound to this process: a runner per stage and an executor of the actions.
 
 Training and evaluation are two bound programs over the same stages.
 """
@@ -38,24 +38,24 @@ __all__ = ["BoundProgram"]
 
 _log = logging.getLogger(__name__)
 
-# The ops that change how the forward of their microbatch runs.
+# The ops that change the forward of their microbatch.
 _FORWARD_MODES = frozenset({Op.INPUT_GRAD, Op.RECOMPUTE, Op.OFFLOAD})
 
 
 class BoundProgram:
-    """One program, bound.
+    """One program, bound to this process's stages and transports.
 
     Args:
         program: the program.
-        config: how it runs.
+        config: the run options.
         stages: this process's stages, by index.
         transports: one per rank of this process, in rank order.
         streams: the device's streams.
-        train: whether the program trains, or evaluates.
+        train: True for training, False for evaluation.
 
     Attributes:
-        runners: by stage.
-        executor: runs their bound actions.
+        runners: the stage runners, by stage.
+        executor: runs the bound actions.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class BoundProgram:
         self.executor = Executor(self._bind(), streams)
 
     def rebind(self, program: CheckedProgram) -> None:
-        """Run another program of the same computations and messages; caches are kept."""
+        """Switch to another program with the same computations and messages; keeps caches."""
         self.program = program
         if self._dual_streams is not None:
             self._dual_streams = self._make_dual_streams()
         self.executor = Executor(self._bind(), self._streams)
 
     def run_pairs_by(self, function: PairFunction) -> None:
-        """Let ``function`` run the overlapped pairs (see ``runtime/overlap.py``)."""
+        """Run the overlapped pairs by ``function`` (see ``runtime/overlap.py``)."""
         self._pair_function, self._dual_streams, self._log_later = function, None, None
         self.executor = Executor(self._bind(), self._streams)
 
@@ -109,7 +109,7 @@ class BoundProgram:
     # --- a step ------------------------------------------------------------------------------
 
     def describe_call(self, step: StepState, num_steps: int) -> str:
-        """The text by which ranks see that they are in the same call."""
+        """Describe the current call, to be compared between ranks."""
         return self._sync.describe_call(step, num_steps)
 
     def begin(self, step: StepState) -> None:
@@ -117,13 +117,13 @@ class BoundProgram:
         self._sync.begin(step)
         forget = self._sync.forgets_shapes
         resends = [runner.begin(step, forget=forget) for runner in self.runners.values()]
-        # Receives that wait for metadata are posted late: a bounded sender could block for ever.
+        # Receives that wait for metadata are posted late, so that a bounded sender could deadlock.
         unbounded = self._config.dynamic_shapes or self._sync.has_new_shapes or any(resends)
         for transport in self._transports:
             transport.allow_unbounded_sends(unbounded)
 
     def run(self) -> None:
-        """Run all actions."""
+        """Run all actions of the step."""
         if self._log_later is not None:
             _log.info("%s: %s", self.program.name, self._log_later)
             self._log_later = None
@@ -141,7 +141,7 @@ class BoundProgram:
 
     def _make_runners(self) -> dict[int, StageRunner]:
         program, placement = self.program, self.program.placement
-        # Stage → op → the microbatches for which the program has that op.
+        # Stage → op → the microbatches with that op in the program.
         ops: dict[int, dict[Op, set[int]]] = {i: defaultdict(set) for i in self._stages}
         for action in program.actions():
             if action.op in _FORWARD_MODES and action.stage in ops:
@@ -158,7 +158,7 @@ class BoundProgram:
             peers = {placement.rank_of(other) for other in around if other is not None}
             transport.register_peers(peers - {transport.rank})
             queues = {p: RecvQueue(transport, p, stages[0].device) for p in peers}
-            # In one process nothing is on its way: a sent message has arrived.
+            # Within one process no message is in flight: a sent message has arrived.
             acknowledged: Mapping[Action, int] = (
                 {} if self._is_alone else acknowledgements(program, transport.rank)
             )

@@ -1,4 +1,4 @@
-"""The options of a schedule and of ``Pipeline``, each made once and passed whole."""
+"""Options of a schedule and of ``Pipeline``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How a schedule runs.
+    """The run options of a schedule.
 
     Args:
         n_microbatches: microbatches per step.
@@ -53,22 +53,22 @@ class RunConfig:
             those of the mean loss over the batch.
         dynamic_shapes: allow shapes to change between the microbatches of a step.
         microbatch_rng: draw random numbers (dropout) as the plain loop does with
-            ``penstock.microbatch_rng`` around each forward, whatever the schedule, the cut and the
-            number of ranks. Otherwise each rank draws in the order in which it runs.
+            ``penstock.microbatch_rng`` around each forward, independent of the schedule, the split
+            and the number of ranks. If False, each rank draws in its execution order.
         overlap: run the forward and the backward of an overlapped pair (DualPipe, DualPipeV) on
             two streams, where the device has streams. Hooks must not write tensors that other
             stages read.
         sequence_dim: the sequence dimension of inputs, targets and outputs, where the program
-            splits sequences (``Program.num_splits``). Tensors with fewer dimensions go whole to
-            every chunk.
-        backward_requires_autograd: refuse training steps under ``no_grad``. If False, gradients
-            are computed there all the same.
-        timeout_s: how long a rank waits for another one before it gives up.
-        shared: parameters that several stages share, which ranks in other processes can't see:
-            for each a mapping from stage to name there, such as
-            ``{0: "embed.weight", 3: "head.weight"}``; a module's name stands for all of its
-            parameters. The same on every rank. Each place receives the whole gradient, and the
-            first stage's value before the first step. Stages cut by Penstock know it already.
+            splits sequences (``Program.num_splits``). Tensors with fewer dimensions are replicated
+            to every chunk.
+        backward_requires_autograd: refuse training steps under ``no_grad``. If False, such steps
+            compute gradients.
+        timeout_s: the limit on a rank's wait for another rank, in seconds.
+        shared: parameters that several stages share across processes. Each item maps a stage to the
+            parameter's name in it, such as ``{0: "embed.weight", 3: "head.weight"}``. A module's
+            name includes all its parameters. The same on every rank. Each copy receives the whole
+            gradient, and before the first step the first stage's value. Not needed for models
+            that Penstock splits.
 
     Raises:
         ScheduleError: ``loss_fn`` is not callable, or ``timeout_s`` is no number above 0.
@@ -103,13 +103,13 @@ class RunConfig:
 
     @property
     def averages_losses(self) -> bool:
-        """Whether the loss of a step is the mean over its microbatches."""
+        """True if the loss of a step is the mean over its microbatches."""
         return self.loss_fn is not None and self.scale_grads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """The arguments of ``Pipeline`` that choose the program and cut the model, as given there."""
+    """The arguments of ``Pipeline`` that determine the program and the split."""
 
     model: Any
     loss_fn: Callable[..., Any] | None

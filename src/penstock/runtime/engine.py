@@ -1,7 +1,7 @@
-"""Trains and evaluates a checked program over this process's stages and transports.
+"""Train and evaluate a checked program over this process's stages and transports.
 
-One engine serves one rank of a distributed pipeline, or all ranks in one process, depending on its
-transports. The public schedules (``runtime/schedules.py``) and ``Pipeline`` stand above it.
+Depending on its transports, an engine runs one rank of a distributed pipeline, or all ranks in one
+process. The public schedules (``runtime/schedules.py``) and ``Pipeline`` are built on it.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class Engine:
         program: the compute-only program of training steps; its forwards are evaluations.
         stages: this process's stages, by index.
         transports: one per rank of this process, in rank order.
-        config: how it runs.
-        ties: the parameters that stages share (see ``penstock.partition.ties``), beside those of
-            several copies of the model.
+        config: the run options.
+        ties: the parameters that stages share (see ``penstock.partition.ties``), in addition to the
+            copies of the model.
 
     Attributes:
-        requested: the program as it was given.
-        program: the program that runs, sends and receives included.
-        shared_buffers: the buffers of layers that several stages call; those of this process,
-            unless a caller that knows all stages sets more.
+        requested: the program passed by the caller.
+        program: the executed program, including sends and receives.
+        shared_buffers: the buffers of layers that several stages call. By default those of this
+            process; a caller with all stages may set more.
 
     Raises:
-        ScheduleError: the program has problems, or the stages are not those of these ranks.
+        ScheduleError: the program is invalid, or the stages do not belong to these ranks.
         PartitionError: a tie names a parameter that does not exist, or stages share a layer with
             running statistics.
     """
@@ -84,11 +84,11 @@ class Engine:
         self.failure: PenstockError | None = None
         self._agreed = False
         self._num_steps = 0
-        # Of the requested program: ranks may differ in sharding, and in the name of a file.
+        # A digest of the requested program, since ranks may differ in sharding and in file names.
         self._digest = digest(to_json(replace(program, name="")))
         self._check_stages(program)
         self._shared_params = SharedParams(ties, program.placement, self.stages, self.transports)
-        # By the model's stages: copies of one are equal.
+        # By stage of the model, since copies of a stage are equal.
         number = program.placement.model_stage
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
         self._replicas = _StageReplicas(self.stages)
@@ -105,7 +105,7 @@ class Engine:
         self._train = BoundProgram(self.program, *bind, train=True)
         self._eval = BoundProgram(self.eval_program, *bind, train=False)
         self._last = self._train
-        # Transports have threads, which would outlive an engine that is dropped.
+        # The transports' threads would outlive a garbage-collected engine.
         weakref.finalize(self, _close, self.transports).atexit = False
 
     def _check_stages(self, program: Program) -> None:
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether all ranks are in this process."""
+        """True if all ranks are in this process."""
         return len(self.transports) == self.program.num_ranks
 
     @property
@@ -136,17 +136,17 @@ class Engine:
 
     @property
     def has_backward(self) -> bool:
-        """Whether the program computes gradients."""
+        """True if the program computes gradients."""
         return self.program.has_backward
 
     @property
     def has_first(self) -> bool:
-        """Whether the model's inputs enter in this process."""
+        """True if this process has the first stage."""
         return any(stage in self.stages for stage in self.program.placement.entries)
 
     @property
     def has_last(self) -> bool:
-        """Whether the model's outputs leave in this process."""
+        """True if this process has the last stage."""
         return any(stage in self.stages for stage in self.program.placement.exits)
 
     # --- a step ------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ class Engine:
         """Run one step.
 
         Args:
-            step: this process's inputs and targets; outputs and metrics are set in it.
-            train: compute gradients; otherwise outputs alone.
+            step: this process's inputs and targets; receives outputs and metrics.
+            train: whether to compute gradients.
 
         Returns:
             The losses, shape (microbatches,), on every rank; None if none were computed.
@@ -166,7 +166,7 @@ class Engine:
         """
         bound = self._last = self._train if train else self._eval
         call = bound.describe_call(step, self._num_steps)
-        # Ranks that differ in their options may take the same call for another one.
+        # Ranks with different options may interpret the same call differently.
         self._begin_call(call if self._agreed else "the first step() or eval()")
         self._agree(step, call)
         self._refresh_replicas()
@@ -180,7 +180,7 @@ class Engine:
             self._run_actions(bound)
         losses = bound.end(step)
         for transport in self.transports:
-            # Again, for messages of the step's end: no send may outlast a profiler of this step.
+            # Again, for messages at the step's end, since no send may outlast this step's profiler.
             transport.drain()
             transport.end()
         self._num_steps += 1
@@ -191,7 +191,7 @@ class Engine:
             transport.begin(f"{call} of schedule {transport.number}")
 
     def _share_step_seed(self, runners: Iterable[StageRunner]) -> None:
-        """Seed the microbatches' random streams; all ranks draw, and take the first rank's."""
+        """Draw a seed on every rank; the first rank's seeds the microbatches' random streams."""
         placement = self.program.placement
         first = placement.rank_of(placement.entries[0])
         seed = draw_step_seed()
@@ -223,7 +223,7 @@ class Engine:
                 each.end()
 
     def _refresh_replicas(self) -> None:
-        """Look at the data-parallel wrappers again, which may have changed since the last step."""
+        """Detect changes of the data-parallel wrappers since the last step."""
         self._replicas.refresh()
         if self._replicas.is_sharded is not self._is_sharded:
             self._is_sharded = self._replicas.is_sharded
@@ -231,14 +231,14 @@ class Engine:
             self._train.rebind(self.program)
 
     def run_pairs_by(self, function: PairFunction) -> None:
-        """Let ``function`` run the overlapped pairs of training steps."""
+        """Run the overlapped pairs of training steps by ``function``."""
         self._train.run_pairs_by(function)
 
     def _agree(self, step: StepState, call: str) -> None:
-        """Before the first step, hold all ranks to the same program and options.
+        """Check before the first step that all ranks have the same program and options.
 
         Raises:
-            ScheduleError: they differ; raised on every rank.
+            ScheduleError: programs or options differ; raised on every rank.
         """
         if self._agreed:
             return
@@ -263,7 +263,7 @@ class Engine:
     # --- failure -----------------------------------------------------------------------------
 
     def guard(self) -> _Guard:
-        """A context for a step, in which exceptions are reported to all ranks.
+        """A context for a step that reports exceptions to all ranks.
 
         Raises:
             PeerError: an earlier step failed.
@@ -282,10 +282,10 @@ class Engine:
             ) from self.failure
 
     def fail(self, error: BaseException) -> BaseException | None:
-        """Report ``error`` to all ranks; returns the error to raise in its place, if another."""
+        """Report ``error`` to all ranks; returns the error to raise instead, if any."""
         bound = self._last
         if not bound.executor.marks and self._is_alone:
-            return None  # nothing has run, and no other rank is concerned
+            return None  # nothing has run, so no other rank is affected
         failed = bound.executor.failed
         placed = _placed(error, failed, self.program) if failed is not None else error
         found = [transport.fail(placed) for transport in self.transports]
@@ -296,13 +296,13 @@ class Engine:
             self.failure = PeerError(f"{type(raised).__name__}: {message_of(raised)}")
         for runner in bound.runners.values():
             runner.reset()
-        # Ctrl-C and the like are reported to other ranks, but stay as they are here.
+        # Ctrl-C and the like are reported to other ranks, but re-raised unchanged here.
         return None if raised is error or not isinstance(error, Exception) else raised
 
     # --- trace -------------------------------------------------------------------------------
 
     def trace(self) -> Trace:
-        """The trace of the last step, on all ranks. Every rank calls it.
+        """The trace of the last step on all ranks. A collective call.
 
         Raises:
             PenstockError: this rank failed, or another one did.
@@ -328,14 +328,14 @@ class Engine:
 class _StageReplicas:
     """The data-parallel wrappers of the stages' modules.
 
-    A module may be given to ``fully_shard``, ``replicate`` or DDP, whole or in parts, before its
-    stage is made, after, and between steps.
+    ``fully_shard``, ``replicate`` and DDP may be applied to a module or its submodules before or
+    after its stage is made, and between steps.
 
     Args:
         stages: this process's stages, by index.
 
     Attributes:
-        by_stage: the wrapper of each stage; None where it is neither replicated nor sharded.
+        by_stage: the wrapper of each stage; None if neither replicated nor sharded.
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
@@ -345,10 +345,10 @@ class _StageReplicas:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the wrappers as they are now.
+        """Find the current wrappers.
 
         Raises:
-            StageError: a wrapper that can't be pipelined.
+            StageError: a wrapper is unsupported.
         """
         # fully_shard and replicate change a module's class in place; DDP wraps it.
         seen: dict[int, list[object]] = {
@@ -356,7 +356,7 @@ class _StageReplicas:
         }
         if seen == self._seen:
             return
-        # A module that is a stage twice (one copy per direction) is wrapped once.
+        # A module used by two stages (one per direction) is wrapped once.
         modules: dict[int, nn.Module] = {id(s.submod): s.submod for s in self._stages.values()}
         found = {key: replicas_of(module) for key, module in modules.items()}
         self.by_stage = {i: found[id(stage.submod)] for i, stage in self._stages.items()}
@@ -364,20 +364,19 @@ class _StageReplicas:
 
     @property
     def distinct(self) -> list[Replicas]:
-        """The wrappers, each once."""
+        """The distinct wrappers."""
         return list({id(r): r for r in self.by_stage.values() if r is not None}.values())
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are sharded, so that the program has to gather them."""
+        """True if parameters are sharded, so that the program must gather them."""
         return any(each.sharded for each in self.distinct)
 
 
 class _Guard:
-    """Raises the error that ``Engine.fail`` returns for an exception, unless that is None.
+    """A context manager that raises the error that ``Engine.fail`` returns, unless it is None.
 
-    A class: ``contextmanager`` takes a RuntimeError that a generator raises from a StopIteration
-    for the interpreter's own, and drops it.
+    This is a class because ``contextmanager`` drops a RuntimeError raised from a StopIteration.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -400,10 +399,10 @@ def _close(transports: Sequence[Transport]) -> None:
 
 
 def _lowered(program: Program, sharding: bool, channels: Channels) -> CheckedProgram:
-    """The program that runs.
+    """The executed program.
 
     Raises:
-        ScheduleError: it has problems, worded where possible in the steps of ``program`` itself.
+        ScheduleError: the program is invalid; described, if possible, by the steps of ``program``.
     """
     try:
         return check(lower(program, sharding=sharding, channels=channels), channels)
@@ -413,7 +412,7 @@ def _lowered(program: Program, sharding: bool, channels: Channels) -> CheckedPro
 
 
 def _placed(error: BaseException, failed: BoundAction, program: Program) -> BaseException:
-    """``error`` with its place; an exception of the user's code becomes a StageError."""
+    """Add the place to ``error``; an exception of user code becomes a StageError."""
     action = failed.action
     where = Where(
         rank=program.placement.rank_of(action.stage),
@@ -424,7 +423,7 @@ def _placed(error: BaseException, failed: BoundAction, program: Program) -> Base
     if isinstance(error, PenstockError) and error.where == NOWHERE:
         error.locate(where)
         return error
-    # An error with a place comes from another pipeline, which the user's code runs here.
+    # An error that has a place already comes from another pipeline inside user code.
     if (failed.is_wait or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
     placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)

@@ -1,4 +1,4 @@
-"""One loop over bound actions: it knows no schedule, no stage and no message."""
+"""The loop over bound actions, independent of schedules, stages and messages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["BoundAction", "Executor"]
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """An action, or the wait for its message, bound to its handler.
+    """An action, or the wait for its message, with its handler.
 
     Args:
         action: the action.
         run: the handler with its arguments.
-        is_wait: whether it waits for a message: such time is idle, not work.
-        prologue: switches to the action's stream and orders it, where there are two streams.
+        is_wait: True for the wait for a message, whose time counts as idle.
+        prologue: with dual streams, switches to the action's stream and synchronizes it.
     """
 
     action: Action
@@ -37,11 +37,11 @@ class Executor:
 
     Args:
         actions: the actions of every step.
-        streams: the device's streams; events are recorded on them as well.
+        streams: the device's streams, on which events are recorded.
 
     Attributes:
         marks: the clock before the first action and after each one (``time.perf_counter``, s).
-        events: per action, the events before and after it, of the last step.
+        events: per action of the last step, the events before and after it.
     """
 
     def __init__(

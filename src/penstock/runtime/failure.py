@@ -1,16 +1,16 @@
-"""Failures shared over processes: the first cause is written once, and every rank raises it.
+"""Share failures between processes: the first cause is stored once, and every rank raises it.
 
     pipeline 0   rank 0 ─ rank 1      rank 1 fails: it writes the cause under its pipeline's key,
                    │        │         which rank 0 reads, and under the keys of the groups that
     pipeline 1   rank 0 ─ rank 1      replicate its stages, which the other pipeline reads
 
-The keys lie in the job's store, by process group:
+The keys of a process group in the job's store:
 
     <schedule>           first cause of a schedule's failure
-    replicas/<schedule>  the same, for the replicas of a stage
+    replicas/<schedule>  first cause, for the replicas of a stage
     note                 cause of a rank that failed before its schedule existed
     failed, failed/<i>   all failures over the group, for ranks that wait in another call
-    waits/<rank>         how many collectives a rank entered
+    waits/<rank>         number of collectives that a rank entered
 
 This module moves no tensors and interrupts no wait; see ``watchdog.py`` and ``comm``.
 """
@@ -46,16 +46,16 @@ __all__ = [
 
 T = TypeVar("T")
 
-# In place of a schedule's number, for a failure of no schedule. Collective calls take the numbers
-# below it.
+# Replaces a schedule's number for a failure outside of schedules. Collective calls use the numbers
+# below.
 NO_SCHEDULE = -1
-# A rank that failed to make its stages may make them right at a second try.
+# Time for a rank that failed to make its stages to succeed in a second attempt.
 NOTE_GRACE_S = 1.5
-# Load of all processes on the job's one store, which answers some 100,000 requests a second.
+# Limit on the request rate of all processes to the store, which serves about 100,000 per second.
 MAX_REQUESTS_PER_S = 10_000
-# A wait of this length looks for failures of other calls over the group.
+# After a wait of this length, failures of other calls over the group are read.
 ELSEWHERE_S = 1.5
-# Limit on the store's answer after a failure.
+# Timeout of the store's response after a failure.
 MAX_ANSWER_S = 10.0
 
 
@@ -64,11 +64,11 @@ class Calls:
     """This process's calls over one group. Every rank makes the same calls in the same order.
 
     Args:
-        count: how many began.
+        count: the number of calls begun.
         what: the latest call.
-        collectives: how many collectives over all ranks this process entered.
-        failed: the numbers of the schedules that failed here.
-        raised: the listed failures that ended a call here, by their places in the list.
+        collectives: the number of collectives over all ranks that this process entered.
+        failed: the numbers of the schedules that failed in this process.
+        raised: the indices of the listed failures that ended a call in this process.
     """
 
     count: int = 0
@@ -83,9 +83,9 @@ class Calls:
         self.count += 1
 
 
-# Several schedules may share a group, and their calls are counted together: by group, weakly.
+# By group, with weak keys. Schedules over one group share a count of calls.
 _calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
-# A second connection takes seconds where torch waits for a name server: one per store, weakly.
+# By store, with weak keys. A second connection takes seconds if torch waits for a name server.
 _second_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -101,13 +101,14 @@ def _second_connection(store: Any) -> Any:
 
 
 class CallLog:
-    """Failures and waits of all calls over a group: a rank may fail before the call in which the
-    others wait for it, in a call of another schedule.
+    """The failures and waits of all calls over a group.
+
+    A rank may fail in a call of another schedule, before the call in which its peers wait for it.
 
     Args:
-        store: the store that ranks share.
+        store: the ranks' store.
         group: the process group.
-        number: the number of the schedule that this log is read for.
+        number: the number of the reading schedule.
     """
 
     def __init__(self, store: Any, group: dist.ProcessGroup, number: int) -> None:
@@ -121,12 +122,12 @@ class CallLog:
         self._num_published = 0
 
     def add(self, cause: Cause) -> None:
-        """List a failure of this log's schedule."""
+        """Add a failure of this log's schedule."""
         place = self.store.add(self._key, 1)
         self.store.set(f"{self._key}/{place}", json.dumps([self._number, cause.to_json()]))
 
     def find_elsewhere(self) -> tuple[int, Cause] | None:
-        """The first listed failure that is new to this process, with its place in the list."""
+        """The first listed failure that is new to this process, with its index."""
         for place in range(1, self.store.add(self._key, 0) + 1):
             key = f"{self._key}/{place}"
             if place not in self._known and self.store.check([key]):
@@ -139,7 +140,7 @@ class CallLog:
         return None
 
     def find_absent(self) -> list[int]:
-        """The ranks that are not known to have entered the collective that this rank waits in."""
+        """The ranks that have not published an entry into this rank's current collective."""
         others = (rank for rank in range(self._num_ranks) if rank != self._rank)
         return [rank for rank in others if self._collectives_of(rank) < self._calls.collectives]
 
@@ -148,7 +149,7 @@ class CallLog:
         return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def publish_wait(self) -> None:
-        """Publish how many collectives this rank entered, which tells who did not come."""
+        """Publish the number of collectives entered, by which peers find the absent ranks."""
         if self._num_published != self._calls.collectives:
             self._num_published = self._calls.collectives
             self.store.set(f"{self._waits_key}/{self._rank}", str(self._num_published))
@@ -159,14 +160,14 @@ class ErrorStore:
 
     Args:
         store: a ``torch.distributed.Store``.
-        keys: the schedule's key, whose cause stands; then those of its groups of replicas.
+        keys: the schedule's key, whose cause takes precedence; then those of its replica groups.
         note_key: the key for a rank that failed before its schedule existed.
-        num_readers: how many processes read the same store again and again.
+        num_readers: the number of processes that poll the store.
         log: the calls over the group.
 
     Attributes:
-        is_lost: whether the store is gone, most likely with the process that held it.
-        pace_s: the interval between two reads with which the store serves all readers.
+        is_lost: whether the store is gone, most likely with its host process.
+        pace_s: the polling interval that the store can serve for all readers.
     """
 
     def __init__(
@@ -184,9 +185,9 @@ class ErrorStore:
         self._log = log
         num_requests = len(self._keys) + (1 if log is None else 3)
         self.pace_s = num_requests * num_readers / MAX_REQUESTS_PER_S
-        # The note as it was last read, and since when it stands.
+        # The latest note, and the time when it was first read.
         self._note = (b"", 0.0)
-        # A store that was lost once stays lost; each request would log a page.
+        # Never retried after a loss, since torch logs a page per failed request.
         self.is_lost = False
 
     @classmethod
@@ -210,7 +211,7 @@ class ErrorStore:
         )
 
     def aside(self) -> ErrorStore:
-        """The same over a second connection, for another thread."""
+        """The same errors over a second connection, for another thread."""
         other = copy.copy(self)
         other.store = _second_connection(self.store)
         if self._log is not None:
@@ -219,7 +220,7 @@ class ErrorStore:
         return other
 
     def write(self, cause: Cause) -> Cause:
-        """Write ``cause`` unless another one came first; returns the one that stands."""
+        """Publish ``cause`` unless another cause was first; returns the first cause."""
         return self._request(lambda: self._write(cause)) or cause
 
     def _write(self, cause: Cause) -> Cause:
@@ -232,11 +233,10 @@ class ErrorStore:
         return stands
 
     def read(self, *, patient: bool = False) -> Cause | None:
-        """The first cause, if there is one.
+        """The first cause, if any.
 
         Args:
-            patient: whether to ignore a note that is younger than a moment, since its rank may
-                try again.
+            patient: whether to ignore a recent note, since its rank may retry.
         """
         return self._request(lambda: self._read(patient))
 
@@ -252,14 +252,14 @@ class ErrorStore:
         return None if patient and is_young else Cause.from_json(data)
 
     def _get(self, key: str) -> bytes:
-        """The value of a key; empty if there is none, or if it was withdrawn."""
+        """The value of a key; empty if missing or withdrawn."""
         return bytes(self.store.get(key)) if self.store.check([key]) else b""
 
     def read_elsewhere(self, waited_s: float | None = None) -> tuple[int, Cause] | None:
-        """A failure in another call over the group, and its place in the group's list.
+        """A failure in another call over the group, with its index in the group's list.
 
         Args:
-            waited_s: how long this rank has been waiting; None if it no longer waits.
+            waited_s: the duration of this rank's wait; None if it has ended.
         """
         log = self._log
         if log is None or (waited_s is not None and waited_s < ELSEWHERE_S):
@@ -274,7 +274,7 @@ class ErrorStore:
         return self._request(look)
 
     def read_absent(self) -> list[int]:
-        """The ranks that have not come to the collective that this rank waits in."""
+        """The ranks that have not entered this rank's current collective."""
         return (self._request(self._log.find_absent) if self._log is not None else None) or []
 
     def _request(self, request: Callable[[], T]) -> T | None:
@@ -288,10 +288,10 @@ class ErrorStore:
 
 
 class FailureReporter:
-    """Publishes one rank's failures, and finds the first cause of what ended its calls.
+    """Publishes one rank's failures, and finds the first cause of failed calls.
 
         this rank fails by itself      its own error is the cause, unless another one came first
-        its wait broke, or timed out   the cause of the peer; without one, a PeerError says so
+        its wait broke, or timed out   the peer's cause; a generic PeerError without one
 
     Args:
         group: the pipeline's process group.
@@ -307,28 +307,28 @@ class FailureReporter:
         self._rank = group.rank()
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._calls = calls_over(group)
-        # Number of failed schedules when a call last ended well.
+        # The number of failed schedules at the last successful call.
         self._num_failed = 0
         self.errors = ErrorStore.of_schedule(group, number)
         _reporters.add(self)
 
     def add_replicas(self, replicas: Sequence[dist.ProcessGroup]) -> None:
-        """Share failures with the ranks of these groups too."""
+        """Share failures with the ranks of these groups, too."""
         self.errors = ErrorStore.of_schedule(self._group, self._number, replicas)
 
     def note_success(self) -> None:
-        """A call ended well: no failed schedule has broken this group's connections."""
+        """Record a successful call: no failed schedule has broken this group's connections."""
         self._num_failed = len(self._calls.failed)
 
     def resolve(
         self, error: BaseException, waited_for: Wait | None, watchdog: Watchdog
     ) -> PenstockError | None:
-        """The exception to raise for ``error``; None for ``error`` itself.
+        """Find the exception to raise instead of ``error``; None to raise ``error`` itself.
 
         Args:
-            error: the exception that ended the call here.
-            waited_for: the wait that it interrupted, if it did.
-            watchdog: the watchdog of that wait, stopped by now.
+            error: the exception that ended the call on this rank.
+            waited_for: the interrupted wait, if any.
+            watchdog: the wait's watchdog, already stopped.
         """
         self.errors.is_lost |= watchdog.store_is_lost
         found = self._ask(self.errors.read)
@@ -345,7 +345,7 @@ class FailureReporter:
             if waited_for is not None:
                 error = self._broken_wait(error, waited_for[1], watchdog)
             found = cause_of(error, self._rank, self._processes)
-        # A cause that was found may not be known yet to this rank's own replicas.
+        # Publish a found cause to this rank's replicas, which may not have it.
         stands = self._publish(found) or found
         if not is_own or stands != found:
             return as_error(stands, self._processes)
@@ -377,7 +377,7 @@ class FailureReporter:
         return None
 
     def _absent_ranks(self) -> str | None:
-        """The ranks that did not come, where some others did."""
+        """The absent ranks of a collective that other ranks have entered."""
         absent = self._ask(self.errors.read_absent) or ()
         if not absent or 1 < len(absent) == len(self._processes) - 1:
             return None
@@ -415,25 +415,25 @@ class FailureReporter:
         return raised
 
 
-# The live reporters of this process, told at its end if an uncaught exception ends it.
+# This process's live reporters, which publish an uncaught exception at exit.
 _reporters: WeakSet[FailureReporter] = WeakSet()
 
 
 @atexit.register
 def report_uncaught() -> None:
-    """Publish the exception that nobody caught, so that ranks that wait for this one raise it.
+    """Publish an uncaught exception, so that ranks that wait for this process raise it.
 
         rank 0   step ── optimizer ── step ── waits for rank 1 ───────────┐
         rank 1   step ── optimizer raises, nobody catches it ── publishes ┘
 
-    Runs at exit, when the interpreter has left the exception in ``sys``. A prompt, which leaves
-    exceptions there as well, goes on after them.
+    Runs at exit, when the interpreter has stored the exception in ``sys``. An interactive prompt
+    stores exceptions there too, but continues.
     """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or hasattr(sys, "ps1") or sys.flags.interactive:
         return
     for reporter in list(_reporters):
-        # No thread can be started at exit: a request that hangs ends by the store's own timeout.
+        # No thread can start at exit, so a hanging request ends by the store's own timeout.
         reporter.report_crash(error)
         if reporter.errors.is_lost:
             return

@@ -1,4 +1,4 @@
-"""The loss of a microbatch, and the root of its backward, where the model's outputs leave.
+"""The loss of a microbatch on the last stage, and the root of its backward.
 
 output ──► kept in the step, detached, where outputs are returned
    └─ loss_fn(output, target) ──► losses, metrics      ──► the backward's root and its gradient
@@ -27,8 +27,8 @@ class LossHead:
     """Computes losses behind the last stage.
 
     Args:
-        loss_fn: the loss function; None to keep outputs alone.
-        divisor: each microbatch's loss is divided by it in the backward.
+        loss_fn: the loss function; None to keep only outputs.
+        divisor: the divisor of each microbatch's loss in the backward.
         train: whether a backward follows.
     """
 
@@ -43,13 +43,13 @@ class LossHead:
         """Record a microbatch's output and loss in ``step``, and the root of its backward.
 
         Raises:
-            StageError: the loss is no scalar tensor, or depends on no parameter.
+            StageError: the loss is not a scalar tensor, or depends on no parameter.
         """
         mb = state.microbatch
         if step.keep_outputs:
             step.outputs[mb] = map_tensors(Tensor.detach, output)
         if self._loss_fn is None or (step.targets is None and self._needs_target):
-            return  # an evaluation of outputs alone
+            return  # an evaluation without losses
         against = () if target is None and not self._needs_target else (target,)
         result = self._loss_fn(output, *against, **step.loss_kwargs)
         if result is None and not self._train:
@@ -69,8 +69,8 @@ class LossHead:
         state.received_grads = (self._seed(loss),)
 
     def _seed(self, loss: Tensor) -> Tensor:
-        """The gradient of the loss itself: the loss is scaled, not the gradients."""
-        if is_dtensor(loss):  # its gradient is a DTensor over the same mesh
+        """The initial gradient of the loss, which scales the loss instead of the gradients."""
+        if is_dtensor(loss):  # the gradient of a DTensor is a DTensor over the same mesh
             return torch.ones_like(loss) / self._divisor
         key = (loss.dtype, loss.device)
         if key not in self._seeds:
@@ -81,7 +81,7 @@ class LossHead:
 
 
 def needs_target(loss_fn: LossFn | None) -> bool:
-    """Whether there is a loss function that takes a target.
+    """True if ``loss_fn`` accepts a target.
 
     Example:
         >>> needs_target(lambda output: output.loss)
@@ -91,7 +91,7 @@ def needs_target(loss_fn: LossFn | None) -> bool:
         return False
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):  # functions written in C have none
+    except (TypeError, ValueError):  # functions written in C have no signature
         return True
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True
@@ -103,7 +103,7 @@ def scalar_loss(loss: Any) -> Tensor:
     """The loss as a tensor without dimensions.
 
     Raises:
-        StageError: it is no scalar tensor, or a complex one, which has no gradient to descend.
+        StageError: the loss is not a scalar tensor, or is complex.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)

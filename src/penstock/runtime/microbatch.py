@@ -1,8 +1,8 @@
 """Split a batch into microbatches, and merge outputs.
 
-Rows are split as evenly as possible: 10 rows in 4 microbatches are 3, 3, 2, 2. None is dropped or
-padded. Each microbatch counts alike in the mean of the losses, also if they differ in rows: for the
-batch's own mean pass batches that divide (``drop_last=True``), or sum in the loss and pass
+Rows are split as evenly as possible: 10 rows in 4 microbatches are 3, 3, 2, 2. No row is dropped or
+padded. Each microbatch has the same weight in the mean loss, even if their numbers of rows differ.
+For the batch's own mean pass divisible batches (``drop_last=True``), or sum in the loss and pass
 ``scale_grads=False``.
 
     tensors in any pytree (see ``stage/pytree.py``)    split
@@ -10,8 +10,8 @@ batch's own mean pass batches that divide (``drop_last=True``), or sum in the lo
     a PackedSequence                                   refused: its rows do not lie together
     all else, tensors without dimensions               given to every microbatch as it is
 
-An object of a class that is no pytree goes whole to every microbatch, with any tensors in it, as
-does the context with which a class is registered. Register a class whose tensors have the batch's
+An object of a class outside the pytree registry is replicated to every microbatch, including its
+tensors. So is the context of a registered class. Register a class whose tensors have the batch's
 rows with ``torch.utils._pytree.register_pytree_node``.
 """
 
@@ -79,7 +79,7 @@ class TensorChunkSpec:
 
 
 class Replicate:
-    """Give a value to every chunk; in a chunk spec the same as None."""
+    """Replicate a value to every chunk; equivalent to None in a chunk spec."""
 
 
 class Reducer:
@@ -123,7 +123,7 @@ def split_tree(
     leaves, treedef = flatten(tree, _is_packed)
     specs = _leaf_specs(tree, len(leaves), spec)
     columns = [_split_leaf(leaf, chunks, s, seen) for leaf, s in zip(leaves, specs, strict=True)]
-    # A bare tensor, or a tuple of nothing but leaves, is put together without optree's help.
+    # A bare tensor, or a tuple of leaves, needs no optree.
     if treedef.is_leaf():
         return list(columns[0])
     if type(tree) is tuple and treedef.num_nodes == 1 + len(tree) == 1 + len(leaves) > 1:
@@ -145,7 +145,7 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
             spec, tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE
         )
     except ValueError as error:
-        # The structure alone: the error itself shows the tensors' numbers.
+        # Only the structure, since optree's error prints the tensors' values.
         shape = optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
         raise ValueError(
             f"the chunk spec {spec!r} does not fit values in {shape}; give one TensorChunkSpec for "
@@ -189,8 +189,8 @@ def _split_leaf(
     parts = torch.tensor_split(leaf, chunks, dim=spec.split_dim)
     if leaf.requires_grad or type(leaf) is not Tensor:
         return parts
-    # Each with a version counter of its own: a model may write into one microbatch while autograd
-    # has saved tensors of another.
+    # Each microbatch has its own version counter, since a model may write into one microbatch while
+    # autograd has saved tensors of another.
     return [part.data for part in parts]
 
 
@@ -237,7 +237,7 @@ def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
 
 
 def _begin(chunk: int, rows: int, chunks: int) -> int:
-    """The first row of a chunk."""
+    """The index of a chunk's first row."""
     each, longer = divmod(rows, chunks)
     return chunk * each + min(chunk, longer)
 
@@ -396,7 +396,7 @@ def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, b
 
 
 def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
-    """The common length of lists of ready microbatches; None where no list is given.
+    """The common length of the lists of ready microbatches; None without lists.
 
     Raises:
         ValueError: they differ.

@@ -1,4 +1,4 @@
-"""Overlapped pairs of a forward and a backward, on two streams or by a user's function.
+"""Run overlapped pairs of a forward and a backward on two streams, or by a user's function.
 
     program     1F2      (0F3;1B0)      1B1
     stream 0          ┌─ 0F3 ───┐                  the caller's stream
@@ -46,7 +46,7 @@ StreamOf: TypeAlias = Mapping[tuple[int, int | None], int]
 
 
 def can_overlap(step: Step) -> bool:
-    """Whether a step is a forward and a backward, not both of one microbatch in one stage."""
+    """True for a forward and a backward, unless both are of one microbatch in one stage."""
     if len(step.parts) != 2:
         return False
     one, other = step.parts
@@ -58,7 +58,7 @@ def can_overlap(step: Step) -> bool:
 def why_sequential(
     program: Program, streams: DeviceStreams | None, device: str, *, requested: bool
 ) -> str | None:
-    """The reason why overlapped pairs run one part after the other; None if they overlap."""
+    """Explain why overlapped pairs run sequentially; None if they overlap."""
     if streams is None:
         return f"a {device} device has no streams"
     if not requested:
@@ -98,7 +98,7 @@ def assign_streams(
 
 
 class StreamOrder(Enum):
-    """The synchronization before an action, beside the order of its own stream."""
+    """The synchronization before an action, in addition to its own stream's order."""
 
     NONE = "none"
     JOIN = "wait for the other stream"
@@ -106,11 +106,11 @@ class StreamOrder(Enum):
 
 
 class _Planner:
-    """Finds the synchronization of each action, in their order."""
+    """Plans the synchronization of each action, in execution order."""
 
     def __init__(self, stream_of: StreamOf) -> None:
         self._stream_of = stream_of
-        # Whether a stream has work that the other one has not waited for yet.
+        # By stream: True if the other stream has not waited for its latest work.
         self._ahead = [False, False]
 
     def stream(self, action: Action) -> int:
@@ -120,7 +120,7 @@ class _Planner:
         """The synchronization of an action; ``first``: the first of its step."""
         stream = self.stream(action)
         if action.op in TRANSFERS:
-            # A sent tensor may have to be made contiguous first.
+            # A send may need a copy to make its tensor contiguous.
             self._ahead[stream] |= action.op in SENDS
             return StreamOrder.NONE
         found = StreamOrder.NONE
@@ -178,7 +178,7 @@ class DualStreams:
             self._now = stream
 
     def keep_alive(self, tensors: Iterable[Tensor | None]) -> None:
-        """Keep the memory of tensors that may come from the other stream until this one is done."""
+        """Record tensors on this stream, since their memory may belong to the other stream."""
         if self._now is None:
             return  # not within a step of these streams
         for tensor in tensors:
@@ -211,8 +211,8 @@ def bind_pair(
 ) -> list[BoundAction]:
     """Bind a pair to a function that runs its parts, perhaps in threads of its own.
 
-    Gives the waits of both parts, the call of the function, and for each part a check that it has
-    run, which raises its exception under its own name.
+    Returns the waits of both parts, the call of the function, and per part a check that it has run.
+    The check re-raises the part's exception at the part's own place.
     """
     parts = [_Part(actions[-1]) for actions in bound]
     waits = [action for actions in bound for action in actions[:-1]]
@@ -247,7 +247,7 @@ class _Part:
         self._is_done = True
 
     def finish(self) -> None:
-        """Raise the part's exception, or refuse that it has not run."""
+        """Raise the part's exception, or an error if the part has not run."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error

@@ -34,8 +34,8 @@ from penstock.trace import Trace
 
 __all__ = ["PipelineSchedule", "group_of"]
 
-# Schedules made so far per group, without failed attempts: every rank makes them in the same
-# order, so that the count identifies a schedule on all ranks.
+# The number of schedules per group, without failed attempts. Every rank makes schedules in the same
+# order, so that the number identifies a schedule on all ranks.
 _num_made: Counter[str] = Counter()
 
 
@@ -92,7 +92,7 @@ class PipelineSchedule:
         self._engine: Engine | None = None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
-        # The other ranks may be waiting for this one in their first step.
+        # The other ranks may be waiting for this rank in their first step.
         with publishing_errors(self._group):
             _check_stages(stages)
             self._config = RunConfig(
@@ -110,7 +110,7 @@ class PipelineSchedule:
                 self._load(program)
 
     def _load(self, program: Program) -> None:
-        """Run ``program`` from now on; every rank calls it."""
+        """Load ``program`` for the following steps; a collective call."""
         stages, group, config = self._stages, self._group, self._config
         with publishing_errors(group):
             transports = self._transports or _transports(stages[0], group, config.timeout_s)
@@ -136,7 +136,7 @@ class PipelineSchedule:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _build(self) -> Program | None:
-        """The program of the schedule that this class is named for, if any."""
+        """Build the program of this class's schedule, if any."""
         if self.schedule_name is None:
             return None
         num_ranks = 1 if self._group is None else self._group.size()
@@ -158,7 +158,7 @@ class PipelineSchedule:
     def stage_ids(
         cls, rank: int | None = None, *, num_ranks: int | None = None, virtual: int | None = None
     ) -> tuple[int, ...]:
-        """The stages that a rank holds, to make ``PipelineStage``s of.
+        """The indices of a rank's stages, for making its ``PipelineStage``s.
 
         Args:
             rank: the rank; this process's if None.
@@ -205,12 +205,12 @@ class PipelineSchedule:
 
     @property
     def scale_grads(self) -> bool:
-        """Whether each microbatch's loss is divided by ``n_microbatches``."""
+        """True if each microbatch's loss is divided by ``n_microbatches``."""
         return self._config.scale_grads
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is a loss function, without which steps train nothing."""
+        """True with a loss function; without one, steps train nothing."""
         return self._config.loss_fn is not None
 
     @property
@@ -229,17 +229,17 @@ class PipelineSchedule:
 
     @property
     def program(self) -> Program:
-        """The program that runs, sends and receives included."""
+        """The executed program, including sends and receives."""
         return self.engine.program
 
     @property
     def pipeline_order(self) -> dict[int, list[Step]]:
-        """By rank its computations in order, as in torch; idle time is left out."""
+        """The computations of each rank in order, as in torch, without idle time."""
         return dict(enumerate(map(list, self.engine.requested.ranks)))
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
-        """By stage the rank that holds it, as in torch."""
+        """The rank of each stage, as in torch."""
         return dict(enumerate(self.engine.requested.placement.stage_ranks))
 
     # --- running -----------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class PipelineSchedule:
     ) -> Any:
         """Run one training step: gradients are added to the parameters' ``.grad``.
 
-        A batch is split by rows, as evenly as they go: 5 rows in 4 microbatches are 2, 1, 1, 1.
+        A batch is split by rows, as evenly as possible: 5 rows in 4 microbatches are 2, 1, 1, 1.
         Gradients are those of the mean of the microbatches' means: where rows do not divide, rows
         of shorter microbatches count more (pass ``drop_last=True`` to the DataLoader). An object
         that is in no pytree registry goes whole to every microbatch.
@@ -279,8 +279,8 @@ class PipelineSchedule:
             On the rank of the last stage (likewise) the outputs, if asked for; else None.
 
         Raises:
-            PenstockError: this rank failed, or another one did; see its type.
-            ValueError: the step is done, and the outputs can't be merged; the next one may follow.
+            PenstockError: this rank or another one failed; see the subclasses.
+            ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
         given = StepArgs(
             args=args,
@@ -328,7 +328,7 @@ class PipelineSchedule:
         return self._splitter.merge_outputs(step, merge=given.merge_outputs)
 
     def trace(self) -> Trace:
-        """The trace of the last step, on all ranks. Every rank calls it."""
+        """The trace of the last step on all ranks. A collective call."""
         engine = self.engine
         with exclusive_step(engine, self._group):
             return engine.trace()
@@ -364,7 +364,7 @@ def _transports(
 
 
 def _check_stages(stages: Sequence[PipelineStage]) -> None:
-    """Refuse anything but stages of one model, each once, in rising order."""
+    """Require distinct stages of one model, in ascending order."""
     if isinstance(stages, PipelineStage):
         raise ScheduleError(
             "a PipelineStage was given alone, expected a list of this rank's stages"

@@ -1,4 +1,4 @@
-"""The trace of a real step, from the times that the executor recorded.
+"""The trace of a real step, from the executor's recorded times.
 
 On the CPU an action's time is its wall time; on CUDA it is the device's, between two events.
 """
@@ -30,7 +30,7 @@ def spans_of(executor: Executor, placement: Placement, streams: DeviceStreams | 
 
 def _times(executor: Executor, streams: DeviceStreams | None) -> list[tuple[float, float]]:
     """Start and end of each finished action."""
-    # Machines share no monotonic clock; their wall clocks are close enough for a picture.
+    # Machines share no monotonic clock, but wall clocks are close enough for a timeline.
     offset = time.time() - time.perf_counter()
     finished = max(0, len(executor.marks) - 1)
     if streams is None or not finished:

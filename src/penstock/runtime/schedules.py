@@ -5,8 +5,8 @@
     └── PipelineScheduleMulti           takes a list        ScheduleProgram
         └── PipelineScheduleRuntime     reads CSV files     Interleaved1F1B, ZBV, ...
 
-Names and signatures are those of torch.distributed.pipelining, so that a user changes the import
-alone. All are one class with different programs.
+Names and signatures are those of torch.distributed.pipelining, so that a user changes only the
+import. The schedules differ only in their programs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
 
     def _load_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
-        """Run the program of a CSV file from now on; every rank calls it, with the same file.
+        """Load the program of a CSV file; a collective call with the same file on all ranks.
 
         Args:
             filename: the file, see ``penstock.load_csv``.
@@ -166,11 +166,11 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[Step]]:
-        """By rank the steps that run, sends and receives included."""
+        """The executed steps of each rank, including sends and receives."""
         return dict(enumerate(map(list, self.program.ranks)))
 
     def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_comms") -> None:
-        """Write the program to a CSV file, by default as it runs."""
+        """Write the program to a CSV file, by default the executed one."""
         super()._dump_csv(filename, format)
 
     def register_custom_function(
@@ -211,7 +211,7 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
 
 
 def _accepts(function: Any, num: int) -> bool:
-    """Whether ``function`` can be called with ``num`` positional arguments."""
+    """True if ``function`` accepts ``num`` positional arguments."""
     try:
         inspect.signature(function).bind(*range(num))
     except TypeError:
@@ -343,7 +343,7 @@ class ScheduleChimera(ScheduleInterleaved1F1B):
 
 
 class ScheduleProgram(PipelineScheduleMulti):
-    """Any program; a CSV file by its path, so that an error in it is raised on every rank."""
+    """Any program; pass a CSV file as a path, so that its errors are raised on every rank."""
 
     def __init__(
         self,
@@ -381,7 +381,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     """The schedule class of this name; case and separators do not count.
 
     Raises:
-        ScheduleError: there is none of that name.
+        ScheduleError: no schedule has this name.
 
     Example:
         >>> get_schedule_class("1f1b").__name__

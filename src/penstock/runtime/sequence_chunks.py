@@ -1,4 +1,4 @@
-"""Sequence chunks: each microbatch's sequences cut into ``num_splits`` parts, and joined again.
+"""Split each microbatch's sequences into ``num_splits`` chunks, and join the results.
 
     batch            microbatches              chunks, num_splits = 2
     (rows, length) ─► (rows/M, length) ─────► (rows/M, length/2), (rows/M, length/2)

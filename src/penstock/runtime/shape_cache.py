@@ -1,4 +1,4 @@
-"""The shapes that have been seen: each distinct shape of inputs has an id, the same on all ranks.
+"""Ids of input shapes, the same on all ranks.
 
 The rank of the first stage sees the inputs and assigns the ids; it broadcasts them at the start of
 each step. Stage runners cache boundary metadata by id. Plain values among the inputs count as part
@@ -29,7 +29,7 @@ MAX_SHAPES = 4096
 
 
 def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
-    """The conditions of this rank that boundary metadata depends on beside the inputs' shapes."""
+    """This rank's conditions, besides input shapes, that boundary metadata depends on."""
     kind = device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     cast = torch.get_autocast_dtype(kind) if casts else None
@@ -39,7 +39,7 @@ def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, 
 
 
 class ShapeCache:
-    """The ids assigned so far.
+    """The ids of all shapes seen so far.
 
     Attributes:
         was_cleared: whether ``learn`` has just forgotten all earlier ids.
@@ -79,7 +79,7 @@ class ShapeCache:
         last: tuple[Any, ...] = ()
         for positional, named in zip(args, kwargs, strict=True):
             key = self._key(positional, named)
-            # Most microbatches are like the one before: comparing is quicker than hashing.
+            # Most microbatches repeat the previous shapes, and comparing is faster than hashing.
             if key != last:
                 if (conditions, key) not in ids:
                     ids[conditions, key] = next(self._next)
@@ -88,7 +88,7 @@ class ShapeCache:
         return found
 
     def learn(self, ids: Sequence[int]) -> bool:
-        """Record ids as known; returns whether one of them is new."""
+        """Record ids; returns True if at least one is new."""
         distinct = set(ids)
         self.was_cleared = False
         if distinct <= self._known:
@@ -104,7 +104,7 @@ class ShapeCache:
         return True
 
     def digest(self, ids: Sequence[int]) -> int:
-        """A checksum of the shapes behind ``ids``, which other ranks may number differently."""
+        """A checksum of the shapes of ``ids``, comparable between ranks with different ids."""
         keys = {number: key for (_, key), number in self._ids.items()}
         shapes = [[part for part in keys[i] if isinstance(part, torch.Size)] for i in ids]
         return zlib.crc32(repr(shapes).encode())
@@ -118,7 +118,7 @@ class ShapeCache:
             if isinstance(leaf, Tensor):
                 parts += (leaf.shape, leaf.dtype)
             else:
-                # A value of another type may change without being another one.
+                # An object of another type may be mutated and still be the same object.
                 is_plain = leaf is None or plain_tag(leaf) is not None
                 parts += (type(leaf), leaf if is_plain else self._num_calls)
         return tuple(parts)

@@ -1,7 +1,7 @@
-"""One stage at work: what each action does with a microbatch's state, the step and the transport.
+"""The handlers of one stage's actions on a microbatch's state, the step and the transport.
 
-The runner binds actions to handlers once (``bind``); the executor then runs them. It holds all
-state that a schedule keeps of its stage, so that several schedules may run over the same stages.
+The runner binds actions to handlers once (``bind``), and the executor runs the handlers. All state
+of a schedule for its stage is in the runner, so that several schedules may share stages.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StageRunner:
         self._copy_streams = CopyStreams(streams) if streams is not None else None
         self.replicas: Replicas | None = None
         self.rng = _make_rng(stage, program) if train and config.microbatch_rng else None
-        # Between steps an empty step: the last one's tensors are the caller's again.
+        # Between steps an empty step, so that the last step's tensors can be freed.
         self._no_step = StepState(program.num_microbatches)
         # By shape id: the specs of inputs and outputs, and which gradients go back and come back.
         self._in_specs: dict[int, BoundarySpec] = {}
@@ -143,7 +143,7 @@ class StageRunner:
         self._shape_ids, self._kwargs = self._no_step.shape_ids, self._no_step.kwargs
 
     def reset(self) -> None:
-        """Release what a broken step has left behind."""
+        """Release the state of a failed step."""
         self.end()
         for state in self._states:
             state.clear()
@@ -283,12 +283,12 @@ class StageRunner:
     # --- activations that are recomputed or offloaded ----------------------------------------
 
     def _forward_to_recompute(self, state: MicrobatchState) -> None:
-        """Run the forward and keep its inputs alone."""
+        """Run the forward and keep only its inputs."""
         received = state.received or ()
         inputs = [*received, *self._step.given(state.microbatch)]
         context = self._recomputer.record(self.stage.submod, inputs)
         if not self._is_first:
-            state.received = [tensor.detach() for tensor in received]  # leaves of its own
+            state.received = [tensor.detach() for tensor in received]  # separate leaves
         self._forward(state)
         context.close()
         state.recompute = context
@@ -296,7 +296,7 @@ class StageRunner:
         state.roots, state.leaves, state.work = (), (), None
 
     def _recompute(self, state: MicrobatchState) -> None:
-        """Run the forward again, for its graph: its output has been sent already."""
+        """Run the forward again for its graph; its output has already been sent."""
         context, state.recompute = state.recompute, None
         assert context is not None
         mb, step = state.microbatch, self._step
@@ -409,7 +409,7 @@ class StageRunner:
         self._transport.send(queue.peer, _present_grads(state, grads, present))
 
 
-# Functions, not bound methods: a runner that held its own would be freed by the collector alone.
+# Functions, since bound methods in a runner would form reference cycles.
 _OF_STAGE: dict[Op, Callable[[StageRunner], None]] = {
     Op.UNSHARD: StageRunner._unshard,
     Op.RESHARD: StageRunner._reshard,
@@ -438,8 +438,8 @@ def _present_grads(
     sent = []
     for i, grad, expected in zip(spec.grad_slots, grads, present, strict=True):
         if (grad is not None) != expected:
-            # Zeros in place of a missing gradient would be another result: an optimizer skips
-            # parameters without a gradient, and decays those with zeros.
+            # Zeros are not equivalent to a missing gradient: an optimizer skips parameters without
+            # a gradient, but decays parameters with a zero gradient.
             now, before = ("no", "one") if expected else ("a", "none")
             raise BoundaryError(
                 f"input {i} has {now} gradient in this microbatch and had {before} in earlier "

@@ -3,7 +3,7 @@
     StepArgs (a whole batch, or ready microbatches)
         └─ BatchSplitter ─► StepState ─(engine)─► StepState with losses and outputs ─► merged
 
-How a tensor is split is in ``microbatch.py``; how sequences are, in ``sequence_chunks.py``.
+``microbatch.py`` splits tensors, and ``sequence_chunks.py`` splits sequences.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class StepState:
         self.metrics: list[Any] = [None] * num_microbatches
 
     def given(self, microbatch: int) -> list[Tensor]:
-        """The tensors that this rank was given for a microbatch."""
+        """This rank's input tensors of a microbatch."""
         given = (each[microbatch] for each in (self.args, self.kwargs, self.targets) if each)
         return tensors_of(tuple(given))
 
@@ -190,7 +190,7 @@ class BatchSplitter:
         """The outputs that the call returns, merged or as a list; None where there are none.
 
         Raises:
-            ValueError: they can't be merged.
+            ValueError: the outputs can't be merged.
         """
         if not (step.keep_outputs and self._has_last):
             return None
@@ -206,7 +206,7 @@ class BatchSplitter:
 
 
 def is_placed(tree: Any) -> bool:
-    """Whether a tensor of ``tree`` lies on another device than the CPU.
+    """True if at least one tensor of ``tree`` is not on the CPU.
 
     Example:
         >>> is_placed([torch.ones(2), 3]), is_placed({"x": torch.ones(2, device="meta")})

@@ -1,4 +1,4 @@
-"""The start and the end of a step, where all ranks exchange what one of them alone knows.
+"""Synchronize ranks at the start and at the end of a step.
 
     start   conditions of all ranks ─► shape ids of the first rank's inputs ─► all ranks
     end     losses of the last rank ─► all ranks; no rank leaves before all have finished
@@ -60,7 +60,7 @@ class StepSync:
         self._has_loss = config.loss_fn is not None
         self._needs_target = train and needs_target(config.loss_fn)
         placement = program.placement
-        # Of several copies of the model, the first speaks for all.
+        # With several copies of the model, the first copy's ranks broadcast.
         self._first_rank = placement.rank_of(placement.entries[0])
         self._last_rank = placement.rank_of(placement.exits[0])
         self._num_exit_ranks = len({placement.rank_of(stage) for stage in placement.exits})
@@ -77,13 +77,13 @@ class StepSync:
 
     @property
     def forgets_shapes(self) -> bool:
-        """Whether all shape ids of earlier steps have just been dropped."""
+        """True if all shape ids of earlier steps have just been dropped."""
         return self._shapes.was_cleared
 
     # --- start -------------------------------------------------------------------------------
 
     def describe_call(self, step: StepState, num_steps: int) -> str:
-        """The text by which ranks see that they are in the same call."""
+        """Describe the current call, to be compared between ranks."""
         call = "step()" if self._train else "eval()"
         # Ranks where outputs leave exchange them, if they are returned.
         joined = " with outputs" if self._num_exit_ranks > 1 and step.keep_outputs else ""
@@ -170,8 +170,8 @@ class StepSync:
             transport.barrier()
             return None
         dtype = self._share_loss_dtype(step, mine, transport)
-        # Float64 holds every narrower loss exactly. Built from tensors on the device: numbers
-        # from the host would be waited for there.
+        # Float64 represents every narrower loss exactly. Built from device tensors, since numbers
+        # from the host would require a synchronization.
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         table = torch.stack([zero if loss is None else loss.to(zero) for loss in step.losses])
         transport.all_reduce(table)

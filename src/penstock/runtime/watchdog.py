@@ -1,10 +1,10 @@
-"""A thread that watches the error store while the main thread waits, and aborts waits in vain.
+"""A thread that reads the error store during waits, and aborts waits that cannot succeed.
 
     main thread   ── compute ──┤ waits for rank 2 ···························├─ raises
     watchdog           read        read       read: a cause!  aborts ────────┘
     rank 2        ── raises, writes the cause ──────┘
 
-Transports hand in how to abort a wait; this module knows no process groups.
+Transports supply the abort function, so that this module needs no process groups.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["FailureSource", "Peers", "StoreQuery", "Wait", "Watchdog", "Whom", "
 
 T = TypeVar("T")
 
-# The least interval between two reads; very many ranks share one store and read less often.
+# The minimum interval between reads; with very many ranks per store it is longer.
 READ_INTERVAL_S = 0.2
-# The interval while nothing is waited for.
+# The interval between reads while no wait is active.
 IDLE_INTERVAL_S = 0.8
 # Limit on a read that is under way at exit. Python ends threads by force, which aborts the process
 # if one is in torch's code; a lost store may take minutes to answer.
@@ -45,7 +45,7 @@ class FailureSource(Protocol):
 
 
 class Peers(Enum):
-    """Several ranks that are waited for at once."""
+    """Several peers of one wait."""
 
     ALL_RANKS = "the other ranks"
     REPLICAS = "the replicas of its stages"
@@ -59,7 +59,7 @@ Wait: TypeAlias = tuple[Sequence[Any], Whom]
 
 
 class StoreQuery(Generic[T]):
-    """A request that may never be answered, run in a thread of its own.
+    """A request in a separate thread, since it may never be answered.
 
     Torch sets no limit on requests to the store of a process that is stopped or unreachable.
 
@@ -87,7 +87,7 @@ class StoreQuery(Generic[T]):
         self.value = request()
 
     def is_done(self, *, within_s: float) -> bool:
-        """Wait for the answer at most so long; returns whether it is there."""
+        """Wait for the answer at most ``within_s`` seconds; returns True if it has arrived."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
@@ -104,7 +104,7 @@ def poll(read: Callable[[], T | None], *, for_s: float, every_s: float = 0.05) -
 
 
 class Watchdog:
-    """Aborts waits in vain: another rank has failed, or the wait takes too long.
+    """Aborts a wait if another rank has failed or the wait exceeds the timeout.
 
     Args:
         timeout_s: how long a wait may take.
@@ -155,15 +155,15 @@ class Watchdog:
         self._active.set()
 
     def rest(self) -> None:
-        """End to watch a call; the thread sleeps until the next one."""
+        """Stop watching a call; the thread sleeps until the next one."""
         self._active.clear()
 
     def note_broken(self, whom: Whom) -> None:
-        """Record a message that could not even be posted as a wait in vain."""
+        """Record a message that could not be posted as an aborted wait."""
         self.waiting_for = ((), whom)
 
     def stop(self) -> Wait | None:
-        """End the thread; returns the main thread's wait, if it was waiting."""
+        """Stop the thread; returns the main thread's current wait, if any."""
         self._end(None)
         atexit.unregister(self._end)
         waiting, self.waiting_for = self.waiting_for, None
@@ -234,4 +234,4 @@ def _has_failure(errors: FailureSource, waited_s: float) -> bool:
 
 
 def _abort_nothing(_: Whom) -> None:
-    """The abort of a watchdog that was stopped."""
+    """The no-op abort of a stopped watchdog."""

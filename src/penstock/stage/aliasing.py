@@ -1,9 +1,9 @@
 """In-place writes into a stage's inputs, as ``nn.ReLU(inplace=True)`` and ``x.add_(1)`` do.
 
 A received tensor is a leaf of the stage's autograd graph, and autograd refuses in-place writes
-into leaves that require grad. In the uncut model the tensor would be no leaf; so the module gets
-differentiable aliases. They cost a few microseconds: a module whose first forward writes into none
-of them, and that has no layer with ``inplace=True``, gets the leaves from then on.
+into leaves that require grad. In the unsplit model the tensor would not be a leaf, so the module
+gets differentiable aliases. An alias costs a few microseconds. A module without ``inplace=True``
+layers whose first forward writes into no alias gets the leaves from then on.
 
 Two outputs that share memory arrive as separate tensors. A write into one of them raises.
 """
@@ -44,7 +44,7 @@ class InputAliases:
         self._shared: list[tuple[int, int, Tensor, int]] = []
 
     def may_write(self, module: nn.Module) -> bool:
-        """True if ``module`` may write into its inputs; asked before each of its forwards."""
+        """True if ``module`` may write into its inputs; called before each forward."""
         if module is not self._module:
             self._module, self._writes = module, None
         elif self._writes is None and self._first:
@@ -63,7 +63,7 @@ class InputAliases:
         return aliases
 
     def watch(self, tensors: Sequence[Tensor], shared: Sequence[tuple[int, int]]) -> None:
-        """Note inputs that a forward may not write into.
+        """Record inputs that a forward must not write into.
 
         Args:
             tensors: the inputs.
@@ -77,7 +77,7 @@ class InputAliases:
         """Check, after the forward, that no watched input was written into.
 
         Raises:
-            BoundaryError: one was.
+            BoundaryError: the forward wrote into a watched input.
         """
         if not self._shared:
             return
@@ -92,7 +92,7 @@ class InputAliases:
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """The pairs of tensors, by index, that lie in one storage.
+    """The pairs of tensors, by index, that share a storage.
 
     Example:
         >>> h = torch.zeros(2, 6)
@@ -125,7 +125,7 @@ def writable(leaf: Tensor) -> Tensor:
 class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()  # shares the version counter, so that autograd sees writes
+        return leaf.detach()  # the shared version counter shows writes to autograd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class BoundarySpec:
         # stages cut by module send descriptions of shapes as bytes.)
         self.holds_values = any(isinstance(leaf, _VALUES) for leaf in leaves)
         self.in_order = all(meta.order is None for meta in self.metas)
-        # The common case, kept fast: one tensor and nothing else.
+        # A fast path for the common case of one tensor.
         self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
         if not self.metas or self.metas[0].dtensor is not None:
             self.single = None
@@ -122,13 +122,13 @@ class BoundarySpec:
         return [meta.pack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The received tensors with their memory formats restored."""
+        """Restore the memory formats of the received tensors."""
         if self.in_order:
             return tensors
         return [meta.unpack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The received gradients in the memory formats of the tensors."""
+        """Restore the memory formats of the received gradients."""
         if self.in_order:
             return grads
         pairs = zip(self.grad_metas, grads, strict=True)
@@ -237,7 +237,7 @@ def _advice(leaf: Any) -> str:
 
 
 def _same_plain(left: Plain, right: Plain) -> bool:
-    # repr tells NaN from nothing else, and 1 from True and 1.0.
+    # By repr, NaN equals NaN, and 1 differs from True and 1.0.
     return type(left) is type(right) and (left == right or repr(left) == repr(right))
 
 

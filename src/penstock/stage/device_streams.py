@@ -74,7 +74,7 @@ class DeviceStreams:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def is_over(self, event: Event) -> bool:
-        """Whether ``event`` has completed; does not block."""
+        """True if ``event`` has completed; does not block."""
         return bool(event.query())
 
     def elapsed_s(self, first: Event, second: Event) -> float:

@@ -26,7 +26,7 @@ __all__ = ["MicrobatchState", "Phase", "WeightWork"]
 
 
 class Phase(Enum):
-    """Progress of a microbatch in a stage that is driven by hand."""
+    """The progress of a microbatch in a manually driven stage."""
 
     EMPTY = "not run"
     FORWARD = "forward done"
@@ -39,7 +39,7 @@ class WeightWork(Protocol):
 
     @property
     def is_reached(self) -> bool:
-        """Whether a backward has passed since the forward, without I."""
+        """True if a backward other than I has passed since the forward."""
         ...
 
     def accumulate(self) -> None:

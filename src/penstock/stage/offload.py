@@ -75,11 +75,11 @@ class CopyStreams:
     ) -> tuple[list[Tensor], Event]:
         """Start to copy bytes back; the event marks the end of the copy."""
         if self._leaving is not None and self._leaving[1] is there:
-            self._release()  # no further offload would do so
+            self._release()  # no later offload would release them
         streams = self._streams
         here = [torch.empty(each.numel(), dtype=torch.uint8, device=device) for each in hosts]
         streams.wait(self._back, there)
-        streams.follow(self._back, streams.current())  # whose memory it is
+        streams.follow(self._back, streams.current())  # the stream that owns the memory
         return here, self._copy(hosts, here, self._back)
 
     def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor], stream: Stream) -> Event:
@@ -223,7 +223,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_as_in_memory(tensor: Tensor) -> bool:
-    """Whether storage, dtype, shape and strides describe a tensor fully."""
+    """True if storage, dtype, shape and strides fully describe a tensor."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided

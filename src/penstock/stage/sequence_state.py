@@ -42,7 +42,7 @@ class SequenceState:
     edges: Sequence[GradientEdge]
 
     def take(self) -> Any:
-        """Return the value, once: its memory is the next chunk's from now on."""
+        """Return the value once, which transfers its memory to the next chunk."""
         value, self.value = self.value, None
         return value
 
@@ -84,7 +84,7 @@ def detach_state(returned: Any) -> tuple[Any, SequenceState]:
 
 
 def takes_state(module: nn.Module) -> bool:
-    """Whether the forward of a module, wrapped (DDP, compiled) or not, takes ``state``.
+    """True if the forward of a module, wrapped (DDP, compiled) or not, accepts ``state``.
 
     Example:
         >>> takes_state(nn.Linear(2, 2))

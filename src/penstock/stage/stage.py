@@ -1,8 +1,8 @@
 """Forward and backward of one microbatch in one stage.
 
-A forward leaves two things behind: detached tensors to send on, and the autograd edges to start
-the backward from. A stage knows neither schedules nor messages, and holds no microbatch: all that
-belongs to one is in the ``MicrobatchState`` that it is given.
+A forward produces detached tensors to send, and the autograd edges at which the backward starts.
+A stage depends on neither schedules nor messages. All state of a microbatch is in the
+``MicrobatchState`` that the caller passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Stage"]
 
 
 class Stage:
-    """One cut of a model.
+    """One stage of a model.
 
     Args:
         submod: the module. It may be reassigned (wrapped, compiled) between steps.
@@ -95,12 +95,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the model's inputs enter here."""
+        """True for the stage that takes the model's inputs."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """True for the stage that computes the loss."""
         return self.stage_index == self.num_stages - 1
 
     # --- forward -----------------------------------------------------------------------------
@@ -161,8 +161,10 @@ class Stage:
         return output
 
     def _leaves_all_to_w(self, state: MicrobatchState) -> bool:
-        """Whether no gradient leaves this stage, as on the first one: W then runs the whole
-        backward, which costs less than two halves, and I nothing."""
+        """True if no gradient is sent back, as on the first stage.
+
+        W then runs the whole backward, which costs less than two halves, and I does nothing.
+        """
         return self.defers_weights and not state.leaves and not state.in_sequence
 
     def _forward_deferring(
@@ -187,7 +189,7 @@ class Stage:
         return output
 
     def leave(self, state: MicrobatchState, output: Any, spec: BoundarySpec) -> None:
-        """Take the output apart: detached tensors to send, edges to start the backward from.
+        """Split the output into detached tensors to send and the edges where the backward starts.
 
         The output itself is not kept, so that its memory is free once it is sent.
 
@@ -273,7 +275,7 @@ def _as_int(name: str, number: object) -> int:
 
 
 def _nothing() -> None:
-    """W, where I has computed all gradients."""
+    """The no-op W after I has computed all gradients."""
 
 
 class _Deferred:

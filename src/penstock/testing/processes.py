@@ -40,14 +40,14 @@ _IMPORTED = (
     "penstock.training.checkpoint",
     "torch.distributed.fsdp",
 )
-# A file of this name says that no rank is at work any more.
+# A file of this name signals that all ranks have finished.
 OVER = "over"
 MAX_STAY_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a rank ended.
+    """The outcome of a rank.
 
     Args:
         value: what the function returned: tensors, plain values, and containers of them.
@@ -106,7 +106,7 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
 
 
 def _await(processes: list[Any], folder: Path, deadline: float) -> None:
-    """Wait until all processes have ended, and tell them when none is at work any more."""
+    """Wait until all processes have ended, and signal to them when all ranks have finished."""
     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
         ended = [_outcome_path(folder, r).exists() for r in range(len(processes))]
         if all(e or not p.is_alive() for e, p in zip(ended, processes, strict=True)):
@@ -141,7 +141,7 @@ def _read(folder: Path, rank: int, exit_code: int | None) -> Outcome:
         return Outcome(
             value=None, error_type="Died", message=told, elapsed_s=0.0, exit_code=exit_code
         )
-    # weights_only: nothing but tensors and plain values is read.
+    # weights_only: only tensors and plain values are unpickled.
     return Outcome(**torch.load(path, weights_only=True), exit_code=exit_code)
 
 
@@ -168,7 +168,7 @@ def _main(
     path = _outcome_path(Path(folder), rank)
     torch.save(told, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
-    # Rank 0 holds the store: it stays until the others have read from it what they need.
+    # Rank 0 hosts the store, so it stays alive until the other ranks have read their values.
     waited = time.monotonic()
     while not (Path(folder) / OVER).exists() and time.monotonic() - waited < MAX_STAY_S:
         time.sleep(0.01)

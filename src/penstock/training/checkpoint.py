@@ -11,8 +11,8 @@ schedules.
             __1_3f9c_0.distcp   written by rank 1
             .metadata           names the files, and is written last
 
-Each saving has files of its own, and removes those of the one before once it is whole: a process
-that is killed, or a full disk, leaves the checkpoint before, and never a mixture of two.
+Each save writes new files, and removes the previous checkpoint's files once it is complete. So a
+killed process or a full disk leaves the previous checkpoint, never a mixture of two.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]
 
 _STATE = "optim.state."
-# How many faults, or ranks, a message lists.
+# Limit on the faults, or ranks, in a message.
 _SHOWN = 10
 
 
@@ -342,7 +342,7 @@ def _is_distributed() -> bool:
 
 
 def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's object."""
+    """Gather every rank's object."""
     if not _is_distributed():
         return [mine]
     everyones = [mine for _ in range(dist.get_world_size(group))]
@@ -400,7 +400,7 @@ def _faults(saved: Mapping[str, object], wanted: Mapping[str, Any]) -> list[str]
 
 
 class _Writer(FileSystemWriter):
-    """Leaves the checkpoint in the folder whole until the new one is."""
+    """A writer that keeps the previous checkpoint until the new one is complete."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Called on one rank, for all of them.
@@ -474,7 +474,7 @@ def _metadata(path: Folder, group: dist.ProcessGroup | None) -> Metadata:
             f"{error}; it is written last: was the saving interrupted, or is the folder not one "
             "that all ranks reach?"
         ]
-    except Exception as error:  # it is pickled: anything may be wrong with it
+    except Exception as error:  # unpickling a damaged file may raise any exception
         damaged = [f"{path}: its metadata can't be read, {type(error).__name__}: {error}"]
     _raise_together(missing, group, FileNotFoundError)
     _raise_together(damaged, group)

@@ -3,7 +3,7 @@
     rank 0   ‖grads of its stages‖ ─┐
     rank 1   ‖grads of its stages‖ ─┴─► total norm ─► the same factor on every rank
 
-It knows parameters and a process group; no stages, no schedules.
+This module depends on parameters and a process group, not on stages or schedules.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def clip_grad_norm_(
         if group is None:
             _refuse_default_group(mine, dist.get_world_size())
         code = _DTYPES.index(total.dtype) if norms else _NO_GRADIENT
-        # A rank without parameters takes part, wherever the others' norms are.
+        # A rank without parameters takes part in the collective on any device.
         device = mine[0].device if mine else torch.device("cpu")
         total = _over_ranks(total, code, norm_type, group, device)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -101,7 +101,7 @@ def _counts_here(param: Tensor) -> bool:
 
 
 def _refuse_default_group(parameters: Iterable[Tensor], num_ranks: int) -> None:
-    """Beside replicas of a pipeline, the default group would count its gradients twice."""
+    """Refuse the default group if it includes replicas, whose gradients would count twice."""
     owners = filter(None, map(owner_of, parameters))
     sizes = {owner.num_processes for owner in owners} - {num_ranks}
     if sizes:
@@ -136,7 +136,7 @@ def _local_norms(
             norms.append(max_magnitude(grads))
             continue
         norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-        norms.append(full_tensor(norm))  # of sharded gradients the norm is sharded too
+        norms.append(full_tensor(norm))  # the norm of sharded gradients is sharded too
     return norms
 
 

@@ -1,4 +1,4 @@
-"""The model's state as a process of a pipeline holds it, under the plain model's names.
+"""One process's part of the model's state, under the unsplit model's names.
 
     the plain model     embed.weight   blocks.0.weight   blocks.1.weight   head.weight
     rank 0, in DDP      └─ module.embed.weight, module.blocks.0.weight
@@ -237,7 +237,7 @@ def _sharded_like(mine: Any, value: Any) -> Any:
     """A full tensor, sharded as the tensor in whose place it is loaded."""
     if not hasattr(mine, "placements") or hasattr(value, "placements"):
         return value
-    from torch.distributed.tensor import distribute_tensor  # whose import takes a second
+    from torch.distributed.tensor import distribute_tensor  # the import takes a second
 
     # Every process has the full tensor, and takes its own shard.
     where = mine.device_mesh, mine.placements

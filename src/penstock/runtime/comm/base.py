@@ -1,11 +1,11 @@
-"""The protocol between ranks that the runtime speaks over any transport.
+"""The transport interface of the runtime.
 
-Two planes. Tensors travel on the *data plane*, between each ordered pair of ranks in the order in
-which they are sent. Bytes and integers (metadata, agreements) travel on the *control plane*,
-likewise in order. The protocol knows no stages, microbatches or programs.
+A transport has two planes. The *data plane* moves tensors. The *control plane* moves bytes and
+integers, such as metadata and consistency checks. Both preserve the order of messages between each
+ordered pair of ranks. The interface does not depend on stages, microbatches or programs.
 
-A new transport implements ``Transport``: ``loopback.py`` is the smallest one; ``c10d.py`` is the
-base of those over ``torch.distributed``.
+A new transport implements ``Transport``. ``loopback.py`` is the smallest example; ``c10d.py`` is
+the base of the transports over ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PendingReceive(Protocol):
     """A posted receive."""
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait for the tensors; on CUDA, let the current stream wait for them."""
+        """Wait for the tensors; on CUDA, make the current stream wait."""
         ...
 
 
@@ -38,7 +38,7 @@ class Transport(Protocol):
     Attributes:
         rank: this rank, from 0.
         num_ranks: the number of ranks.
-        number: the number of its schedule among those over the same ranks, from 0.
+        number: the index of the schedule among all schedules over the same ranks, from 0.
     """
 
     rank: int
@@ -46,98 +46,98 @@ class Transport(Protocol):
     number: int
 
     def begin(self, what: str) -> None:
-        """Begin a call of all ranks, and connect them at the first one.
+        """Begin a collective call; the first one connects the ranks.
 
         Args:
-            what: the call as messages name it; the same on every rank.
+            what: the call's name in messages; the same on every rank.
         """
         ...
 
     def end(self) -> None:
-        """End the call; nothing is waited for until the next one."""
+        """End the call; no waits until the next call."""
         ...
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send contiguous tensors to ``peer``; they are held until they are sent."""
+        """Send contiguous tensors to ``peer``, and keep them alive until they are sent."""
         ...
 
     def release(self, peer: int, num_messages: int) -> None:
-        """Drop the first ``num_messages`` messages of this step to ``peer``, which arrived."""
+        """Release the step's first ``num_messages`` messages to ``peer``, which have arrived."""
         ...
 
     def receive(
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
     ) -> PendingReceive:
-        """Post the receive of the next tensors from ``peer``, into new buffers."""
+        """Post a receive of the next tensors from ``peer`` into new buffers."""
         ...
 
     def send_metadata(self, peer: int, data: bytes) -> None:
-        """Send bytes to ``peer``."""
+        """Send metadata to ``peer``."""
         ...
 
     def recv_metadata(self, peer: int) -> bytes:
-        """Wait for the next bytes from ``peer``."""
+        """Wait for the next metadata from ``peer``."""
         ...
 
     def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
-        """Return the integers of ``root``; every rank passes equally many."""
+        """Broadcast integers from ``root``; every rank passes a list of the same length."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` by the sum over all ranks; waits for all, as ``barrier`` does."""
+        """Sum ``tensor`` over all ranks in place; also a barrier."""
         ...
 
     def barrier(self) -> None:
-        """Wait for all ranks, so that none leaves a step in which another one fails."""
+        """Wait for all ranks, so that no rank leaves a step in which another rank fails."""
         ...
 
     def all_gather_ints(self, number: int) -> list[int]:
-        """Return every rank's integer, by rank.
+        """Gather every rank's integer, by rank.
 
         Raises:
-            ScheduleError: the ranks are in different calls; the same on every rank.
+            ScheduleError: the ranks are in different calls; raised on every rank.
         """
         ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, by rank; raises as ``all_gather_ints``."""
+        """Gather every rank's bytes, by rank; raises as ``all_gather_ints``."""
         ...
 
     def register_peers(self, peers: Iterable[int]) -> None:
-        """Announce ranks to exchange tensors with, before the next call; both ends do so."""
+        """Register peers for tensor exchange before the next call; both peers must register."""
         ...
 
     def allow_unbounded_sends(self, allowed: bool) -> None:
-        """Let sends pile up without waiting for one. While receives are posted late, because
-        their metadata is not known yet, such a wait could block both ends."""
+        """Allow unlimited sends in flight. While receives are posted late, because their metadata
+        is unknown, waiting for a send could block both peers."""
         ...
 
     def drain(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all sends have completed."""
         ...
 
     def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Share failures with the ranks of groups that replicate or shard stages."""
+        """Publish failures to the groups that replicate or shard stages, and watch theirs."""
         ...
 
     def waiting_for_replicas(self) -> AbstractContextManager[None]:
-        """Let the watchdog watch a block in which torch waits for replicas."""
+        """A watched context in which torch waits for replicas."""
         ...
 
     def fail(self, error: BaseException) -> PenstockError | None:
-        """Publish this rank's failure, or find the rank that failed first.
+        """Publish this rank's failure, or find the first cause.
 
         Returns:
-            The exception to raise here: another rank's failure, if that was the cause; None if
-            the cause is ``error`` itself.
+            The exception to raise if another rank's failure was the cause; None if ``error``
+            itself is the cause.
         """
         ...
 
     def close(self) -> None:
-        """End the threads of this connection."""
+        """Stop the threads of this connection."""
         ...
 
 
 def empty_tensors(metas: Sequence[TensorMeta], device: torch.device) -> list[Tensor]:
-    """Uninitialised tensors to receive into."""
+    """Allocate uninitialized receive buffers."""
     return [torch.empty(meta.wire_shape, dtype=meta.dtype, device=device) for meta in metas]

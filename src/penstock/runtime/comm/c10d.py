@@ -1,11 +1,11 @@
-"""The base of the transports over ``torch.distributed``: control plane, connections and failures.
+"""Base of the transports over ``torch.distributed``: control plane, connections, failures.
 
     GlooTransport   tensors on the CPU    the user's group, or a gloo group of the same ranks
     NcclTransport   tensors on CUDA       two NCCL groups, and a gloo group for the control plane
 
-No rank hangs: a watchdog reads the error store (``runtime/failure.py``) while this rank waits for
-longer than a moment, and aborts the wait when another rank has failed. Nothing in torch interrupts
-a blocked wait; the transports know how to break it (``abort``).
+A failure leaves no rank hanging. During longer waits a watchdog reads the error store
+(``runtime/failure.py``) and aborts the wait if another rank has failed. Torch cannot interrupt a
+blocked wait, so that each transport implements ``abort``.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ METADATA_TAG = 0x5E8
 RELAY_TAG = 0x5E9
 DATA_TAG = 0x5E7
 METADATA_BYTES = 4096
-# How long torch may go on in a wait that the watchdog could not break.
+# Limit on a wait in torch that the watchdog could not abort.
 MAX_OVERTIME_S = 5.0
-# Torch's own limit on a wait over a control group.
+# Torch's own timeout of a control group.
 CONTROL_TIMEOUT_S = 1800.0
-# Torch counts timeouts in whole numbers.
+# Torch stores timeouts as integers.
 MAX_TIMEOUT_S = 1e7
 
 
 class InFlightSends:
-    """The sends to one peer that may not have completed, oldest first; each holds its tensor."""
+    """The possibly incomplete sends to one peer, oldest first, with references to their tensors."""
 
     __slots__ = ("num_bytes", "num_messages", "sends")
 
     def __init__(self) -> None:
-        # The number of its message, counted from the step's start; the work; the tensor.
+        # (message number within the step, work, tensor)
         self.sends: deque[tuple[int, Any, Tensor]] = deque()
         self.num_bytes = 0
         self.num_messages = 0
 
     def add(self, work: Any, tensor: Tensor) -> None:
-        """Hold a tensor of the latest message."""
+        """Add a send of the latest message."""
         self.sends.append((self.num_messages, work, tensor))
         self.num_bytes += tensor.nbytes
 
     def drop_first(self) -> None:
-        """Drop the oldest."""
+        """Drop the oldest send."""
         self.num_bytes -= self.sends.popleft()[2].nbytes
 
     def clear(self) -> None:
-        """Drop all, at the end of a step."""
+        """Drop all sends, at the end of a step."""
         self.sends.clear()
         self.num_bytes = self.num_messages = 0
 
@@ -92,16 +92,16 @@ class Received:
 
 
 class C10dTransport(ABC):
-    """One rank's connection over process groups; see ``base.Transport``.
+    """One rank's transport over process groups; see ``base.Transport``.
 
     Args:
         group: the pipeline's group; its ranks are the pipeline's ranks.
-        device: where the stages' tensors live.
-        number: how many schedules over this group were made before, alike on all ranks.
-        timeout_s: how long any wait may take.
+        device: the device of the stages' tensors.
+        number: the number of earlier schedules over this group; the same on all ranks.
+        timeout_s: the limit on any wait, in seconds.
     """
 
-    # Whether torch itself may wait anywhere, so that the watchdog reads even between waits.
+    # True if torch itself may wait anywhere, so that the watchdog also reads between waits.
     always_watched = False
 
     def __init__(
@@ -115,8 +115,8 @@ class C10dTransport(ABC):
         self._device = device
         self._in_flight: defaultdict[int, InFlightSends] = defaultdict(InFlightSends)
         self._metadata: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
-        # The tensors of the latest collective. Gloo's threads may drop theirs long after the wait,
-        # for which they need the interpreter; at exit that would abort the process.
+        # References to the latest collective's tensors. Gloo's threads may drop theirs long
+        # after the wait. Dropping the last one at exit would abort the process.
         self._collected: Sequence[Tensor] = ()
         self._sends_are_unbounded = False
         self._calls = calls_over(group)
@@ -124,7 +124,7 @@ class C10dTransport(ABC):
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
         self._failures = FailureReporter(group, number)
         self._watchdog = Watchdog(timeout_s, self.abort)
-        # Torch's own limit, where the group is the user's; the watchdog comes first.
+        # Torch's timeout of the user's group; the watchdog acts earlier.
         self._limit: tuple[timedelta, ...] = (
             timedelta(seconds=min(timeout_s + MAX_OVERTIME_S, MAX_TIMEOUT_S)),
         )
@@ -147,18 +147,18 @@ class C10dTransport(ABC):
 
     @abstractmethod
     def abort(self, whom: Whom) -> None:
-        """Break the main thread's wait for ``whom``; called in the watchdog's thread."""
+        """Abort the main thread's wait for ``whom``; called in the watchdog's thread."""
 
     def connect(self) -> None:
-        """Make groups and connections that are missing; every rank calls it, in the same call."""
+        """Create missing groups and connections; a collective call."""
         return
 
     def register_peers(self, peers: Iterable[int]) -> None:
-        """See ``Transport``; gloo's pairs are all connected."""
+        """See ``Transport``; a no-op for gloo, whose pairs are all connected."""
         return
 
     def wait_for_message(self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int) -> None:
-        """Wait until ``tensors`` are sent to ``peer``, or received from it."""
+        """Wait until ``tensors`` are sent to ``peer`` or received from ``peer``."""
         self.wait_for(works, peer)
 
     # --- calls -------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class C10dTransport(ABC):
         self._watchdog.stop()
 
     def _await_all_ranks(self) -> None:
-        """Wait until every rank is about to make a group; torch's own wait would miss failures."""
+        """Wait, watched, until every rank is about to create a group; torch's wait is unwatched."""
         store, key = store_of(self._group), key_of(self._group, f"{self.number}/here")
         errors = self._failures.errors
         store.add(key, 1)
@@ -202,17 +202,17 @@ class C10dTransport(ABC):
     # --- waits, watched ----------------------------------------------------------------------
 
     def post(self, start: Callable[[], Any], whom: Whom) -> Any:
-        """The work that ``start`` returns; a failure to start is recorded as a broken wait."""
+        """Start a work by ``start``; a failure to start is recorded as an aborted wait."""
         try:
             return start()
         except NotImplementedError:
-            raise  # torch can't send such a tensor
+            raise  # torch can't send this kind of tensor
         except RuntimeError:
             self._watchdog.note_broken(whom)
             raise
 
     def wait_for(self, works: Sequence[Any], whom: Whom) -> None:
-        """Wait for works that depend on ``whom``."""
+        """Wait, watched, for works that depend on ``whom``."""
         watchdog = self._watchdog
         watchdog.waiting_for = (works, whom)
         for work in works:
@@ -246,7 +246,7 @@ class C10dTransport(ABC):
 
     @contextlib.contextmanager
     def waiting_for_ranks(self) -> Iterator[None]:
-        """The same for a block in which torch waits for the other ranks."""
+        """A watched context in which torch waits for the other ranks."""
         self._watchdog.waiting_for = ((), Peers.ALL_RANKS)
         try:
             yield
@@ -264,8 +264,8 @@ class C10dTransport(ABC):
         self.wait_for((self.post(start, Peers.ALL_RANKS),), Peers.ALL_RANKS)
 
     def send_metadata(self, peer: int, data: bytes) -> None:
-        # The first message has a fixed size and begins with the length; the rest of longer
-        # metadata follows in a second message.
+        # The first message has a fixed size and starts with the length. Longer metadata continues
+        # in a second message.
         head = len(data).to_bytes(8, "little") + data[: METADATA_BYTES - 8]
         self._send_bytes(peer, head.ljust(METADATA_BYTES, b"\0"))
         if len(data) > METADATA_BYTES - 8:
@@ -275,7 +275,7 @@ class C10dTransport(ABC):
         self._send_control(peer, _as_tensor(data), METADATA_TAG)
 
     def _send_control(self, peer: int, tensor: Tensor, tag: int) -> None:
-        # Read late, in no order with tensors: held until the step ends.
+        # The peer may read it late, unordered with tensors, so it is kept until the step ends.
         work = self.post(lambda: self._control.send([tensor], peer, tag), peer)
         self._metadata[peer].append((work, tensor))
 
@@ -294,7 +294,7 @@ class C10dTransport(ABC):
         self.wait_for((self.post(lambda: self._control.recv([tensor], peer, tag), peer),), peer)
 
     def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
-        # From rank to rank, as the first microbatch goes: no rank waits for later ones.
+        # Passed from rank to rank like the first microbatch, so that no rank waits for later ranks.
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         before, after = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
         if self.rank != root:
@@ -308,13 +308,13 @@ class C10dTransport(ABC):
         self._collect(lambda: self._control.allreduce([tensor]), (tensor,))
 
     def barrier(self) -> None:
-        # A group with NCCL as well would take a barrier of the devices.
+        # A group that also has NCCL would run a device barrier.
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
         self._collect(lambda: self._control.barrier(options), self._collected)
 
     def all_gather_ints(self, number: int) -> list[int]:
-        # Gloo ends processes that gather unlike tensors, so that the header goes first.
+        # Gloo aborts processes that gather unequal tensors. Gather the header first.
         return unpack_headers(self._all_gather(pack_header(number, self._calls.what)))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -332,26 +332,27 @@ class C10dTransport(ABC):
     def fail(self, error: BaseException) -> PenstockError | None:
         waited_for = self._watchdog.stop()
         if isinstance(error, PenstockError):
-            # The wait did not fail, unless torch waited for replicas within an action.
+            # No wait failed, unless torch waited for replicas within an action.
             is_broken = self._replicas and self._is_broken_wait(error.__cause__)
             waited_for = ((), Peers.REPLICAS) if is_broken else None
         elif not isinstance(error, RuntimeError):
-            waited_for = None  # Ctrl-C may reach a rank that waits
+            waited_for = None  # Ctrl-C may reach a waiting rank
         return self._failures.resolve(error, waited_for, self._watchdog)
 
     def _is_broken_wait(self, error: BaseException | None) -> bool:
-        """True if the watchdog or the death of a process ended a wait by ``error``."""
+        """True if ``error`` is a wait ended by the watchdog or by a process's death."""
         return self._watchdog.has_aborted or _torch_compat.is_lost_connection(error)
 
 
-# For NCCL groups, a gloo group of the same ranks: made once, held weakly.
+# NCCL group → its gloo group of the same ranks, made once, with weak references.
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that moves tensors on the CPU; every rank calls.
+    """A group of the same ranks for CPU tensors; a collective call.
 
-    All calls over ``group`` share it, so that ranks in different calls meet, and see that.
+    All calls over ``group`` share the control group. So ranks in different calls exchange headers
+    and detect the difference.
     """
     if _torch_compat.takes_cpu_tensors(group):
         return group

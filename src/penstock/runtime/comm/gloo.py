@@ -1,12 +1,12 @@
-"""The transport of tensors on the CPU, over gloo.
+"""The transport for CPU tensors, over gloo.
 
-A wait is broken by closing the connection to the peer: a receive that times out closes its pair,
-and every wait on the pair fails at once, except for a message of which a part has arrived.
+A wait is aborted by closing the connection to the peer. A receive that times out closes its pair.
+Every wait on the pair then fails at once, except for a partially received message.
 
     gloo reads      ▓▓▓▓▓▓▓▓▓░░░░░   the rest never comes: the pair is closed, nobody is woken
     the waiter      ┤ looks   looks: closed? leaves the wait, and raises
 
-Large messages are therefore waited for in a thread of their own, which the waiter can leave.
+Therefore a separate thread waits for large messages, and the waiter can leave it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["GlooTransport", "LargeMessage", "break_pairs", "is_closed"]
 
-# Sends to one peer pile up to so many bytes (two sends at least, and so many at most) before the
-# oldest is waited for. Held tensors are memory, but a wait costs a switch of threads. Checked
-# programs are free of deadlock even where a send blocks.
+# Limits on the bytes and the number of sends in flight to one peer (two sends are always allowed)
+# before a wait for the oldest. More sends cost memory; a wait costs a thread switch. A checked
+# program is deadlock-free even if sends block.
 MAX_HELD_BYTES = 16 << 20
 MAX_HELD_SENDS = 256
-# The system buffers a good part of this for a reader: so much arrives even from a process that
-# has died.
+# Larger messages are awaited in a thread. The system buffers a good part of this size, so that much
+# of a message arrives even if the sender has died.
 MIN_LARGE_BYTES = 1 << 20
-# Each look at a connection leaves some bytes with gloo.
+# The interval between connection checks. Each check leaks some bytes in gloo.
 LOOK_INTERVAL_S = 1.0
-# A wait that ends by itself, with gloo's reason, does so within this.
+# Grace period for a wait to end by itself, with gloo's own error.
 MAX_END_S = 0.2
 POKE_TAG = 0x5EA
 
 
 class GlooTransport(C10dTransport):
-    """One rank's connection for tensors on the CPU; see ``C10dTransport``."""
+    """One rank's transport for CPU tensors; see ``C10dTransport``."""
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         in_flight = self._in_flight[peer]
@@ -65,7 +65,7 @@ class GlooTransport(C10dTransport):
         in_flight = self._in_flight[peer]
         sends = in_flight.sends
         while sends and sends[0][0] <= num_messages:
-            self.wait_for((sends[0][1],), peer)  # returns at once: the tensor has arrived
+            self.wait_for((sends[0][1],), peer)  # returns at once, since the tensor has arrived
             in_flight.drop_first()
 
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Received:
@@ -75,7 +75,7 @@ class GlooTransport(C10dTransport):
         return Received(self, peer, tensors, works)
 
     def wait_for_message(self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int) -> None:
-        """Wait until ``tensors`` are sent to ``peer``, or received from it."""
+        """Wait until ``tensors`` are sent to ``peer`` or received from ``peer``."""
         if sum(tensor.nbytes for tensor in tensors) >= MIN_LARGE_BYTES:
             works = (LargeMessage(works, partial(is_closed, self._control, peer)),)
         self.wait_for(works, peer)
@@ -89,11 +89,11 @@ class GlooTransport(C10dTransport):
 
 
 class LargeMessage:
-    """The works of a large message, waited for like one work.
+    """The works of a large message, with the interface of one work.
 
     Args:
-        works: the works of its tensors.
-        is_cut_short: whether the connection is closed.
+        works: a work per tensor.
+        is_cut_short: returns True if the connection is closed.
     """
 
     def __init__(self, works: Sequence[Any], is_cut_short: Callable[[], bool]) -> None:
@@ -101,10 +101,10 @@ class LargeMessage:
         self._is_cut_short = is_cut_short
 
     def wait(self, limit: timedelta) -> None:
-        """Wait until all of it is sent or received.
+        """Wait until the whole message is sent or received.
 
         Args:
-            limit: how long each of the works may take.
+            limit: the timeout of each work.
 
         Raises:
             RuntimeError: the connection was closed, or ``limit`` has passed.
@@ -127,7 +127,7 @@ def _wait(works: Sequence[Any], limit: timedelta) -> RuntimeError | None:
 
 
 def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
-    """Close gloo's connections to ``peers``: waits on them fail at once."""
+    """Close gloo's connections to ``peers``, so that waits on them fail at once."""
     for peer in peers:
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
@@ -135,7 +135,7 @@ def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
 
 
 def break_replicas(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close the connections of those groups that gloo serves."""
+    """Close the connections of the groups with a gloo backend."""
     for group in filter(_torch_compat.takes_cpu_tensors, groups):
         break_pairs(group, range(group.size()))
 
@@ -150,5 +150,5 @@ def is_closed(group: dist.ProcessGroup, peer: int) -> bool:
 
 
 def _poke(group: dist.ProcessGroup, peer: int) -> Any:
-    """A receive of a message that is never sent."""
+    """Post a receive for a message that is never sent."""
     return group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POKE_TAG)

@@ -1,4 +1,4 @@
-"""The speed of messages between neighbouring ranks, measured.
+"""Measured latency and bandwidth between neighbouring ranks.
 
 round 0   0 ↔ 1   2 ↔ 3   4 ↔ 5     a small message there and back, then a large one
 round 1       1 ↔ 2   3 ↔ 4
@@ -16,9 +16,9 @@ from torch import Tensor
 __all__ = ["Link", "measure_link"]
 
 LARGE_BYTES = 1 << 20
-# The quickest of so many round trips counts; in the others a rank had to wait.
+# The number of round trips; the fastest counts, since a rank may have waited in the others.
 NUM_TRIPS = 5
-# The least share of a large message's time that its bytes take.
+# Lower bound on the bandwidth term's share of a large message's time.
 MIN_SHARE = 0.01
 
 
@@ -27,8 +27,8 @@ class Link:
     """The slowest connection between neighbouring ranks.
 
     Args:
-        latency_s: how long the smallest message takes, in seconds.
-        bandwidth: bytes per second beyond that.
+        latency_s: the time of the smallest message, in seconds.
+        bandwidth: bytes per second, in addition to the latency.
     """
 
     latency_s: float
@@ -36,11 +36,11 @@ class Link:
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Send messages to and fro; every rank calls it, and gets the same figures.
+    """Time messages between neighbours; a collective call with the same result on all ranks.
 
     Args:
         group: the ranks.
-        device: where their tensors live.
+        device: the device of the tensors.
     """
     messages = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (1, LARGE_BYTES)]
     slowest = torch.zeros(len(messages), dtype=torch.float64, device=device)
@@ -52,15 +52,15 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
             slowest = slowest.max(torch.tensor(times, dtype=torch.float64, device=device))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     small_s, large_s = slowest.tolist()
-    # On a busy machine the small message may have taken as long.
+    # On a busy machine the small message may have taken as long as the large one.
     bytes_s = max(large_s - small_s, MIN_SHARE * large_s)
     return Link(latency_s=small_s, bandwidth=LARGE_BYTES / bytes_s)
 
 
 def _trip_s(group: dist.ProcessGroup, message: Tensor, peer: int, *, starts: bool) -> float:
-    """The seconds that a message takes one way."""
+    """The one-way time of a message, in seconds."""
     best_s = float("inf")
-    for _ in range(1 + NUM_TRIPS):  # the first one makes the connection
+    for _ in range(1 + NUM_TRIPS):  # the first message makes the connection
         started = time.perf_counter()
         for sends in (starts, not starts):
             move = group.send if sends else group.recv

@@ -1,7 +1,7 @@
-"""All ranks in one process and one thread: messages are kept in lists until they are received.
+"""The transport within one process and one thread: messages wait in lists.
 
-The runtime runs the ranks in an order in which nothing ever waits (``check.global_order``). A
-receive before its send is therefore an internal error, not a delay.
+The runtime interleaves the ranks such that each send precedes its receive
+(``check.global_order``). A receive before its send is therefore an internal error.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["LoopbackTransport", "loopback"]
 
-Edge = tuple[int, int]  # from rank, to rank
+Edge = tuple[int, int]  # (sending rank, receiving rank)
 
 
 @dataclass(slots=True)
 class _Mailboxes:
-    """The messages of all ranks, by edge."""
+    """The messages of all ranks, by pair of ranks."""
 
-    # By number: receives may be posted early and waited for out of order.
+    # By message number, since receives may be posted early and awaited out of order.
     tensors: defaultdict[Edge, dict[int, Sequence[Tensor]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
     num_sent: defaultdict[Edge, int] = field(default_factory=lambda: defaultdict(int))
     num_posted: defaultdict[Edge, int] = field(default_factory=lambda: defaultdict(int))
     metadata: defaultdict[Edge, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
-    # Broadcast integers, from the root to each rank that comes after it.
+    # Broadcast integers, from the root to each later rank.
     ints: defaultdict[Edge, deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
 
 
@@ -58,9 +58,9 @@ class _LoopbackReceive:
 
 
 class LoopbackTransport:
-    """One rank's connection; see ``base.Transport``. Made by ``loopback``.
+    """One rank's transport, made by ``loopback``; see ``base.Transport``.
 
-    All ranks are built from the same arguments, so that all would gather the same.
+    All ranks are built from the same arguments, so that collectives return this rank's own value.
     """
 
     def __init__(self, mailboxes: _Mailboxes, rank: int, num_ranks: int) -> None:
@@ -104,7 +104,7 @@ class LoopbackTransport:
         return list(numbers)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        # One rank after the other: an earlier one would need the tensor of a later one.
+        # Ranks run in turn, so that an earlier rank would need the tensor of a later one.
         raise InternalError("ranks in one process sum by themselves")
 
     def barrier(self) -> None: ...
@@ -133,6 +133,6 @@ class LoopbackTransport:
 
 
 def loopback(num_ranks: int) -> list[LoopbackTransport]:
-    """The transports of ``num_ranks`` ranks in this process."""
+    """Make the transports of ``num_ranks`` ranks in this process."""
     mailboxes = _Mailboxes()
     return [LoopbackTransport(mailboxes, rank, num_ranks) for rank in range(num_ranks)]

@@ -1,12 +1,12 @@
-"""The transport of tensors on CUDA, over NCCL.
+"""The transport for CUDA tensors, over NCCL.
 
-Data plane: one group for messages to higher ranks and one for messages to lower ranks, so that a
-send never queues behind a receive of the same pair. The host waits for neither; works only order
-streams. It runs ahead of the device, and holds sent tensors until the device has sent them.
+The data plane has one group for messages to higher ranks and another for messages to lower ranks,
+so that a send never queues behind a receive of the same pair. Works only order streams, so that the
+host runs ahead of the device. The host keeps tensors alive until the device has sent them.
 
-Two ranks connect at their first exchange, for which the host waits. In a step, ranks would wait so
-for each other in circles. Connections are therefore made before the first step, pair by pair in
-one order, in which the first pair that is missing is always one that both of its ranks are at:
+Two ranks connect at their first exchange, for which the host blocks. Within a step, these waits
+could form a cycle. Connections are therefore made before the first step, in one global order of
+pairs. Both ranks of the first missing pair have then always reached it:
 
     rank 0   0-1  0-2  0-3
     rank 1   0-1            1-2  1-3
@@ -14,10 +14,10 @@ one order, in which the first pair that is missing is always one that both of it
     rank 3             0-3       1-3  2-3
 
 With a single device queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``) a receive at its
-head would block the compute that the peer waits for, so that messages then go in one order per
-pair of ranks, as over one channel.
+head would block the compute that the peer waits for. Each pair of ranks then uses one channel, with
+one order of messages in both directions.
 
-A wait is broken by aborting the communicators, which ends what the device does over them.
+A wait is aborted by aborting the communicators, which ends their kernels on the device.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["NcclTransport", "abort_groups", "as_wire", "channels_of", "pairs_of"]
 
-# Limits on sends in flight; to let the host run ahead costs no switch of threads.
+# Limits on sends in flight. Here, unlike over gloo, the host waits only if it is far ahead.
 MAX_AHEAD_BYTES = 512 << 20
 MAX_AHEAD_SENDS = 256
-# After a failure, the device may take so long to end the step before, whose results the user has.
+# After a failure, the time for the device to finish the previous step, whose results are in use.
 MAX_SETTLE_S = 30.0
-# Limit on aborting communicators.
+# Timeout of aborting communicators.
 MAX_ABORT_S = 5.0
 
-# The dtypes that NCCL knows. Tensors of other dtypes are sent as bytes.
+# The dtypes that NCCL supports. Tensors of other dtypes are sent as bytes.
 _KNOWN = frozenset(
     {
         *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -71,7 +71,7 @@ _KNOWN = frozenset(
 
 
 class NcclTransport(C10dTransport):
-    """One rank's connection for tensors on CUDA; see ``C10dTransport``."""
+    """One rank's transport for CUDA tensors; see ``C10dTransport``."""
 
     always_watched = True
 
@@ -81,7 +81,7 @@ class NcclTransport(C10dTransport):
         super().__init__(group, device, number, timeout_s)
         self._limit = ()
         self._streams = streams_of(device)
-        # Marks the device's work of the last good step.
+        # Recorded after the last successful step.
         self._last_step: Event = None
         self._up: Any = None
         self._down: Any = None
@@ -93,7 +93,7 @@ class NcclTransport(C10dTransport):
 
     def connect(self) -> None:
         if self._up is None:
-            self.all_gather_ints(0)  # all ranks are in this call, and come to make groups
+            self.all_gather_ints(0)  # all ranks are in this call and will create groups
             self._up, self._down = self._new_group("up"), self._new_group("down")
         peers, self._unconnected = self._unconnected, set()
         scrap = torch.zeros(1, device=self._device)
@@ -108,7 +108,7 @@ class NcclTransport(C10dTransport):
 
     def _new_group(self, purpose: str) -> dist.ProcessGroup:
         name = key_of(self._group, f"{self.number}/{purpose}")
-        # The watchdog comes first; NCCL ends the process where torch's own limit is reached.
+        # The watchdog acts first, since NCCL ends the process at torch's own timeout.
         timeout_s = min(2 * self._watchdog.timeout_s + 60, MAX_TIMEOUT_S)
         return _torch_compat.make_group(self._processes, "nccl", name, timeout_s=timeout_s)
 
@@ -127,7 +127,7 @@ class NcclTransport(C10dTransport):
         self._drop_sent(in_flight, peer)
 
     def _drop_sent(self, in_flight: InFlightSends, peer: int) -> None:
-        """Drop what the device has sent; the host waits for it where it is far ahead."""
+        """Drop completed sends; the host waits if too many are in flight."""
         sends = in_flight.sends
         while sends:
             work = sends[0][1]
@@ -140,7 +140,7 @@ class NcclTransport(C10dTransport):
             in_flight.drop_first()
 
     def release(self, peer: int, num_messages: int) -> None:
-        """See ``Transport``; a wait of the host does not show that a message has arrived."""
+        """See ``Transport``; a no-op, since a host wait does not imply the message's arrival."""
 
     def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Received:
         group = self._up if peer < self.rank else self._down
@@ -154,7 +154,7 @@ class NcclTransport(C10dTransport):
             super().all_reduce(tensor)
             return
         self._collect(lambda: self._up.allreduce([tensor]), (tensor,))
-        self.barrier()  # streams wait for all ranks, and the host has not waited
+        self.barrier()  # only streams waited for all ranks so far, not the host
 
     def end(self) -> None:
         super().end()
@@ -164,7 +164,7 @@ class NcclTransport(C10dTransport):
 
     def fail(self, error: BaseException) -> PenstockError | None:
         raised = super().fail(error)
-        # The device would wait for messages for ever, and the host for the device.
+        # Otherwise the device would wait for messages forever, and the host for the device.
         self.abort_groups((self._up, self._down))
         return raised
 
@@ -175,11 +175,11 @@ class NcclTransport(C10dTransport):
         else:
             peers = range(self.num_ranks) if isinstance(whom, Peers) else [whom]
             break_pairs(self._control, peers)
-        # The device may wait for a message before the one that the host waits for.
+        # The device may be blocked by an earlier message than the host waits for.
         self.abort_groups((*replicas, self._up, self._down))
 
     def abort_groups(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
-        """Abort groups once the step before has ended on the device, if it does."""
+        """Abort groups after the previous step has ended on the device, or after a timeout."""
         streams, last = self._streams, self._last_step
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
@@ -188,7 +188,7 @@ class NcclTransport(C10dTransport):
 
 
 def as_wire(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as NCCL moves it: the same memory, unless it is conjugated.
+    """A view of a contiguous tensor in a dtype of NCCL; a copy if it is conjugated.
 
     Example:
         >>> as_wire(torch.zeros(3, dtype=torch.complex64)).shape
@@ -200,13 +200,13 @@ def as_wire(tensor: Tensor) -> Tensor:
 
 
 def channels_of(device: torch.device) -> Channels:
-    """The channels between ranks whose programs run on such a device."""
+    """The channels between ranks on this device: one per pair, or one per direction."""
     has_one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     return Channels(per_pair=device.type == "cuda" and has_one_queue)
 
 
 def pairs_of(rank: int, peers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The pairs of a rank with its peers, in the order in which all ranks connect.
+    """The pairs of a rank with its peers, in the global order of connecting.
 
     Example:
         >>> list(pairs_of(1, [3, 0, 2]))
@@ -216,8 +216,8 @@ def pairs_of(rank: int, peers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Abort groups, all at once: NCCL may free a communicator only when no other one's kernel is
-    running."""
+    """Abort groups concurrently, since NCCL frees a communicator only when no other communicator's
+    kernel is running."""
     threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()

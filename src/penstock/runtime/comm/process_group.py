@@ -1,6 +1,6 @@
-"""Process groups: the one to run over, its transport, and collectives outside of steps.
+"""The pipeline's process group, its transport, and collectives outside of steps.
 
-It knows ranks and processes, and nothing of models or schedules.
+This module depends on neither models nor schedules.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ __all__ = [
     "process_group",
 ]
 
-# A small message is waited for so long without a watchdog, and so long without sleeping.
+# The time that a wait for a small message runs without a watchdog, and without sleeping.
 QUICK_S = 0.05
 SPIN_S = 2e-3
 
 
 def chosen_device(asked: torch.device | str | None) -> torch.device:
-    """The requested device with its index; by default the CPU, or this process's GPU under
-    torchrun.
+    """The requested device with its index; by default this process's GPU under torchrun, else CPU.
 
     Example:
         >>> chosen_device("cpu")
@@ -58,7 +57,7 @@ def chosen_device(asked: torch.device | str | None) -> torch.device:
         asked = "cuda" if local_rank is not None and torch.cuda.is_available() else "cpu"
     device = torch.device(asked)
     if device.type == "cuda" and device.index is None and local_rank is not None:
-        # A launcher may show each process its own GPU alone, as the first.
+        # A launcher may make only one GPU visible to each process, as index 0.
         return torch.device("cuda", int(local_rank) % (torch.cuda.device_count() or maxsize))
     return indexed(device)
 
@@ -66,23 +65,23 @@ def chosen_device(asked: torch.device | str | None) -> torch.device:
 def process_group(
     group: dist.ProcessGroup | None, device: torch.device, ranks: int | None
 ) -> dist.ProcessGroup | None:
-    """The group to run over, initialised under torchrun; None to run all ranks in this process.
+    """The pipeline's group, initialized under torchrun; None to run all ranks in this process.
 
     Args:
         group: the user's group, if any.
-        device: where stages will live.
-        ranks: the number of ranks that the user requests, if any.
+        device: the stages' device.
+        ranks: the requested number of ranks, if any.
 
     Raises:
-        ScheduleError: another number of processes run.
-        StageError: this process is not in the group, or it is none.
+        ScheduleError: ``ranks`` differs from the number of processes.
+        StageError: ``group`` is no process group, or does not include this process.
     """
     if not dist.is_available():
         return None
     makes = group is None and not dist.is_initialized()
     makes = makes and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if device.type == "cuda" and (makes or dist.is_initialized()):
-        # Torch gathers objects over the current device.
+        # Torch gathers objects through the current device.
         torch.cuda.set_device(device)
     if makes:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -99,16 +98,16 @@ def process_group(
 def make_transport(
     group: dist.ProcessGroup, device: torch.device, number: int, timeout_s: float
 ) -> C10dTransport:
-    """This rank's connection over ``group``, by the device of the stages' tensors.
+    """Make this rank's transport over ``group``, chosen by the stages' device.
 
     Args:
         group: the pipeline's group.
-        device: where the stages' tensors live.
-        number: how many schedules over this group were made before, alike on all ranks.
-        timeout_s: how long any wait may take.
+        device: the stages' device.
+        number: the number of earlier schedules over this group; the same on all ranks.
+        timeout_s: the limit on any wait, in seconds.
 
     Raises:
-        StageError: no transport moves tensors of such a device.
+        StageError: no transport supports the device.
     """
     if device.type == "cpu":
         return GlooTransport(group, device, number, timeout_s)
@@ -128,12 +127,12 @@ def make_transport(
 def collective_call(
     group: dist.ProcessGroup | None, what: str, alike: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """A block in which the ranks of a group wait for each other, watched as a step is.
+    """A watched context in which the ranks of a group wait for each other.
 
     Args:
         group: the ranks; all processes if None.
-        what: the call as messages name it; the same on every rank.
-        alike: exceptions that all ranks raise together, so that none waits for another.
+        what: the call's name in messages; the same on every rank.
+        alike: exceptions that all ranks raise together, so that no peer is left waiting.
 
     Raises:
         PenstockError: another rank failed, or is in another call.
@@ -148,17 +147,17 @@ def collective_call(
             yield
 
 
-# The tensors of the latest gathering, held as in ``C10dTransport``.
+# References to the latest gathered tensors, for the reason in ``C10dTransport``.
 _gathered: list[Tensor] = []
 
 
 def all_gather_ints(group: dist.ProcessGroup, what: str, number: int) -> list[int]:
-    """Every rank's integer, by rank, over a group that takes CPU tensors.
+    """Gather every rank's integer, by rank, over a group that handles CPU tensors.
 
     Args:
         group: the ranks.
-        what: the call as messages name it; the same on every rank.
-        number: this rank's, of 127 bits.
+        what: the call's name in messages; the same on every rank.
+        number: this rank's integer, of 127 bits.
 
     Raises:
         PenstockError: another rank failed, or is in another call.
@@ -184,8 +183,8 @@ def all_gather_ints(group: dist.ProcessGroup, what: str, number: int) -> list[in
 def _watched(
     group: dist.ProcessGroup, what: str, alike: tuple[type[Exception], ...] = ()
 ) -> Iterator[C10dTransport]:
-    # One transport for each call, with a number of its own, so that a later call does not read an
-    # earlier one's failure. Kept by its group, it would keep the group alive.
+    # Each call has its own transport and number, so that it does not read an earlier call's
+    # failure. A transport cached by group would keep the group alive.
     number = NO_SCHEDULE - 1 - calls_over(group).count
     transport = GlooTransport(group, torch.device("cpu"), number, math.inf)
     try:
@@ -203,11 +202,11 @@ def _watched(
 
 
 def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) -> str:
-    """The text that ``make`` returns on the first rank, on every rank; its PenstockError likewise.
+    """Broadcast the text, or the PenstockError, of ``make`` on the first rank.
 
     Args:
-        group: the ranks; None where all of them are in this process.
-        make: called on the first rank alone, since ranks might come to different texts.
+        group: the ranks; None if all ranks are in this process.
+        make: called only on the first rank, since its result may differ between ranks.
     """
     if group is None:
         return make()
@@ -228,12 +227,12 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) ->
 
 
 def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of all ranks in one, on every rank: full tensors, on the CPU.
+    """Merge the states of all ranks, on every rank, as full tensors on the CPU.
 
     Args:
-        group: the ranks; None where all of them are in this process.
-        state: this rank's part. Every rank calls, and so does every replica that holds shards
-            (DTensors) of the same tensors.
+        group: the ranks; None if all ranks are in this process.
+        state: this rank's part. The call is collective over all ranks, and over all replicas with
+            shards (DTensors) of the same tensors.
     """
     mine = {
         name: full_tensor(value).detach().cpu() if isinstance(value, Tensor) else value

@@ -1,8 +1,8 @@
-"""Receives from one peer, posted in the order in which the peer sends.
+"""A queue that posts receives from one peer in the order of the peer's sends.
 
-A receive is posted as soon as the metadata of its message is known. Unknown metadata (the first
-message of its shape, or shapes that may always change) is waited for first; the receives behind it
-wait in the queue, which keeps the order on the wire.
+A receive is posted as soon as its metadata is cached. Otherwise (the first message of a shape, or
+dynamic shapes) the receive is deferred until its metadata arrives. Later receives wait behind it in
+the queue, which preserves the order on the wire.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["DeferredReceive", "RecvQueue"]
 
-# The metadata of a microbatch's message, if known; if not, called again with the peer's bytes.
+# Returns cached metadata of a message, or None; then called again with the peer's bytes.
 Expect: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMeta] | None]
 
 
 class DeferredReceive:
-    """A receive that can't be posted yet."""
+    """A receive that waits for its metadata, or for an earlier receive."""
 
     __slots__ = ("_expect", "_pending", "_queue", "_state")
 
@@ -36,7 +36,7 @@ class DeferredReceive:
         self._pending: PendingReceive | None = None
 
     def post(self) -> None:
-        """Post the receive, waiting for its metadata if that is needed."""
+        """Post the receive; waits for its metadata if necessary."""
         metas = self._expect(self._state, None)
         if metas is None:
             data = self._queue.transport.recv_metadata(self._queue.peer)
@@ -57,7 +57,7 @@ class RecvQueue:
     Args:
         transport: this rank's connection.
         peer: the rank that sends.
-        device: where the tensors go.
+        device: the device of the receive buffers.
     """
 
     def __init__(self, transport: Transport, peer: int, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class RecvQueue:
         self._deferred: deque[DeferredReceive] = deque()
 
     def expect(self, expect: Expect, state: MicrobatchState) -> PendingReceive:
-        """Post the receive of the next message, or defer it until its metadata is known."""
+        """Post the receive of the next message, or defer it until its metadata arrives."""
         metas = None if self._deferred else expect(state, None)
         if metas is not None:
             return self.receive(metas)

@@ -34,11 +34,11 @@ _BATCH_NUMBERS = 1 << 18
 
 
 class CannotDeferError(StageError):
-    """The module's forward does something that deferral by operation has no right gradients for."""
+    """The module's forward is incompatible with the deferral of weight gradients."""
 
 
 def refuse(what: str) -> NoReturn:
-    """Refuse a call that needs the graph from a stage's results to its parameters."""
+    """Refuse a call that needs the autograd graph from a stage's results to its parameters."""
     raise CannotDeferError(
         f"the module or its loss calls {what}, which needs the graph that leads to the "
         "parameters, and weight gradients put off by operation have none; pass "
@@ -65,7 +65,7 @@ def accumulate(records: list[Record]) -> None:
 
 
 def _accumulate_singly(records: list[Record]) -> None:
-    """The usual case, quickly: parameters that are used once, as themselves."""
+    """The fast path: parameters that are used once and directly."""
     parameters: list[Any] = []
     totals: list[Tensor] = []
     held = 0
@@ -75,7 +75,7 @@ def _accumulate_singly(records: list[Record]) -> None:
             continue
         parameters += weights
         totals += parts
-        held += parts[0].numel()  # a bias beside it is no more
+        held += parts[0].numel()  # a bias is never larger
         del parts
         if held > _BATCH_NUMBERS:
             _hand_over(parameters, totals)
@@ -98,7 +98,7 @@ def _accumulate_sums(records: list[Record], weights: list[Weight]) -> None:
     held = 0
     while records:
         used, parts = _contribution(records.pop())
-        for weight, part in zip(used, parts, strict=False):  # parts may be empty
+        for weight, part in zip(used, parts, strict=False):  # parts may have no elements
             key = id(weight)
             sums[key] = _added(sums[key], part, weight) if key in sums else part
         del parts

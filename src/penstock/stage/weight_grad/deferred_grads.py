@@ -74,7 +74,7 @@ _Place: TypeAlias = tuple[Node | None, int]
 
 
 def passed(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that never touches a gradient."""
+    """Run an operation that is irrelevant to gradients."""
     return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -123,7 +123,7 @@ class DeferredGrads(TorchFunctionMode):
         self.expressions: dict[int, tuple[Tensor, Expression]] = {}
         self._places: dict[_Place, Expression] = {}
         self.proxies: dict[int, tuple[Weight, Tensor]] = {}
-        self.is_forwarded = False  # entered first for F, then for I
+        self.is_forwarded = False  # entered for F, then again for I
         self.recalls = False
         self._is_differentiated = False
         self._depth = 0

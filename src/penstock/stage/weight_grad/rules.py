@@ -1,4 +1,4 @@
-"""The gradient of a weight, for each operation whose weight gradient is put off to W.
+"""The weight gradient rule of each operation that is deferred to W.
 
 A rule is given what the forward kept (``saved``, ``extra``), the weights and the gradient of the
 operation's result, and returns a fresh tensor per weight: the numbers that autograd itself
