@@ -1,1 +1,1 @@
-"""From a model to its stages."""
+"""Cut a model into the stages of a pipeline."""

@@ -1,4 +1,4 @@
-"""The blocks of a model, found by its structure: embeddings, a trunk of repeated layers, a head.
+"""Find the blocks of a model by its structure: embeddings, a trunk of repeated layers, a head.
 
     Llama                                     leaf modules                blocks
     ├── model                                 model.embed_tokens  ┐
@@ -10,9 +10,9 @@
     │   └── rotary_emb
     └── lm_head
 
-A *leaf module* is never cut: a layer of the trunk, or a module beside the way to the trunk. Their
-order is known once the model runs, and only then are those outside the trunk gathered into
-blocks. This module runs nothing.
+A *leaf module* is never cut. It is a layer of a trunk, or a module outside the trunks and their
+containers. The execution order is known once the model runs; leaf modules outside the trunk are
+gathered into blocks only then. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from penstock.partition.huggingface import HFPipelinePlan
 
 __all__ = ["Block", "LeafModule", "find_blocks", "gather", "leaf_modules"]
 
-# Of the largest trunk's parameters; a smaller list of modules is a detail, not a trunk.
+# As a share of the largest trunk's parameters; a smaller list of modules is not a trunk.
 SMALLEST_TRUNK = 0.05
-# Of a layer's parameters; a larger module between two layers is a block of its own.
+# As a share of a layer's parameters; a larger module between two layers is its own block.
 SMALLEST_BLOCK = 0.25
 
 
@@ -44,7 +44,7 @@ class LeafModule:
     Args:
         name: its qualified name in the model.
         module: the module.
-        trunk: the name of the list of which it is a layer; None outside the trunk.
+        trunk: the name of the list that contains the layer; None outside trunks.
     """
 
     name: str
@@ -59,14 +59,14 @@ class LeafModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """Leaf modules that stay together, in the order in which they run."""
+    """Leaf modules that stay together, in execution order."""
 
     kind: BlockKind
     leaves: tuple[LeafModule, ...]
 
 
 def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule, ...]:
-    """The leaf modules of a model, in the order of their definition.
+    """Find the leaf modules of a model, in definition order.
 
     A trunk is a list named by the model's own pipeline plan, else a ``ModuleList``, ``ModuleDict``
     or ``nn.Sequential`` most of whose members are of one class. A model may have several, as
@@ -74,10 +74,10 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
 
     Args:
         model: any module; an ``nn.Sequential`` is a trunk from end to end.
-        repeats: whether a layer with several places in a trunk is listed in each of them.
+        repeats: if True, lists a layer with several places in a trunk once per place.
 
     Raises:
-        PartitionError: there is nothing to cut between.
+        PartitionError: the model has no two leaf modules to cut between.
 
     Example:
         >>> model = nn.Module()
@@ -104,14 +104,14 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The repeated blocks of a model: the layers of its trunks.
+    """Find the repeated blocks of a model: the layers of its trunks.
 
     Args:
         model: any module.
 
     Returns:
-        Their names in the order of their definition, one for each place of a repeated layer; none
-        if there is no such list.
+        The names of the blocks in definition order, one for each place of a repeated layer; empty
+        without a trunk.
 
     Example:
         >>> model = nn.Module()
@@ -127,16 +127,16 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, ...]:
-    """The blocks, given the order in which leaf modules run.
+    """Gather leaf modules into blocks, given their execution order.
 
-    Leaf modules before the trunk make one block, those behind it another. One that runs between
-    two layers joins the layer before it if both belong to one module (an encoder and its last
-    norm), else the layer after it; or it is a block of its own if it is large.
+    Leaf modules before the trunk form one block, leaf modules after it another. A leaf module
+    between two layers is a block of its own if it is large. Otherwise it joins the layer before it
+    if both belong to one module (an encoder and its last norm), else the layer after it.
 
     Args:
         leaves: all leaf modules in the order of their definition.
-        order: the names of those that run, in the order of their first call. The others join the
-            block of the modules defined before them.
+        order: the names of the leaf modules that run, by first call. All others join the block of
+            the modules defined before them.
     """
     by_name = {leaf.name: leaf for leaf in leaves}
     running = [by_name[name] for name in order]
@@ -172,7 +172,7 @@ def _add_uncalled(
     leaves: Sequence[LeafModule],
     called: set[str],
 ) -> None:
-    # A module without parameters (a rotary table) may be defined far from where it runs.
+    # A module without parameters, such as a rotary table, may be defined far from its use.
     place = {leaf.name: group for _, group in groups for leaf in group if leaf.parameters}
     group = groups[0][1]
     for leaf in leaves:
@@ -187,7 +187,7 @@ def _add_uncalled(
 def _walk(
     module: nn.Module, prefix: str, trunks: set[str], met: set[int], repeats: bool
 ) -> Iterator[LeafModule]:
-    """The leaf modules below ``module``; a shared one is listed once."""
+    """The leaf modules below ``module``; a shared module is listed once."""
     for name, child in children(module):
         full = prefix + name
         if full in trunks:
@@ -204,10 +204,10 @@ def _walk(
 
 
 def find_trunks(model: nn.Module) -> set[str]:
-    """The names of the outermost lists of repeated layers, without small ones."""
+    """The names of the outermost lists of repeated layers, except small ones."""
     found = dict(_repeated_lists(model, ""))
     deep = {name: m for name, m in found.items() if any(children(x) for _, x in children(m))}
-    found = deep or found  # lists of plain layers are details where there are lists of blocks
+    found = deep or found  # lists of plain layers don't count if there are lists of blocks
     sizes = {name: _num_elements(module) for name, module in found.items()}
     most = max(sizes.values(), default=0)
     return {name for name, size in sizes.items() if size >= SMALLEST_TRUNK * most}
@@ -222,7 +222,7 @@ def _repeated_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_repeated(module: nn.Module) -> bool:
-    """True for a list of layers of which at least half are of one class."""
+    """True for a list of layers, at least half of them of one class."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or is_sequential(module)
     members = children(module) if is_list else []
     if len(members) < 2:
@@ -232,7 +232,7 @@ def _is_repeated(module: nn.Module) -> bool:
 
 
 def _trunk_of_layer(model: nn.Module, name: str) -> str | None:
-    """The trunk (``""``, the model itself) of a layer of an ``nn.Sequential``; None outside it.
+    """The trunk of a layer of an ``nn.Sequential`` (``""``: the model itself); None outside it.
 
     The trunk reaches from the first to the last layer of the commonest class.
     """
@@ -247,7 +247,7 @@ def _trunk_of_layer(model: nn.Module, name: str) -> str | None:
 
 
 def _parent(name: str | None) -> str:
-    """The name of the module that holds another one."""
+    """The name of the parent module."""
     return name.rpartition(".")[0] if name else ""
 
 

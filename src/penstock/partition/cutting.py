@@ -1,11 +1,12 @@
-"""Cut a model into the modules of its stages, choosing the way.
+"""Cut a model into stage modules by the first method that works.
 
     nn.Sequential, a list    layer by layer             sequential.py
     any other model          by module                  forward/by_module.py
     if that fails            by torch.export            export/pipeline.py, with a warning
 
-By module comes first: it runs the model's own code, for inputs of any shape. Export is for models
-whose top-level code can't run on several stages. This module chooses and logs; it cuts nothing.
+Cutting by module comes first, since it runs the model's own code for inputs of any shape. Export is
+for models whose top-level code can't run on several stages. This module only chooses the method and
+logs it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class ModelCut:
 
     Args:
         modules: one per stage.
-        why_exported: the reason why it was cut by torch.export unasked; empty otherwise.
-        whole_call: whether the first stage takes the model's own arguments, so that the model may
-            compute its loss itself, and no target is needed.
-        has_loss: whether the model's output has a loss.
+        why_exported: the reason for falling back to torch.export; empty without fallback.
+        whole_call: True if the first stage takes the model's own arguments, so that the model may
+            compute its own loss without a target.
+        has_loss: True if the model's output has a loss.
     """
 
     modules: tuple[nn.Module, ...]
@@ -61,22 +62,22 @@ def cut_model(
 
     Args:
         model: the model, or a list of its layers.
-        split: where to cut; even counts of its blocks if None.
-        num_stages: how many stages to make.
-        example: one microbatch: a tuple of positional, or a dict of keyword arguments; or its
-            one argument.
-        device: where the stages will live.
+        split: the places to cut; None for even counts of blocks.
+        num_stages: the number of stages.
+        example: one microbatch: a tuple of positional arguments, a dict of keyword arguments, or
+            the only argument.
+        device: the device of the stages.
         method: ``"module"``, ``"export"``, or None to try one after the other. A sequence of
             layers is always cut layer by layer.
 
     Raises:
-        PartitionError: it can't be cut so.
+        PartitionError: the model can't be cut at these places.
     """
     if method is not None and method not in METHODS:
         raise PartitionError(f"method={method!r}: expected 'module', 'export' or None")
     if not isinstance(model, nn.Module) or is_sequence(model):
         return _cut_sequence(model, split, num_stages)
-    # Imported lazily, here and below: sequences of layers need half as much.
+    # Lazy imports, here and below: sequences of layers then load half as many modules.
     from penstock.partition.blocks import find_blocks
     from penstock.partition.forward.by_module import NotByModule, computes_loss
 
@@ -158,7 +159,7 @@ def _cut_by_module(
 def _export(
     model: nn.Module, split: SplitSpec | None, num_stages: int, example: Example, why: str = ""
 ) -> ModelCut:
-    """Cut by torch.export as ``split`` says, or at the marks in the model's forward."""
+    """Cut by torch.export at the places in ``split``, or at the marks in the model's forward."""
     from penstock.partition.export.pipe import pipeline_of
 
     args, kwargs = as_call(example)

@@ -1,16 +1,16 @@
-"""Hugging Face's transformers: outputs collected by hooks, the cache, adapters, pipeline plans.
+"""Support for Hugging Face's transformers: collected outputs, the cache, adapters, pipeline plans.
 
     outputs = self.model(ids, output_router_logits=True)       hooks on every router append to a
     loss += balance(outputs.router_logits)                     list that the model's forward opens
 
-A module on another stage would append nothing there, and the auxiliary loss would be another
-number. So appended values count as outputs of their module: they may cross, and are appended
-where the module is a placeholder. The cache of keys and values serves generation, but is filled
-in training too unless it is turned off.
+A module on another stage would append nothing, and the auxiliary loss would be wrong. So appended
+values count as outputs of their module: they may cross stages, and are appended where the module is
+replaced by its stub. The key-value cache serves generation, but training fills it too unless it is
+turned off.
 
-Nothing is imported from transformers: while it is not loaded, there is nothing to do. Its private
-names here (``_active_collector``, ``_CAN_RECORD_REGISTRY``, ``_pp_plan``) were seen on
-transformers 5.23; ``tests/partition/test_huggingface.py`` checks them.
+This module never imports transformers: if it is not loaded, there is nothing to do. Its private
+names here (``_active_collector``, ``_CAN_RECORD_REGISTRY``, ``_pp_plan``) were seen on transformers
+5.23; ``tests/partition/test_huggingface.py`` checks them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MODULE = "transformers.utils.output_capturing"
-# Of the parameters; a plan that names less is one of a part, such as the text half of a model.
+# As a share of the parameters; a plan that covers less describes only a part, such as the text half
+# of a model.
 LEAST_SHARE = 0.5
 
 CapturedOutputs: TypeAlias = dict[str, list[Any]]
@@ -50,13 +51,13 @@ PlanEntry: TypeAlias = tuple[Sequence[str], Sequence[str]]
 
 
 def collector() -> dict[str, Any] | None:
-    """The open lists by key; None if transformers is not loaded or opened none."""
+    """The lists currently collecting, by key; None without transformers or open lists."""
     capturing: Any = sys.modules.get(MODULE)
     return None if capturing is None else capturing._active_collector.get()
 
 
 def mark() -> Mapping[str, int] | None:
-    """The lengths of the open lists; None if there are none."""
+    """The lengths of the lists currently collecting; None if there are none."""
     lists = collector()
     if not lists:
         return None
@@ -64,7 +65,7 @@ def mark() -> Mapping[str, int] | None:
 
 
 def capture_since(marked: Mapping[str, int] | None) -> CapturedOutputs:
-    """The values appended since ``mark``, by key; without empty lists."""
+    """The values appended since ``mark``, by key, without empty lists."""
     lists = collector()
     if not marked or not lists:
         return {}
@@ -73,7 +74,8 @@ def capture_since(marked: Mapping[str, int] | None) -> CapturedOutputs:
 
 
 def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -> None:
-    """Append values captured on another stage; if ``marked``, replace all since ``mark``."""
+    """Append values captured on another stage; with ``marked``, replace all values since
+    ``mark``."""
     lists = collector()
     for key, values in captured.items():
         if lists is not None and key in lists:
@@ -82,7 +84,7 @@ def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install the hooks on the plain model, so that copies of it do not install them again."""
+    """Install the hooks on the plain model, so that its copies do not install them again."""
     capturing: Any = sys.modules.get(MODULE)
     if capturing is None:
         return
@@ -92,7 +94,7 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def without_cache(module: nn.Module) -> None:
-    """Turn the cache off in a copy of a module; the model's own configuration is kept."""
+    """Turn the cache off in a copy of a module; the model's own configuration stays unchanged."""
     config: Any = vars(module).get("config")
     if getattr(config, "use_cache", False) is True:
         quiet = copy.copy(config)
@@ -101,7 +103,7 @@ def without_cache(module: nn.Module) -> None:
 
 
 def adapters(module: nn.Module) -> Sequence[str]:
-    """The children that peft added to a layer; only peft knows their initial values."""
+    """The children that peft added to a layer; only peft knows how to initialize them."""
     names: Sequence[str] = getattr_static(module, "adapter_layer_names", ())
     return names
 
@@ -118,14 +120,14 @@ class HFPipelinePlan:
         model.norm            hidden_states → hidden_states         the order follows from what
         lm_head               hidden_states → logits                each takes and gives
 
-    It names the trunk, and the order of modules that are defined in another one. What crosses a
-    cut is found by running the model. A plan that does not fit the model is ignored, with a
-    warning in the log.
+    The plan gives the trunk, and the execution order if it differs from definition order. Crossing
+    values are still found by running the model. A plan that does not fit the model is ignored, with
+    a logged warning.
 
     Args:
-        order: its modules in the order in which they run; empty without a plan that fits.
+        order: the plan's modules in execution order; empty without a fitting plan.
         trunks: the lists of layers among them.
-        misfit: the reason why a plan is ignored; empty if there is none, or it fits.
+        misfit: the reason why the plan is ignored; empty if there is no plan, or it fits.
     """
 
     order: tuple[str, ...] = ()
@@ -160,10 +162,10 @@ class HFPipelinePlan:
         return cls(order=tuple(_run_order(entries)), trunks=trunks)
 
     def arrange(self, names: Sequence[str]) -> list[str]:
-        """Names of modules in the order in which the plan runs them.
+        """Sort names of modules by the plan's execution order.
 
         Args:
-            names: in the order of their definition. Modules outside the plan keep their places.
+            names: the names in definition order. Modules outside the plan keep their places.
 
         Example:
             >>> plan = HFPipelinePlan(order=("embed", "layers", "norm"), trunks=("layers",))
@@ -175,7 +177,7 @@ class HFPipelinePlan:
         return [name if rank[name] is None else next(known) for name in names]
 
     def log(self, model: str) -> None:
-        """Log whether the plan is used; ``model`` is the name to call the model by."""
+        """Log if the plan is used; ``model`` is the model's name in the message."""
         if self.misfit:
             logger.warning(
                 "%s: its own pipeline plan is not used, since %s; blocks are found by its "
@@ -187,7 +189,7 @@ class HFPipelinePlan:
             logger.info("%s: its own pipeline plan names %s", model, ", ".join(self.order))
 
     def _rank(self, name: str) -> int | None:
-        """The place in the plan of the module that holds ``name``; None outside the plan."""
+        """The position in the plan of the module that contains ``name``; None outside the plan."""
         found = [each for each in (name, *prefixes(name)) if each in self.order]
         return self.order.index(found[0]) if found else None
 
@@ -198,9 +200,9 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _run_order(entries: Mapping[str, PlanEntry]) -> list[str]:
-    """The modules of a plan, each after those that make its inputs.
+    """The modules of a plan, each after the producers of its inputs.
 
-    Several modules that turn a value into one of the same name run as they are listed.
+    Modules whose inputs and outputs have the same names run in listed order.
     """
     left = dict(entries)
     order: list[str] = []
@@ -222,16 +224,17 @@ def _run_order(entries: Mapping[str, PlanEntry]) -> list[str]:
 
 
 def published_plan(model: nn.Module) -> dict[str, PlanEntry]:
-    """The pipeline plan of a model, or of the outermost modules in it that have one.
+    """The pipeline plan of a model, or of the outermost submodules with a plan.
 
     Returns:
-        By the qualified names of modules, the names of their inputs and outputs.
+        A mapping from qualified module names to the names of their inputs and outputs.
     """
     found: dict[str, PlanEntry] = {}
     planned: list[str] = []
     for name, module in model.named_modules():
-        # Statically: a wrapper may pass the attribute of the wrapped model on, with names as
-        # they are in there. The attribute of a model has its head in it, the configuration not.
+        # Static lookup: a wrapper may forward the attribute of the wrapped model, with names
+        # relative to that model. A model's attribute includes the head, its configuration's does
+        # not.
         plan = getattr_static(module, "_pp_plan", None)
         if not isinstance(plan, dict) or not plan:
             continue

@@ -1,13 +1,13 @@
-"""Give stages that were built on the meta device memory and first values.
+"""Allocate and initialize stages that were built on the meta device.
 
-A model that no device could hold as a whole is built on the meta device, cut there, and each rank
-makes its own stages real:
+A model too large for any device is built and cut on the meta device. Each rank then materializes
+its own stages:
 
     the model      embed   layers.0   layers.1   head      values are drawn as the whole model
     rank 0         real     real        meta     meta      draws them, children first; writes to
     rank 1         meta     meta        real     real      the meta device go nowhere
 
-This module does not know which stages those are.
+This module does not choose the stages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 InitFn: TypeAlias = Callable[[nn.Module], Any]
 Made: TypeAlias = dict[int, Tensor]
-"""The real tensors, by the id of the tensor on the meta device."""
+"""The real tensors, by id of their meta tensors."""
 
 
 def materialize(
@@ -40,20 +40,20 @@ def materialize(
     init_fn: InitFn | None = None,
     model: nn.Module | None = None,
 ) -> None:
-    """Move modules to a device; tensors on the meta device get memory there, and values.
+    """Materialize modules on a device: allocate and initialize their meta tensors.
 
-    Tensors that several modules share stay shared. A tensor that nobody initializes is NaN, or
-    zero if it is not floating point, until a state is loaded; a warning names it.
+    Tensors shared by several modules stay shared. An uninitialized tensor is NaN, or zero if it is
+    not floating point, until a state dict is loaded; a warning names it.
 
     Args:
         modules: the modules of this process's stages.
-        device: where to.
-        init_fn: called under ``no_grad`` as ``model.apply(init_fn)`` would, with every module that
-            has new tensors, children first. If None, the ``_init_weights`` of the model is called,
-            or of the model within it that a module belongs to; without one, modules that have
-            ``reset_parameters`` call it. Neither knows the first values of adapters.
-        model: the whole model that the stages were cut from, since parents may initialize their
-            children; the modules themselves if None.
+        device: the target device.
+        init_fn: called under ``no_grad`` as by ``model.apply(init_fn)``, with every module that has
+            new tensors, children first. If None, the model's ``_init_weights`` is called, or that
+            of the submodel containing the module; without one, each module's ``reset_parameters``.
+            Neither initializes adapters.
+        model: the whole model before the cut, since parents may initialize their children; None for
+            the modules themselves.
 
     Example:
         >>> with torch.device("meta"):
@@ -84,7 +84,7 @@ def materialize(
 
 
 def _on_meta(roots: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Each tensor on the meta device, with the registry that holds it and its name there."""
+    """Each meta tensor, with the registry that holds it and its name there."""
     return [
         (registry, name, tensor)
         for root in roots
@@ -97,7 +97,7 @@ def _on_meta(roots: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tens
 
 @contextmanager
 def _lent(roots: Sequence[nn.Module], made: Made) -> Iterator[None]:
-    """Let the whole model hold the real tensors in the places of those on the meta device."""
+    """Put the real tensors in place of the meta tensors of the whole model, within this block."""
     lent = [place for place in _on_meta(roots) if id(place[2]) in made]
     try:
         for registry, name, tensor in lent:
@@ -116,13 +116,13 @@ def _initialize(
     *,
     is_given: bool,
 ) -> None:
-    """Initialize a module's children, and then itself.
+    """Initialize a module after its children.
 
     Args:
         module: the module.
-        init_fn: the user's function, or that of the model around the module.
+        init_fn: the user's function, or the enclosing model's.
         fresh: the ids of the tensors to initialize.
-        done: the ids of the modules that have been visited.
+        done: the ids of visited modules.
         is_given: True if ``init_fn`` is the user's.
     """
     if id(module) in done:
@@ -151,19 +151,19 @@ def _initialize(
 
 
 def _own_init(module: nn.Module) -> InitFn | None:
-    """The ``_init_weights`` of a model, called with a module; None if it has no such method."""
+    """A model's ``_init_weights`` as a function of a module; None without this method."""
     found: Any = getattr(module, "_init_weights", None)
     if not callable(found):
         return None
     try:
         inspect.signature(found).bind(module)
-    except (TypeError, ValueError):  # some other function of this name
+    except (TypeError, ValueError):  # an unrelated function of this name
         return None
     return found  # type: ignore[no-any-return]
 
 
 def _warn_of_blank(modules: Sequence[nn.Module], blank: Mapping[int, int]) -> None:
-    """Warn of tensors that nobody has initialized: those of a state dict, and those of none."""
+    """Warn of uninitialized tensors, separately for tensors inside and outside state dicts."""
     found: dict[bool, list[str]] = {True: [], False: []}
     for stage in modules:
         saved = stage.state_dict(keep_vars=True).keys()
@@ -183,7 +183,7 @@ def _warn_of_blank(modules: Sequence[nn.Module], blank: Mapping[int, int]) -> No
 
 
 def _is_blank(tensor: Tensor, version: int) -> bool:
-    """True if a tensor is as it was made; writes to ``.data`` leave the version as it is."""
+    """True if a tensor is unwritten since its creation; writes to ``.data`` keep the version."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return version_of(tensor) == version and not bool(tensor.any())

@@ -1,10 +1,10 @@
-"""A plan: the modules of each stage, as data that a file holds.
+"""Plans: the modules of each stage, as data for a file.
 
     [[stage]]                                     stage 0   transformer.wte, transformer.h.0
     modules = ["transformer.wte", ...]            stage 1   transformer.h.1, ..., lm_head
 
-A plan names modules and holds no tensors: `penstock split` writes it on one machine, every rank
-reads it. This module imports no torch, and knows neither costs of blocks nor how cuts are chosen.
+A plan names modules and holds no tensors: `penstock split` writes it on one machine, and every rank
+reads it. This module imports no torch and chooses no cuts.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class StageCosts:
     """Costs of one stage per microbatch.
 
     Args:
-        time_s: its forward and backward, in seconds.
+        time_s: the time of its forward and backward, in seconds.
         parameters: the number of elements in its parameters.
         parameter_bytes: the bytes of its parameters.
-        activation_bytes: the bytes kept of one microbatch from forward to backward.
+        activation_bytes: the bytes saved per microbatch from forward to backward.
         sent_bytes: the bytes sent to later stages; 0 for the last.
-        sends: the tensors sent, as ``"float32[2,128,64]"``.
+        sends: descriptions of the sent tensors, as ``"float32[2,128,64]"``.
     """
 
     time_s: float
@@ -69,10 +69,10 @@ class Plan:
     """The modules of each stage.
 
     Args:
-        stages: per stage the qualified names of its modules, in the order in which they run. A
-            parameter or buffer outside the modules of all stages is named like a module.
-        model: the class name of the model that the plan was made for; empty if unknown.
-        made: how the plan was made, for people to read.
+        stages: per stage the qualified names of its modules, in execution order. A parameter or
+            buffer outside these modules is listed like a module.
+        model: the class name of the model; empty if unknown.
+        made: the origin of the plan, as free text.
         costs: the costs of each stage; empty if unknown.
 
     Raises:
@@ -128,10 +128,10 @@ class Plan:
         return len(self.stages)
 
     def stage_of(self, name: str) -> int | None:
-        """The stage that holds a module, parameter or buffer; None if no stage does.
+        """The stage that holds a module, parameter or buffer; None if no stage holds it.
 
         Args:
-            name: its qualified name in the plain model.
+            name: the qualified name in the plain model.
         """
         wanted = {name, *prefixes(name)}
         for stage, names in enumerate(self.stages):
@@ -142,8 +142,8 @@ class Plan:
     def check(self, model: nn.Module) -> None:
         """Check the plan against a model: every name exists, every parameter is in a stage.
 
-        For a parameter with several names (tied weights) one of them is enough. Modules without
-        parameters may be left out.
+        For a parameter with several names (tied weights) one name suffices. Modules without
+        parameters may be omitted.
 
         Args:
             model: the plain model, on any device.
@@ -184,7 +184,7 @@ class Plan:
         """Write the plan to a ``.toml`` file.
 
         Raises:
-            PartitionError: the suffix is another one.
+            PartitionError: the suffix is not ``.toml``.
         """
         toml_path(path).write_text(self.to_toml(), encoding="utf-8")
 
@@ -199,13 +199,13 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML."""
-        import tomli_w  # lazily, as tomllib: most processes read and write no plan
+        import tomli_w  # lazy, as is tomllib: most processes read and write no plan
 
         return tomli_w.dumps(self.to_dict(), multiline_strings=False)
 
     @classmethod
     def from_toml(cls, text: str) -> Plan:
-        """Read the text of ``to_toml``.
+        """Parse the text of ``to_toml``.
 
         Raises:
             PartitionError: the text is not TOML, or no plan.
@@ -218,7 +218,7 @@ class Plan:
             raise PartitionError(f"not TOML: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, as a file holds them."""
+        """The plan as plain values, in the form of a file."""
         stages: list[dict[str, Any]] = [{"modules": list(names)} for names in self.stages]
         for stage, costs in zip(stages, self.costs, strict=False):
             stage |= dataclasses.asdict(costs) | {"sends": list(costs.sends)}
@@ -226,7 +226,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object) -> Plan:
-        """Read the values of ``to_dict``.
+        """Build a plan from the values of ``to_dict``.
 
         Raises:
             PartitionError: an entry is missing, unknown, or of another type.
@@ -246,14 +246,14 @@ class Plan:
 
 
 def toml_path(path: str | Path) -> Path:
-    """``path``, whose suffix has to be ``.toml``."""
+    """Check that a path has the suffix ``.toml``."""
     if Path(path).suffix != ".toml":
         raise PartitionError(f"{path}: a plan is a .toml file; name it so")
     return Path(path)
 
 
 def stage_from(data: object, where: str) -> tuple[tuple[str, ...], StageCosts | None]:
-    """The modules of a stage in a file, and its costs if the file has them."""
+    """The modules of a stage in a file, and its costs if present."""
     cost_names = {field.name for field in dataclasses.fields(StageCosts)}
     stage = read_table(data, where, {"modules", *cost_names})
     modules = read_names(stage.get("modules"), f"modules of {where}")
@@ -271,7 +271,7 @@ def stage_from(data: object, where: str) -> tuple[tuple[str, ...], StageCosts | 
 
 
 def rules_refused(rule: str) -> PartitionError:
-    """The error of a partition rule as DeepSpeed has them."""
+    """The error that rejects a partition rule of DeepSpeed."""
     return PartitionError(
         f"{rule!r}: DeepSpeed's partition rules are not supported; balance by measured times "
         "(split='auto', `penstock split --stages`), or pass counts, such as "
@@ -302,7 +302,7 @@ def read_file(path: Path, read: Callable[[str], T], what: str) -> T:
 
 
 def read_table(data: object, where: str, known: set[str]) -> Mapping[str, Any]:
-    """``data`` as a table without unknown keys."""
+    """``data`` as a table; refuses unknown keys."""
     if not isinstance(data, Mapping):
         raise PartitionError(f"{where} is {data!r}, expected a table")
     odd = sorted(set(data) - known)
@@ -345,14 +345,14 @@ def check_format(value: object, expected: int, what: str, hint: str) -> None:
 
 
 def prefixes(name: str) -> Iterator[str]:
-    """The qualified names of the modules that hold ``name``: of ``a.b.c`` ``a.b`` and ``a``."""
+    """The qualified names of a name's parent modules: ``a.b`` and ``a`` for ``a.b.c``."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def split_by_counts(items: Iterable[T], counts: Sequence[int]) -> list[list[T]]:
-    """Consecutive groups of the given sizes.
+    """Split items into consecutive groups of the given sizes.
 
     Example:
         >>> split_by_counts("abcde", [2, 3])
@@ -363,13 +363,13 @@ def split_by_counts(items: Iterable[T], counts: Sequence[int]) -> list[list[T]]:
 
 
 def abbreviate(names: Sequence[str], most: int = 6) -> str:
-    """The first names, and the number of the rest."""
+    """The first names, and a count of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint of a message about an unknown name; empty if no known name is similar.
+    """A hint for an error about an unknown name; empty without a similar known name.
 
     Example:
         >>> did_you_mean("lama", ["llama", "gpt2"])

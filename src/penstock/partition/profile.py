@@ -4,8 +4,8 @@
     profiled_model.py    runs of the model: what each keeps for the backward, times of F, I and W
     forward/             a trace on shapes: the tensors that stages send
 
-Everything is measured within the running model, so that the code between its modules and the
-modules' effects on each other's caches count.
+All measurements run the whole model, so that they include top-level code, and the modules' effects
+on each other's caches.
 """
 
 from __future__ import annotations
@@ -61,26 +61,25 @@ def profile(
     runs: int = 5,
     progress: OnProgress | None = None,
 ) -> Profile:
-    """Measure what each block of a model costs, per microbatch, where the model lives.
+    """Measure the costs of each block of a model per microbatch, on the model's device.
 
     Args:
-        model_or_stages: a model on one device, or a list of layers or stages, each of which is a
-            block. The model runs in the mode, training or evaluation, that it is in.
-        example: one microbatch: a tuple of positional or a dict of keyword arguments, or the one
-            tensor that the model takes.
-        loss_fn: from the model's output to the loss, counted with the last block. If None, the
-            output's ``loss`` if it has one, else the sum of all outputs.
-        runs: the number of measurements, of which the median counts. One more comes before, to
-            warm up.
+        model_or_stages: a model on one device, or a list of layers or stages that serve as blocks.
+            The model runs in its current mode (training or evaluation).
+        example: one microbatch: a tuple of positional arguments, a dict of keyword arguments, or
+            the only tensor.
+        loss_fn: a function from the model's output to the loss, counted with the last block. None
+            for the output's ``loss`` if it has one, else the sum of all outputs.
+        runs: the number of measurements, after one warm-up; the median counts.
         progress: called with the steps done, the steps in all, and the name of the next one.
 
     Returns:
-        The costs of all blocks, in the order in which they run. Where the model can't be cut by
-        module, the sent tensors of a block are those that its last module returns.
+        The costs of all blocks, in execution order. If the model can't be cut by module, a block's
+        sent tensors are the outputs of its last module.
 
     Raises:
-        PartitionError: there is nothing to cut between, the model runs none of its blocks, or its
-            output takes no gradient.
+        PartitionError: the model has no blocks to cut between, runs none of its blocks, or its
+            output does not require grad.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -122,7 +121,7 @@ def profile(
 def _measure(
     profiled: ProfiledModel, runs: int, report: OnProgress
 ) -> tuple[ProfileRun, list[tuple[Times, Times, Times]]]:
-    """One run without a clock, and the times of several, the first of which warms up."""
+    """One run without timing, and the times of several runs after a warm-up."""
     report(0, runs + 2, "which blocks run when")
     with undrawn(profiled.device), torch.enable_grad():
         run = profiled.on_own_state(lambda: run_profiled(profiled))
@@ -137,11 +136,10 @@ def _measure(
 
 
 def _hold_memory(profiled: ProfiledModel) -> object:
-    """Free the memory of forwards below that of another one, which is returned.
+    """Free the memory of earlier forwards below a live one, which is returned.
 
-    Within a training step the memory of one microbatch goes to the next. With nothing held above,
-    the C library returns it to the system, and a forward takes up to twice as long to get it back
-    page by page.
+    Within a training step, microbatches reuse memory. Without a live allocation above, the C
+    library returns memory to the system, and page faults make a forward up to twice as slow.
     """
     if profiled.device.type != "cpu":
         return None
@@ -149,7 +147,7 @@ def _hold_memory(profiled: ProfiledModel) -> object:
 
 
 def _as_model(given: Any) -> tuple[nn.Module, str, Sequence[LeafModule]]:
-    """The argument of ``profile`` as one model, its name, and its leaf modules."""
+    """The argument of ``profile`` as one model, with its name and its leaf modules."""
     if isinstance(given, nn.Module):
         HFPipelinePlan.of(given).log(type(given).__name__)
         return given, type(given).__name__, leaf_modules(given)
@@ -164,11 +162,11 @@ def _as_model(given: Any) -> tuple[nn.Module, str, Sequence[LeafModule]]:
 
 
 Sent: TypeAlias = tuple[int, tuple[str, ...]]
-"""Bytes sent, and the tensors, described."""
+"""The sent bytes, and descriptions of the sent tensors."""
 
 
 def _sent_by_module(profiled: ProfiledModel, blocks: Sequence[Block]) -> list[Sent | None]:
-    """The tensors that stages cut by module send; None where the model can't be cut so."""
+    """The tensors that stages send if cut by module; None if the model can't be cut by module."""
     names = [[leaf.name for leaf in block.leaves] for block in blocks]
     example = profiled.kwargs or profiled.args
     found: list[Sent | None] = []
@@ -213,7 +211,7 @@ def _costs_of(
 
 
 def _machine(device: torch.device) -> str:
-    """The machine and the version of torch, for people to read."""
+    """A description of the machine and the version of torch."""
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     else:
@@ -238,11 +236,11 @@ def balanced_plan(
         model: the model, on one device.
         program: the program of the stages.
         example: one microbatch.
-        device: where the stages will live; the model is measured there.
+        device: the device of the stages; the model is measured there.
         loss_fn: see ``measure_model``.
 
     Raises:
-        PartitionError: there is no example to measure with, or there are too few blocks.
+        PartitionError: the example is missing, or there are too few blocks.
     """
     if example is None:
         raise PartitionError(
@@ -269,17 +267,17 @@ def measure_model(
     device: torch.device,
     loss_fn: Callable[..., Any] | None = None,
 ) -> Profile:
-    """Measure a model as ``Pipeline`` is given it: on its stages' device, and with its loss.
+    """Measure a model as ``Pipeline`` receives it: on its stages' device, and with its loss.
 
     Args:
-        model: the model, or a list of layers or stages; a copy is measured if it lives elsewhere.
+        model: the model, or a list of layers or stages; a model on another device is copied.
         example: one microbatch, on any device.
-        device: where to measure.
-        loss_fn: from output, or output and target, to a scalar, or ``(scalar, metrics)``: counted
-            with the last block. If None, the model's own, if it has one.
+        device: the device to measure on.
+        loss_fn: a function from output, or output and target, to a scalar or ``(scalar, metrics)``;
+            counted with the last block. None for the model's own loss, if any.
 
     Raises:
-        PartitionError: it can't be measured.
+        PartitionError: the model can't be measured.
     """
     loss = None if loss_fn is None else TargetlessLoss(loss_fn)
     if isinstance(model, nn.Module):
@@ -306,18 +304,18 @@ TARGETS: tuple[Callable[[Tensor], tuple[Any, ...]], ...] = (
     lambda output: (torch.zeros_like(output),),
     lambda output: (None,),
 )
-"""Targets to try: none; class 0 for each row or token; class 0 for each place of a picture (with
-classes along the second dimension); zeros like the output; None."""
+"""Targets to try: none; class 0 for each row or token; class 0 for each pixel (with classes along
+the second dimension); zeros like the output; None."""
 
 
 class TargetlessLoss:
-    """A loss of the output alone: with the first of ``TARGETS`` that the loss function takes.
+    """A loss of the output alone, with the first of ``TARGETS`` that the loss function accepts.
 
-    A loss over a large vocabulary takes as long as a layer or two, whichever classes are right. If
-    the loss function takes none, the loss is left out, and the log says so.
+    A loss over a large vocabulary takes as long as a layer or two, for any target. If the loss
+    function accepts no target, the loss is omitted, and a log message says so.
 
     Args:
-        loss_fn: the loss function. A module is copied, so that its buffers stay as they are.
+        loss_fn: the loss function. A module is copied, so that its buffers stay unchanged.
     """
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
@@ -340,9 +338,9 @@ class TargetlessLoss:
     def _first_that_works(self, output: Any) -> Callable[[Any], Tensor]:
         for target in TARGETS:
             try:
-                # Inner hooks on saved tensors, so that those of the profiler see one call alone.
+                # Nested saved-tensor hooks, so that the profiler's own hooks see only one call.
                 with warnings.catch_warnings(), saved_tensors_hooks(_same, _same):
-                    warnings.simplefilter("error")  # as of shapes that were broadcast to fit
+                    warnings.simplefilter("error")  # such as broadcast shapes
                     self._with(target, output)
             except Exception as error:  # whatever the user's function raises on a wrong target
                 logger.debug("a target for the loss was refused: %s", error)

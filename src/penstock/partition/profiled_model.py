@@ -1,4 +1,4 @@
-"""A model that is run to be measured: on its own state, watched by leaf module, timed.
+"""Run a model for measurement: on its own state, observed by leaf module, timed.
 
     segments  │ embed │ layer 0 │ layer 1 │ head   │    from the first call of a leaf module to the
                                                         next one's: what runs between counts before
@@ -6,9 +6,9 @@
     I         │ head  │ layer 1 │ layer 0 │ embed  │    ... and where a gradient reaches its output
     W         │ head  │ layer 1 │ layer 0 │ embed  │    ... and where its weight gradients come
 
-F is that of the model as it is; I and W are those of a stage that defers its weight gradients. The
-model runs on parameters that share its memory, so that its gradients and hooks are not touched,
-and on copies of its buffers. This module makes no costs of blocks.
+F is measured on the plain model; I and W on a stage that defers its weight gradients. The model
+runs on parameters that share its memory, which leaves its gradients and hooks untouched, and on
+copies of its buffers.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ Times: TypeAlias = tuple[float, ...]
 
 
 class ProfiledModel:
-    """A model with an example, and state of its own to run on.
+    """A model with an example, and separate state to run on.
 
     Args:
         model: the model.
         leaves: its leaf modules.
         example: one microbatch.
-        loss_fn: from the output to the loss; None to use the output's own.
+        loss_fn: a function from the output to the loss; None for the output's own.
 
     Raises:
         PartitionError: the model is on the meta device.
@@ -84,14 +84,14 @@ class ProfiledModel:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the model runs on, each once."""
+        """The parameters that the model runs on, without duplicates."""
         params = (each for each in self.state.values() if isinstance(each, nn.Parameter))
         return list({id(param): param for param in params}.values())
 
     def on_own_state(self, run: Callable[[], T]) -> T:
-        """Call ``run``, which runs the model's forward and backward, with the model on ``state``.
+        """Call ``run``, which runs forward and backward, with the model on ``state``.
 
-        The backward has to be inside, since checkpointing runs forwards again.
+        The backward must run inside, since checkpointing recomputes forwards.
         """
         state = {f"model.{name}": value for name, value in self.state.items()}
         found: T = functional_call(_Running(self.model), state, (run,), tie_weights=False)
@@ -101,7 +101,7 @@ class ProfiledModel:
     def attributes_restored(self) -> Iterator[None]:
         """Restore the attributes of all modules at exit.
 
-        They may hold ``state``: recurrent layers have a list of their weights.
+        Attributes may hold ``state``: recurrent layers have a list of their weights.
         """
         snapshot = ModuleSnapshot(self.model)
         snapshot.hold()
@@ -111,7 +111,7 @@ class ProfiledModel:
             snapshot.restore()
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the model, within ``on_own_state``; returns the roots of the backward, and their
+        """Run the model, within ``on_own_state``; return the roots of the backward, and their
         gradients."""
         output = self.model(*self.args, **self.kwargs)
         loss = (self._loss_fn or own_loss)(output)
@@ -126,14 +126,14 @@ class ProfiledModel:
         return roots, [torch.ones_like(root) for root in roots]
 
     def stamp(self) -> float:
-        """The time, once the device has done all its work."""
+        """The time, after synchronizing the device."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
 
 class _Running(nn.Module):
-    """A model in a call, so that ``functional_call`` lasts for the backward too."""
+    """A model as a function call, so that ``functional_call`` also covers the backward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -144,10 +144,10 @@ class _Running(nn.Module):
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """The replacement of each tensor of ``model``, under one name for each place.
+    """The replacement of each tensor of ``model``, under one name per place.
 
-    A shared layer is one place, and needs one name: of three names, ``functional_call`` would
-    restore the first one last, and with the replacement.
+    A shared layer is one place, and must have only one name: with several names,
+    ``functional_call`` would finally restore the replacement instead of the original.
     """
     ours: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -164,10 +164,10 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Chained(nn.Module):
-    """Stages one after the other, each called with the output of the one before.
+    """Stages in sequence, each called with the previous output.
 
     Args:
-        stages: the stages; one may stand in several places.
+        stages: the stages; a stage may occur several times.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -190,16 +190,16 @@ OnSegment: TypeAlias = Callable[[int, Any], None]
 
 
 def _ignore(segment: int, value: Any) -> None:
-    """The callback of those who need none."""
+    """A callback that does nothing."""
 
 
 class _SegmentWatch:
-    """Calls back at the first call of each leaf module in one forward.
+    """Call back at the first call of each leaf module in one forward.
 
     Args:
         leaves: the leaf modules.
         enter: called with the segment's number and ``(args, kwargs)`` before the call.
-        leave: called with the segment's number and the output after it.
+        leave: called with the segment's number and the output after the call.
 
     Attributes:
         order: the names of the leaf modules whose segments have begun.
@@ -225,7 +225,7 @@ class _SegmentWatch:
         """Watch the calls in this block."""
         with ExitStack() as around:
             for module in self._modules:
-                # Hooks of a module that is compiled in place would be compiled with it.
+                # torch.compile would compile the hooks of a module that is compiled in place.
                 if around.enter_context(around_compiled(module, self._before, self._after)):
                     continue
                 hook = module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -254,14 +254,14 @@ class _SegmentWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfileRun:
-    """Findings of one run of a model, beside times.
+    """The results of one untimed run of a model.
 
     Args:
-        order: the names of the leaf modules that run, by their first call.
-        kept_bytes: per segment, the bytes that autograd keeps for the backward.
-        outputs: per segment, the tensors that its leaf module returned, described.
-        output_bytes: per segment, their bytes.
-        undeferred: the parameters whose gradients come in I; None if none can be deferred.
+        order: the names of the leaf modules that run, by first call.
+        kept_bytes: per segment, the bytes that autograd saves for the backward.
+        outputs: per segment, descriptions of its leaf module's output tensors.
+        output_bytes: per segment, the bytes of its leaf module's output tensors.
+        undeferred: the parameters whose gradients are computed in I; None if none can be deferred.
     """
 
     order: tuple[str, ...]
@@ -272,7 +272,7 @@ class ProfileRun:
 
 
 def run_profiled(profiled: ProfiledModel) -> ProfileRun:
-    """Run the model once, and see which leaf modules run, and what is kept of each."""
+    """Run the model once; record its leaf modules and the memory that autograd saves for each."""
     own = {
         _memory_of(tensor)
         for tensor in (*profiled.state.values(), *tensors_of((profiled.args, profiled.kwargs)))
@@ -281,7 +281,7 @@ def run_profiled(profiled: ProfiledModel) -> ProfileRun:
     outputs: dict[int, list[Tensor]] = {}
 
     def enter(segment: int, _: Any) -> None:
-        if segment:  # tensors kept before the first segment count with it
+        if segment:  # tensors saved before the first segment count as its own
             kept.append({})
 
     def leave(segment: int, output: Any) -> None:
@@ -338,7 +338,7 @@ def _undeferred(profiled: ProfiledModel) -> tuple[nn.Parameter, ...] | None:
 
 
 def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, Times, Times]:
-    """The time of each segment's F, I and W, within ``on_own_state``."""
+    """Measure the time of each segment's F, I and W, within ``on_own_state``."""
     forward, order = _time_forward(profiled)
     if order != run.order:
         raise PartitionError(
@@ -354,7 +354,7 @@ def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, Time
 
 
 def _time_forward(profiled: ProfiledModel) -> tuple[Times, tuple[str, ...]]:
-    """The time of each segment of a forward, and its order."""
+    """The time of each segment of a forward, and the order of segments."""
     stamps: list[float] = []
     watch = _SegmentWatch(profiled.leaves, enter=lambda *_: stamps.append(profiled.stamp()))
     with watch.watching():
@@ -367,7 +367,7 @@ def _time_forward(profiled: ProfiledModel) -> tuple[Times, tuple[str, ...]]:
 def _time_split_backward(
     profiled: ProfiledModel, undeferred: Sequence[nn.Parameter]
 ) -> tuple[Times, Times]:
-    """The time of each segment's I, and of its W."""
+    """The times of each segment's I and W."""
     arrivals = Arrivals(profiled)
     work = DeferredGrads(undeferred, compiled_parts(profiled.model))
     begins: list[int] = []
@@ -391,7 +391,8 @@ def _time_split_backward(
 
 
 class Arrivals:
-    """The times at which gradients reach the outputs of segments, where their backward begins.
+    """The times at which gradients reach the outputs of segments, where the segments' backwards
+    begin.
 
     Args:
         clock: the profiled model, or another object with ``stamp``.
@@ -403,11 +404,11 @@ class Arrivals:
         self._arrived: dict[int, float] = {}
 
     def enter(self, segment: int, _: Any) -> None:
-        """A segment begins."""
+        """Do nothing when a segment begins."""
         self._num_segments = segment + 1
 
     def leave(self, segment: int, output: Any) -> None:
-        """A leaf module has returned ``output``."""
+        """Register a hook on the output that a leaf module returned."""
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._arrive(segment))  # type: ignore[no-untyped-call]
@@ -417,12 +418,12 @@ class Arrivals:
             self._arrived[segment] = self._clock.stamp()
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> Times:
-        """Run the backward; returns the time of each segment's.
+        """Run the backward; return the time of each segment's.
 
-        The time before the first arrival, of the loss, counts with the last segment.
+        The time before the first arrival belongs to the loss, and counts with the last segment.
         """
         times = [0.0] * self._num_segments
-        self._arrived.clear()  # those of gradients that were taken within the forward
+        self._arrived.clear()  # arrivals of gradients taken within the forward
         current, last = self._num_segments - 1, self._clock.stamp()
         torch.autograd.backward(list(roots), list(grads))
         end = self._clock.stamp()

@@ -3,8 +3,8 @@
     layers   embed  0  1  2  3  head        split=[2, 2, 2]
     stages   ───────┘  ────┘  ──────        names as in the plain model
 
-Where sequences are split into chunks, a layer that looks along the sequence keeps a state from
-chunk to chunk: it takes ``state`` and returns ``(output, state)``.
+If sequences are split into chunks, a layer that mixes positions keeps a state from chunk to chunk:
+it takes ``state`` and returns ``(output, state)``.
 
     chunk i     embed ──────► block ──────► block ──────► head        looks at each position alone
                               │ state       │ state
@@ -38,7 +38,7 @@ __all__ = [
 
 LayerSplit: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
 
-# Layers of torch's own that treat every position of a sequence by itself.
+# torch's own layers that treat every position of a sequence independently.
 _POSITIONWISE = (
     nn.Linear,
     nn.Embedding,
@@ -61,12 +61,12 @@ _POSITIONWISE = (
 
 
 class SequentialStage(nn.Module):
-    """Consecutive layers of a sequence, under the names that they have there.
+    """Consecutive layers of a sequence, under their names in the sequence.
 
     Args:
         layers: the layers by name.
-        last: True for the stage that ends the sequence. Other stages wrap their output, so that
-            the next stage is called with that one value, as ``nn.Sequential`` does.
+        last: True for the last stage. Other stages wrap their output, so that the next stage is
+            called with one value, as in ``nn.Sequential``.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, last: bool) -> None:
@@ -89,13 +89,13 @@ class SequentialStage(nn.Module):
 
 
 class StatefulSequentialStage(SequentialStage):
-    """Consecutive layers, some of which pass a state from one sequence chunk to the next.
+    """Consecutive layers, some of which pass state from one sequence chunk to the next.
 
     Args:
-        stage: the same layers for whole sequences.
+        stage: a stage of the same layers for whole sequences.
 
     Raises:
-        PartitionError: a layer takes no state, and is not known to treat positions by themselves.
+        PartitionError: a layer takes no state, and is not known to treat positions independently.
     """
 
     def __init__(self, stage: SequentialStage) -> None:
@@ -112,7 +112,7 @@ class StatefulSequentialStage(SequentialStage):
         self._stateful = frozenset(name for name, layer in layers.items() if takes_state(layer))
 
     def forward(self, value: Any, state: tuple[Any, ...] | None = None) -> Any:
-        """Run the layers one after the other, each with its own state of the chunk before."""
+        """Run the layers in sequence, each with its own state from the previous chunk."""
         states: list[Any] = []
         for i, (name, layer) in enumerate(self.layers.items()):
             if name in self._stateful:
@@ -124,7 +124,7 @@ class StatefulSequentialStage(SequentialStage):
 
 
 def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The stages for sequence chunks, made of the stages for whole sequences.
+    """Convert stages for whole sequences to stages for sequence chunks.
 
     Args:
         modules: the stages of the model, as they were cut.
@@ -155,13 +155,13 @@ def is_sequence(model: Any) -> bool:
 
 
 def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
-    """The layers of a sequence by name, in order; one that stands in several places, in each.
+    """The layers of a sequence by name, in order; a repeated layer is listed in each place.
 
     Args:
-        model: an ``nn.Sequential``, or a list of modules, which are named by their numbers.
+        model: an ``nn.Sequential``, or a list of modules, named by index.
 
     Raises:
-        PartitionError: it is neither, or does more than to run its layers one after the other.
+        PartitionError: the model is neither, or does more than run its layers in sequence.
 
     Example:
         >>> relu = nn.ReLU()
@@ -192,7 +192,7 @@ def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
 
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:
-    """Layer counts per stage, as even as they go, the first stages one layer longer.
+    """Layer counts per stage, as even as possible, with the longer stages first.
 
     Raises:
         PartitionError: there are fewer layers than stages.

@@ -28,10 +28,10 @@ from penstock.stage.pytree import as_args
 __all__ = ["Example", "Split", "SplitSpec", "as_call", "describe", "own_loss"]
 
 Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | str
-"""The forms in which users say where to cut."""
+"""The forms of a user's split."""
 
 Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
-"""One microbatch: positional arguments, keyword arguments, or the one argument."""
+"""One microbatch: positional arguments, keyword arguments, or the only argument."""
 
 AUTO = "auto"
 RULES = ("uniform", "parameters", "type")
@@ -39,7 +39,7 @@ RULES = ("uniform", "parameters", "type")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSpec:
-    """The places to cut a model: one of four forms, the others empty.
+    """The places to cut a model, in one of four forms.
 
     Args:
         stages: per stage the names of its modules.
@@ -47,7 +47,7 @@ class SplitSpec:
         starts: the names of the modules with which the stages after the first begin.
         auto: balance the stages by a measurement.
         plan: the plan that ``stages`` comes from, if any.
-        blocks: the repeated blocks that ``counts`` counts; set by ``resolve``.
+        blocks: the repeated blocks that ``counts`` refers to; set by ``resolve``.
     """
 
     stages: tuple[tuple[str, ...], ...] = ()
@@ -59,11 +59,11 @@ class SplitSpec:
 
     @classmethod
     def parse(cls, split: Any, *, sequence: bool = False) -> SplitSpec:
-        """Read ``split`` in any of its forms.
+        """Parse ``split`` in any of its forms.
 
         Args:
             split: see ``Split``; or the path of a plan.
-            sequence: whether the model is a sequence of layers, in which a name is a stage.
+            sequence: True if the model is a sequence of layers, in which each name is a stage.
 
         Raises:
             PartitionError: ``split`` has none of these forms, or its file holds no plan.
@@ -104,15 +104,15 @@ class SplitSpec:
         )
 
     def resolve(self, model: nn.Module) -> SplitSpec:
-        """Check the spec against a model that is no sequence, and list the blocks it counts.
+        """Check the spec against a model that is not a sequence, and find the blocks of ``counts``.
 
         Raises:
-            PartitionError: the model lacks a name of the plan, or has another number of blocks.
+            PartitionError: the model lacks a name in the plan, or has another number of blocks.
         """
         if self.plan is not None:
             self.plan.check(model)
         elif self.stages:
-            Plan(stages=self.stages)  # refuses names that stand twice, and empty stages
+            Plan(stages=self.stages)  # refuses repeated names and empty stages
         if not self.counts:
             return self
         blocks = tuple(find_blocks(model))
@@ -127,14 +127,14 @@ class SplitSpec:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The modules that a cut has to tell apart."""
+        """The modules that a cut must separate."""
         return tuple(n for names in self.stages for n in names) or self.blocks or self.starts
 
     def begins(self, order: Mapping[str, int]) -> tuple[str, ...]:
-        """The first modules of the stages after the first; for ``counts`` and ``starts``.
+        """The first modules of the stages after the first, for ``counts`` and ``starts``.
 
         Args:
-            order: the first call of each module that runs.
+            order: the modules that run, by first call.
         """
         blocks = sorted(self.blocks, key=lambda name: order.get(name, len(order)))
         counted = range(1, len(self.counts))
@@ -142,7 +142,7 @@ class SplitSpec:
 
 
 def check_counts(counts: Sequence[int], blocks: Sequence[str], model: str) -> None:
-    """Refuse counts that are not those of the blocks."""
+    """Refuse counts that do not add up to the number of blocks."""
     if not blocks:
         raise PartitionError(
             f"this {model} has no list of repeated blocks to count; name the modules of each stage"
@@ -175,14 +175,14 @@ def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def own_loss(output: Any, target: object = None) -> Any:
-    """The loss that a model computes itself; the loss function of such models.
+    """Return the loss that the model computed; the loss function of such models.
 
     Args:
-        output: what the model returns, with an attribute or a key ``loss``.
+        output: the model's output, with an attribute or a key ``loss``.
         target: ignored.
 
     Returns:
-        The loss; None if there is none, as in an evaluation without labels.
+        The loss; None for an output without loss, as in evaluation without labels.
 
     Example:
         >>> own_loss({"loss": 2.0})
@@ -192,7 +192,7 @@ def own_loss(output: Any, target: object = None) -> Any:
 
 
 def describe(value: Any) -> str:
-    """Tensors by dtype and shape, an open size as a star; other values by their class.
+    """Describe tensors by dtype and shape (``*`` for an open size), other values by class.
 
     Example:
         >>> import torch

@@ -1,11 +1,12 @@
-"""Parameters and buffers that have several names, or that several stages have in common.
+"""Ties: parameters and buffers with several names, or shared by several stages.
 
     stage 0   embed.weight ─┐
     stage 3   head.weight ──┴─ one parameter      {0: "embed.weight", 3: "head.weight"}
 
-A tie maps each stage that holds the parameter to its name there. Each process has a copy of its
-own, and ``penstock.parallel.tied_params`` sums their gradients. State that a forward writes can't
-be summed: layers that write buffers in several stages are refused. This module knows no ranks.
+A tie maps each stage that holds the parameter to its name there. Each process has its own copy of
+the parameter, and ``penstock.parallel.tied_params`` sums the copies' gradients. Buffers that a
+forward writes can't be summed, so layers that write buffers in several stages are refused. This
+module knows no ranks.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ __all__ = [
 ]
 
 Tie: TypeAlias = Mapping[int, str]
-"""For each stage that holds it, the name of a parameter there; or of a module, for all of its."""
+"""For each stage that holds a parameter, its name there; or the name of a module, for all its
+parameters."""
 
 _ADVICE = "give each stage its own layer, freeze it before (eval()), or put both uses in one stage"
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, then all buffers, each under every name that it has."""
+    """All parameters, then all buffers, each under all its names."""
     params = model.named_parameters(remove_duplicate=False)
     return {**dict(params), **dict(model.named_buffers(remove_duplicate=False))}
 
@@ -60,14 +62,14 @@ def names_by_tensor(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
-    """Parameters that are one object in several modules.
+    """Find parameters shared by several modules as one object.
 
     Args:
         modules: the modules of all stages, in order.
 
     Returns:
-        A tie for each such parameter, stages rising, in the order of the first stages' parameters.
-        A stage that has the parameter under several names goes by the first.
+        A tie for each shared parameter, stages rising, in the order of the first stages'
+        parameters. If a stage has several names for the parameter, the tie uses the first.
 
     Example:
         >>> embed, head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
@@ -83,12 +85,13 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
 
 
 def record_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
-    """Find the ties between stage modules, and set them as ``ties_of_stages`` on each.
+    """Find the ties between stage modules, and record them as ``ties_of_stages`` on each.
 
-    A ``PipelineStage`` reads the attribute: a process that is given one stage can't see the others.
+    A ``PipelineStage`` reads the attribute, since a process with one stage can't see the other
+    stages.
 
     Args:
-        modules: the modules of all stages, in order, as a cut has made them.
+        modules: the modules of all stages, in order.
 
     Returns:
         The ties.
@@ -100,12 +103,12 @@ def record_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
 
 
 def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
-    """The names of a parameter in all stages that it is tied to.
+    """The names of a parameter in all stages tied to it.
 
     Args:
         ties: the ties of the model.
         stage: the stage that holds the parameter.
-        name: its name there.
+        name: the name of the parameter in that stage.
 
     Example:
         >>> all_names([{0: "embed", 3: "head"}], 3, "head.weight")
@@ -120,12 +123,12 @@ def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
 
 
 def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
-    """The plain model's name of a parameter of a stage: of a tied one, that in the first stage.
+    """The plain model's name of a stage's parameter: for a tied one, the name in its first stage.
 
     Args:
         ties: the ties of the model.
         stage: the stage that holds the parameter.
-        name: its name there.
+        name: the name of the parameter in that stage.
 
     Example:
         >>> first_name([{0: "embed", 3: "head"}], 3, "head.weight")
@@ -137,16 +140,16 @@ def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
 
 
 def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse a layer with running statistics that several stages call.
+    """Refuse a layer with running statistics that several stages share.
 
-    One process runs each microbatch through all depths in turn; a pipeline runs many microbatches
-    through one depth first, and each process has statistics of its own.
+    A single process updates the statistics once per use and microbatch, in order. In a pipeline the
+    order differs, and each process has statistics of its own.
 
     Args:
         modules: the modules of the model's stages, rising; those of other ranks may be missing.
 
     Raises:
-        PartitionError: a layer that updates running statistics stands in several stages.
+        PartitionError: a layer that updates running statistics is in several stages.
 
     Example:
         >>> norm = nn.BatchNorm1d(4)
@@ -166,7 +169,7 @@ def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
 
 
 class SharedBuffers:
-    """Buffers of layers that stand in several stages, which no step may write.
+    """Buffers of layers shared by several stages, which no step may write.
 
     Args:
         modules: the modules of the model's stages, rising; those of other ranks may be missing.
@@ -181,7 +184,7 @@ class SharedBuffers:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Refuse a step that writes one of them.
+        """Refuse a step that writes one of the buffers.
 
         Raises:
             PartitionError: on leaving, if a buffer was written or replaced.
@@ -203,7 +206,8 @@ class SharedBuffers:
 
 
 def _shared_layers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, int, str, nn.Module]]:
-    """Layers of several stages: the first stage and another one, the name in the first, itself."""
+    """Layers shared by several stages: the first stage, another stage, the name in the first, the
+    layer."""
     seen: dict[int, tuple[int, str]] = {}
     for stage, module in modules.items():
         for name, layer in module.named_modules():

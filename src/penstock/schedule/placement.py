@@ -1,4 +1,4 @@
-"""Which rank holds which stage.
+"""The placement of stages on ranks.
 
     linear   P=4        looped  P=4, V=2       V-shape  P=4        wave  P=2, waves=2
     rank 0   0          rank 0  0 4            rank 0   0 7        rank 0   0 3 4 7
@@ -6,8 +6,7 @@
     rank 2   2          rank 2  2 6            rank 2   2 5
     rank 3   3          rank 3  3 7            rank 3   3 4
 
-Where two neighbouring stages share a rank (the turn of a V), what crosses between them needs no
-message.
+Values between neighbouring stages on the same rank (the turn of a V) need no message.
 
     bidirectional  P=4     copies=2: the model's 4 stages twice, once per direction
     rank 0         0 7     down   0 → 1 → 2 → 3    even microbatches enter at stage 0
@@ -16,8 +15,8 @@ message.
     rank 3         3 4     up     4 → 5 → 6 → 7    odd microbatches enter at stage 4
 
 Stages 4 to 7 are the model's stages 0 to 3 again, a second copy of their weights. Stages of
-different copies are no neighbours: what leaves stage 3 is the model's output. This module knows
-no actions.
+different copies are not neighbours: stage 3 returns the model's output. This module knows no
+actions.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ __all__ = ["Placement", "bidirectional", "linear", "looped", "v_shape", "wave"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The rank of every stage, and which stages a microbatch passes.
+    """The rank of every stage, and the stages that a microbatch passes.
 
     Args:
         num_ranks: number of ranks, at least 1; each must hold at least one stage.
         stage_ranks: for each stage, from 0, the rank that holds it; any sequence, kept as a tuple.
-        copies: how often the model's stages are there. The stages of the second copy follow those
-            of the first, and microbatch m goes through copy m mod ``copies`` alone.
+        copies: the number of copies of the model. The stages of the second copy follow those of the
+            first, and microbatch m passes only copy m mod ``copies``.
 
     Raises:
-        ScheduleError: a rank out of range, or one that holds no stage; or stages that are not as
-            many in each copy.
+        ScheduleError: a rank is out of range or holds no stage, or the copies have different
+            numbers of stages.
     """
 
     num_ranks: int
@@ -79,28 +78,28 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, those of every copy counted."""
+        """Number of stages, counting all copies."""
         return len(self.stage_ranks)
 
     @property
     def num_model_stages(self) -> int:
-        """Into how many stages the model is cut: the number of stages of one copy."""
+        """Number of stages of the model, that is, of one copy."""
         return len(self.stage_ranks) // self.copies
 
     def model_stage(self, stage: int) -> int:
-        """Which of the model's stages ``stage`` is."""
+        """The index of ``stage`` within its copy of the model."""
         return stage % self.num_model_stages
 
     def copy_of(self, stage: int) -> int:
-        """The copy that ``stage`` belongs to, from 0."""
+        """The copy of the model that ``stage`` belongs to, from 0."""
         return stage // self.num_model_stages
 
     def passes(self, microbatch: int, stage: int) -> bool:
-        """Whether ``microbatch`` goes through ``stage``."""
+        """True if ``microbatch`` passes ``stage``."""
         return microbatch % self.copies == self.copy_of(stage)
 
     def neighbour(self, stage: int, offset: int) -> int | None:
-        """The stage ``offset`` further on in the model, in the same copy; None if there is none.
+        """The stage ``offset`` further on in the same copy of the model; None past its ends.
 
         Example:
             >>> [bidirectional(2).neighbour(stage, +1) for stage in range(4)]
@@ -130,7 +129,7 @@ class Placement:
         return tuple(s for s, holder in enumerate(self.stage_ranks) if holder == rank)
 
     def same_rank(self, stage: int, other: int) -> bool:
-        """Whether both stages exist and one rank holds them."""
+        """True if both stages exist and are on the same rank."""
         exist = 0 <= stage < self.num_stages and 0 <= other < self.num_stages
         return exist and self.stage_ranks[stage] == self.stage_ranks[other]
 

@@ -1,7 +1,7 @@
-"""A program: for each rank, the steps that it takes, in order.
+"""Programs: for each rank, its steps in order.
 
-A program says what runs when; it holds no module, tensor or process group. ``CheckedProgram``
-is made by ``penstock.schedule.check.check`` alone, and is the only kind that runs.
+A program holds no module, tensor or process group. Only ``penstock.schedule.check.check`` makes a
+``CheckedProgram``, and only a ``CheckedProgram`` runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ class Program:
 
     Args:
         name: the schedule's canonical name, such as ``"1f1b"``.
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step. Where sequences are split, each piece of one is
-            a microbatch of its own: piece i of the batch's microbatch m has the number
-            m · num_splits + i.
+        placement: the rank of every stage.
+        num_microbatches: microbatches per step. If sequences are split, each chunk counts as a
+            microbatch: chunk i of the batch's microbatch m has the number m · num_splits + i.
         ranks: for each rank, its steps in order.
-        num_splits: into how many pieces each sequence is split, for models that look back along
-            it and never ahead; 1 where sequences are whole.
+        num_splits: the number of chunks per sequence, for causal models; 1 for unsplit sequences.
     """
 
     name: str
@@ -40,7 +38,7 @@ class Program:
 
     @property
     def num_whole_microbatches(self) -> int:
-        """Microbatches that the batch is split into, before their sequences are."""
+        """Number of microbatches in the batch, before sequences are split."""
         return self.num_microbatches // self.num_splits
 
     @property
@@ -60,18 +58,18 @@ class Program:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the program spells out its sends and receives."""
-        # Overlapped pairs hold computations only; looking into none is several times faster.
+        """True if the program has explicit sends and receives."""
+        # Overlapped pairs hold computations only; skipping them is several times faster.
         ops = {s.op for steps in self.ranks for s in steps if isinstance(s, Action)}
         return not SENDS.isdisjoint(ops)
 
     @property
     def has_backward(self) -> bool:
-        """Whether the program computes gradients."""
+        """True if the program computes gradients."""
         return any(act.op in BACKWARDS for act in self.actions())
 
     def with_ranks(self, ranks: tuple[tuple[Step, ...], ...]) -> Program:
-        """The same schedule with other steps; to be checked anew."""
+        """A copy with other steps, not checked."""
         return Program(
             name=self.name,
             placement=self.placement,
@@ -81,7 +79,7 @@ class Program:
         )
 
     def actions(self) -> Iterator[Action]:
-        """Every action, rank by rank, overlapped blocks taken apart."""
+        """Every action, rank by rank, with overlapped pairs taken apart."""
         for steps in self.ranks:
             for step in steps:
                 yield from step.parts
@@ -89,18 +87,18 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedProgram(Program):
-    """A program that ``check`` found free of problems; the only kind that the runtime runs."""
+    """A program without problems, made by ``check``; the only kind that the runtime runs."""
 
 
 def refuse_no_program(value: object, caller: str) -> None:
-    """Refuse what was given in place of a program.
+    """Refuse a value that is not a program.
 
     Args:
-        value: what was given.
-        caller: what takes it, for the message.
+        value: the value.
+        caller: the caller to name in the message.
 
     Raises:
-        ScheduleError: it is no ``Program``.
+        ScheduleError: the value is not a ``Program``.
     """
     if not isinstance(value, Program):
         name = value if isinstance(value, str) else "1f1b"

@@ -1,4 +1,4 @@
-"""The registry of schedules: Penstock's families, and those that users add.
+"""The registry of schedules: Penstock's families, and families added by users.
 
     @penstock.schedule("all-then-all")
     def all_then_all(*, ranks, microbatches): ...      build("all-then-all", ranks=4, ...)
@@ -35,12 +35,12 @@ _GIVEN = ("ranks", "microbatches", "virtual")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _log = logging.getLogger(__name__)
 
-# Families of users, by canonical name in normal form.
+# Users' families, by normalized canonical name.
 _ADDED: dict[str, Family] = {}
 
 
 def schedules() -> tuple[Family, ...]:
-    """All families: Penstock's own, then those that users have added.
+    """All families: Penstock's own, followed by users' families.
 
     Example:
         >>> [each.name for each in schedules()][:3]
@@ -54,8 +54,8 @@ def family(name: str) -> Family:
     """The family called ``name``.
 
     Args:
-        name: a family's name; case and separators (hyphen, underscore, space) don't count, and
-            torch's class names are understood too.
+        name: a family's name, or torch's class name; case and separators (hyphen, underscore,
+            space) are ignored.
 
     Raises:
         ScheduleError: there is no such family, or ``name`` is not a string.
@@ -83,7 +83,7 @@ def family(name: str) -> Family:
 def build(
     name: str, *, ranks: int, microbatches: int, virtual: int | None = None, **options: object
 ) -> Program:
-    """The program of a schedule.
+    """Build the program of a schedule.
 
     Args:
         name: the family's name, as ``family`` takes it.
@@ -97,8 +97,8 @@ def build(
         A program that holds computations only; ``penstock.schedule.passes`` adds the rest.
 
     Raises:
-        ScheduleError: no such schedule, an option that it does not have, or a number that it
-            can't work with (the message says which work).
+        ScheduleError: the schedule or an option does not exist, or a number is not supported (the
+            message gives supported ones).
 
     Example:
         >>> program = build("1F1B", ranks=2, microbatches=2)
@@ -133,10 +133,10 @@ def build(
 
 
 def refuse_options(chosen: Family, options: Iterable[str]) -> None:
-    """Refuse names that are no options of a family.
+    """Refuse names that are not options of a family.
 
     Raises:
-        ScheduleError: one of them is none; the message lists those that are.
+        ScheduleError: a name is not an option; the message lists the options.
     """
     for option in options:
         if not chosen.takes_option(option):
@@ -157,18 +157,18 @@ def schedule(
 ) -> Callable[[Builder], Builder]:
     """Make the function below a schedule that ``build``, ``Pipeline`` and the command know.
 
-    The function takes ``ranks`` and ``microbatches`` by name, and ``virtual`` if it works with
-    several numbers of stages per rank. Its other parameters are the schedule's options; with
-    ``**more`` any name is one. ``build`` turns whatever it raises into a ScheduleError.
+    The function takes ``ranks`` and ``microbatches`` by name, and ``virtual`` if it supports
+    several numbers of stages per rank. Its other parameters are the schedule's options; ``**more``
+    accepts any option. ``build`` turns any exception of the function into a ScheduleError.
 
     Args:
         name: the schedule's name; registering it again replaces it.
-        virtual: the stages per rank that it makes or, if the function takes ``virtual``, makes
-            by default; None for the function's own default, or 1.
-        arrangement: how it lays stages on ranks. None for linear, or looped if there are
-            several stages per rank. ``Arrangement.BIDIRECTIONAL`` says that ranks hold two copies
-            of the model, which must be known before a program is built.
-        summary: one line for people; None for the first line of the docstring.
+        virtual: the stages per rank or, if the function takes ``virtual``, their default; None for
+            the function's own default, or 1.
+        arrangement: the placement of stages on ranks. None for linear, or looped if there are
+            several stages per rank. ``Arrangement.BIDIRECTIONAL`` means two copies of the model,
+            and must be declared here because it is needed before a program is built.
+        summary: a one-line summary; None for the first line of the docstring.
         source: the publication of the method.
         aliases: other names.
 
@@ -176,9 +176,9 @@ def schedule(
         A decorator that returns the function unchanged.
 
     Raises:
-        ScheduleError: a name that Penstock's own schedules have, or none; or the function takes no
-            ``ranks`` or no ``microbatches``, or is none; or ``virtual`` is no whole number from 1
-            on, or ``arrangement`` no ``Arrangement``.
+        ScheduleError: the name is empty or belongs to one of Penstock's own schedules; the argument
+            is not a function of ``ranks`` and ``microbatches``; ``virtual`` is not a positive
+            integer; or ``arrangement`` is not an ``Arrangement``.
 
     Example:
         >>> from penstock.schedule.text import parse_csv
@@ -234,19 +234,19 @@ def schedule(
 
 
 def remove(name: str) -> None:
-    """Remove a family that users have added; nothing happens if there is none."""
+    """Remove a user's family; does nothing if there is none."""
     _ADDED.pop(_normal(name), None)
 
 
 def _normal(name: str) -> str:
-    """``name`` without what doesn't tell names apart: case, separators, torch's prefix."""
+    """``name`` without case, separators and torch's prefix."""
     plain = "".join(c for c in name.lower() if c not in "-_ ")
     return plain.removeprefix("schedule")
 
 
 @cache
 def _own() -> tuple[Family, ...]:
-    """Penstock's own families, imported with the first question: they are many modules."""
+    """Penstock's own families; imported lazily, since they are many modules."""
     from penstock.schedule.families.table import FAMILIES
 
     return FAMILIES
@@ -268,7 +268,7 @@ def _lookup(name: str) -> Family | None:
 
 
 def _add(new: Family) -> None:
-    """Add a family, or replace one that was added under the same name before."""
+    """Add a family, or replace an added one of the same name."""
     key = _normal(new.name)
     for name in (new.name, *new.aliases):
         _refuse_no_name(name)
@@ -290,24 +290,24 @@ def _refuse_no_name(name: object) -> None:
 
 @cache
 def _discover() -> tuple[str, ...]:
-    """Import the families of installed packages, once; the faults of those that can't be."""
+    """Import the families of installed packages once; returns the errors of failed imports."""
     faults = []
     for entry in entry_points(group=_ENTRY_POINTS):
         try:
             found = entry.load()
-            # The decorator may have registered it already.
+            # The decorator may already have registered it.
             known = (getattr(each.builder, "__wrapped__", None) for each in _ADDED.values())
             if callable(found) and not any(each is found for each in known):
                 schedule(entry.name)(found)
         except Exception as error:
-            # One broken package must not take the other schedules away.
+            # A broken package must not disable the other schedules.
             _log.warning("schedule %s of %s: %r", entry.name, entry.value, error)
             faults.append(f"{entry.name!r} ({entry.value}) can't be loaded: {error!r}")
     return tuple(faults)
 
 
 def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a decorated function; refuses those that ``build`` can't call."""
+    """The parameters of a decorated function; refuses functions that ``build`` can't call."""
     try:
         found = dict(inspect.signature(builder).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -328,7 +328,7 @@ def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
 
 
 def _verified(family: Family) -> Callable[..., Program]:
-    """The family's builder, with programs that are right and of the sizes asked for."""
+    """The family's builder, with checks that its programs are valid and of the requested sizes."""
     name = family.name
 
     @functools.wraps(family.builder)
@@ -345,7 +345,7 @@ def _verified(family: Family) -> Callable[..., Program]:
         if not isinstance(made, Program):
             raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
         stages, virtual = made.placement.num_model_stages, more.get("virtual")
-        # Without a choice of virtual, a rank may hold more stages than another.
+        # Without ``virtual``, ranks may hold different numbers of stages.
         wanted = (
             stages
             if virtual is None and stages % ranks

@@ -1,12 +1,12 @@
-"""Replays a fixed order: every step starts as soon as its queue is free and its needs are complete.
+"""Replay a fixed order: each step starts once its queue is free and its needs are complete.
 
     queue 0   F0 ─► F1 ─► ·  ·  ·  B0       0 waits for the gradient of 1: it is parked, queue 1
     queue 1      ╲► F0 ─► B0 ─╱             goes on, and the end of B0 wakes queue 0 again
 
-Queues are those of ranks, and of channels between them if the caller adds such. A time follows
-from earlier times alone, and what can be reached does not depend on which queue goes first, so one
-replay decides whether a program ends, in which order, and when. The checker, the passes, the
-simulator and the search all replay with this class. It judges nothing and changes nothing.
+Each rank has a queue, and so has each channel between ranks if the caller adds it. Times depend
+only on earlier times, and the result does not depend on the order in which queues advance. So one
+replay finds deadlocks, the order of steps and their times. The checker, the passes, the simulator
+and the search all use this class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.schedule.index import IndexedProgram, Offsets
 __all__ = ["DependencyReplay", "RowNeeds", "replay_of"]
 
 RowNeeds: TypeAlias = Sequence[Sequence[tuple[int, float]]]
-"""For each row, the offset of each prerequisite, and the delay from its end to its arrival."""
+"""By row, the offset of each prerequisite, and the delay from its end to its arrival."""
 
 
 def replay_of(
@@ -30,12 +30,12 @@ def replay_of(
     more: Mapping[int, Sequence[int]] | None = None,
     durations: Sequence[float] | None = None,
 ) -> DependencyReplay:
-    """A replay of a program whose results are usable at once, yet to be played.
+    """A replay of a program whose results arrive at once; not played yet.
 
     Args:
         program: the program.
-        required: by row, the offsets of the prerequisites; those between sequence chunks are
-            added here.
+        required: by row, the offsets of the prerequisites; prerequisites between sequence chunks
+            are added here.
         more: by id, further ids that must be complete before.
         durations: by row; None if nothing takes time.
     """
@@ -44,7 +44,7 @@ def replay_of(
     needs = [tuple((offset, 0.0) for offset in row) for row in required]
     chunks = program.index.required_chunks()
     if more or chunks:
-        # These requirements differ from microbatch to microbatch: each gets a row of its own.
+        # These requirements differ between microbatches, so each microbatch gets a row of its own.
         needs = [row for row in needs for _ in range(width)]
         fulfilled = [row for row in fulfilled for _ in range(width)]
         if durations is not None:
@@ -66,29 +66,27 @@ def replay_of(
 
 
 class DependencyReplay:
-    """A replay of all queues against each other.
+    """A replay of several queues with dependencies between them.
 
     Args:
         queues: for each queue the ids of its steps; ``~i`` stands for overlapped pair i.
-        overlapped: for each overlapped pair the ids of its parts.
-        num_ids: number of ids; every id lies below.
+        overlapped: for each overlapped pair the ids of its actions.
+        num_ids: number of ids; every id is smaller.
         width: ids per row.
         needs: by row, the prerequisites of an action.
         fulfilled: by row, the offsets of the ids that are complete when an action is.
         durations: by row; None if nothing takes time.
-        overlap_durations: by row of a pair's first part, the time of the pair; None, or an entry
-            of None, if a pair takes as long as its parts one after the other.
-        parts_in_turn: whether the parts of a pair may fulfil each other's needs, as where they
-            run one after the other.
+        overlap_durations: by row of a pair's first action, the time of the pair; None, or an entry
+            of None, for the sum of both times.
+        parts_in_turn: True if one action of a pair may depend on the other, as on a single stream.
 
     Attributes:
-        done: by id, the end of the action; -1.0 as long as it is not complete.
-        starts: for each queue the start of each action in turn, pairs taken apart.
-        ends: likewise, the ends.
-        positions: for each queue the place of its next step.
+        done: by id, the end of the action; -1.0 while incomplete.
+        starts: for each queue the starts of its actions in order, with pairs taken apart.
+        ends: for each queue the ends of its actions.
+        positions: for each queue the position of its next step.
         awaits: for each queue the id that its next step waits for, or None.
-        runs: steps taken without a break, as (queue, start, stop), in an order in which nothing
-            waits.
+        runs: uninterrupted runs of steps, as (queue, start, stop), in a valid sequential order.
 
     Example:
         >>> needs = [(), ((-2, 0.5),)]
@@ -138,7 +136,7 @@ class DependencyReplay:
         self._durations = [0.0] * len(fulfilled) if durations is None else durations
         self._overlap_durations = overlap_durations
         self._parts_in_turn = parts_in_turn
-        # Id of a missing result → the queues that wait for it.
+        # By id of a missing result, the queues that wait for it.
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(len(queues)))
         self._unfinished = len(queues)
@@ -150,8 +148,8 @@ class DependencyReplay:
         self.runs: list[tuple[int, int, int]] = []
 
     def play(self) -> bool:
-        """Runs each queue until it has ended or waits; True if all have ended."""
-        # Locals and no calls: the loop below runs once per action.
+        """Run each queue until it ends or waits; return True if all queues have ended."""
+        # Local variables and no calls, since the loop below runs once per action.
         done, waiting, ready = self.done, self._waiting, self._ready
         width, needs, fulfilled = self._width, self._needs, self._fulfilled
         durations = self._durations
@@ -182,7 +180,7 @@ class DependencyReplay:
                     if arrival > start:
                         start = arrival
                 else:
-                    # Without a duration no new number is made, of which a check keeps many.
+                    # Without durations no new float is created; a check would keep many of them.
                     duration = durations[row]
                     free = start + duration if duration else start
                     starts.append(start)
@@ -205,7 +203,7 @@ class DependencyReplay:
         return not self._unfinished
 
     def fulfil(self, step: int, time: float = 0.0) -> None:
-        """Completes an action out of its turn, and wakes the queues that wait for it."""
+        """Complete an action out of order, and wake the queues that wait for it."""
         for offset in self._fulfilled[step // self._width]:
             result = step + offset
             self.done[result] = time
@@ -213,7 +211,7 @@ class DependencyReplay:
                 self._ready.extend(self._waiting.pop(result))
 
     def lacking(self, number: int) -> list[int]:
-        """All ids that the next step of a queue waits for."""
+        """All missing prerequisites of a queue's next step."""
         queue, place = self._queues[number], self.positions[number]
         return self._lacking(queue[place]) if place < len(queue) else []
 
@@ -224,13 +222,13 @@ class DependencyReplay:
         return [each for each in needed if self.done[each] < 0.0 and each not in inner]
 
     def _inner(self, parts: Sequence[int]) -> set[int]:
-        """The ids that the parts of a pair give to each other."""
+        """The ids that the actions of a pair fulfil for each other."""
         if not self._parts_in_turn:
             return set()
         return {part + offset for part in parts for offset in self._fulfilled[part // self._width]}
 
     def _play_pair(self, number: int, pair: int, free: float) -> int | None:
-        """Runs the parts of a pair together; returns an id that it lacks, if any."""
+        """Run the actions of a pair together; return a missing id if there is one."""
         parts, width, start = self._overlapped[pair], self._width, free
         needs, done = self._needs, self.done
         for part in parts:
@@ -248,7 +246,7 @@ class DependencyReplay:
         length = serial if given is None else given
         end = start + length
         for duration in durations:
-            # The time of the pair is shown in parts, in proportion to their own times.
+            # The time of the pair is divided in proportion to its actions' own times.
             self.starts[number].append(start)
             start += (duration / serial if serial else 1 / len(parts)) * length
             self.ends[number].append(start)

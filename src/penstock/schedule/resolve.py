@@ -1,6 +1,7 @@
-"""Resolves a program from the stages, ranks and microbatches that a user gives.
+"""Resolve a program from given numbers of stages, ranks and microbatches.
 
-Numbers that are given fix the rest, or do not fit and are refused. This module knows no models.
+Given numbers determine the missing ones; contradictory numbers are refused. This module knows no
+models.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def choose_program(
     virtual: int | None,
     world: int | None,
 ) -> Program:
-    """The program to run.
+    """Choose the program to run.
 
     Args:
         schedule: a schedule's name, or the program itself.
@@ -42,7 +43,7 @@ def choose_program(
         world: number of processes; None if one process runs all ranks.
 
     Raises:
-        ScheduleError: the numbers do not fit each other, or do not say enough.
+        ScheduleError: the numbers contradict each other or are incomplete.
 
     Example:
         >>> program = choose_program(
@@ -82,7 +83,7 @@ def _refuse_misfits(
     virtual: int | None,
     world: int | None,
 ) -> None:
-    """Refuse numbers beside a program that are not the program's."""
+    """Refuse numbers that differ from those of a given program."""
     given = "the program given as schedule"
     if n_microbatches not in (None, program.num_whole_microbatches):
         raise ScheduleError(

@@ -1,7 +1,7 @@
 """The readiness rules: the actions that must be complete before an action may start.
 
-Every part that asks when an action is ready reads these tables, through ``required`` or through
-the integer form of it in ``penstock.schedule.index``.
+All readiness checks read these tables, through ``required`` or through its integer form in
+``penstock.schedule.index``.
 
                  stage s−1      stage s                     stage s+1
     forward      F ─────────►   F ──────────────────────►   F
@@ -19,9 +19,9 @@ microbatch 1):
     forward      F2 ───► F3
     backward     I2 ◄─── I3
 
-A full backward B counts as I and W at once. ``Placement.neighbour`` says which stages are
-neighbours. Between stages on different ranks an arrow is a pair of SEND (on the producer's rank)
-and RECV (on the consumer's): RECV posts the receive, and the action that uses the value waits.
+A full backward B counts as I and W at once. ``Placement.neighbour`` defines neighbouring stages.
+Between stages on different ranks an arrow is a pair of SEND (on the producer's rank) and RECV (on
+the consumer's): RECV posts the receive, and the action that uses the value waits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
-# The ops that compute input gradients, weight gradients, either.
+# The ops that compute input gradients, weight gradients, or either.
 INPUT_GRADS = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD})
 WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 BACKWARDS = INPUT_GRADS | WEIGHT_GRADS
@@ -84,16 +84,16 @@ IN_SEQUENCE: dict[Op, tuple[Op, int]] = {
     Op.INPUT_GRAD: (Op.INPUT_GRAD, +1),
 }
 
-# The ops that an action counts as, beside its own.
+# The ops that an action fulfils besides its own.
 COVERS: dict[Op, tuple[Op, ...]] = {Op.FULL_BACKWARD: (Op.INPUT_GRAD, Op.WEIGHT_GRAD)}
 
-# The receive (at the consumer's stage) that stands for a requirement on another rank.
+# The receive (at the consumer's stage) that replaces a requirement on another rank.
 RECEIVE_FOR: dict[tuple[Op, int], Op] = {
     (Op.FORWARD, -1): Op.RECV_F,
     (Op.INPUT_GRAD, +1): Op.RECV_B,
 }
 
-# receive → the matching send.
+# By receive, the matching send.
 SEND_OF: dict[Op, Op] = {receive: REQUIRES[receive][0][0] for receive in RECEIVE_FOR.values()}
 SENDS = frozenset(SEND_OF.values())
 
@@ -104,10 +104,10 @@ def required(
     """The ops and stages that must be complete, for the same microbatch, before an op may start.
 
     Args:
-        op: the op that is to start.
+        op: the op to start.
         stage: its stage.
         placement: the rank of every stage.
-        transfers: whether the program spells out its sends and receives: then a requirement on
+        transfers: True if the program has explicit sends and receives. Then a requirement on
             another rank is this rank's receive, else the producing op itself.
 
     Example:
@@ -141,12 +141,12 @@ def next_chunk(microbatch: int, offset: int, num_splits: int) -> int | None:
 def prerequisites(
     act: Action, placement: Placement, *, transfers: bool = False, num_splits: int = 1
 ) -> tuple[Action, ...]:
-    """The actions that must be complete before ``act`` may start: ``required``, as actions.
+    """The actions that must be complete before ``act`` may start, from ``required``.
 
     Args:
-        act: the action that is to start.
+        act: the action to start.
         placement: the rank of every stage.
-        transfers: as ``required`` takes it.
+        transfers: as for ``required``.
         num_splits: sequence chunks per microbatch of the program.
 
     Returns:

@@ -3,7 +3,7 @@
     step       0F1   3B0   1I2   1W2   2SEND_F0   0UNSHARD   (0F3;1B2)OVERLAP_F_B
     program    a line per rank, steps separated by commas; empty cells are idle time, and skipped
 
-``parse(format(p)) == p``, and trailing text is an error. This module does not judge programs;
+``parse(format(p)) == p``, and trailing text is an error. This module does not validate programs;
 ``penstock.schedule.check`` does.
 """
 
@@ -43,10 +43,10 @@ _NAMES = {op.value: op for op in Op}
 _ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(_NAMES, key=len, reverse=True))})([0-9]*)")
 
 _JSON_FORMAT = "penstock program 1"
-# Fields that older files lack, and their values there.
+# Fields missing in older files, with their defaults.
 _JSON_DEFAULTS: dict[str, object] = {"copies": 1, "num_splits": 1}
 _COUNT = "a whole number from 1 on", is_count
-# Field → the value that is expected, in words and as a test.
+# By field, a description and a test of its value.
 _JSON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "format": ("a text", lambda value: isinstance(value, str)),
     "name": ("a text", lambda value: isinstance(value, str)),
@@ -61,9 +61,9 @@ _JSON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 
-# No program counts further: Python reads numbers of more digits slowly, beyond 4300 not at all.
+# A limit on digits: Python parses longer numbers slowly, and refuses more than 4300 digits.
 _MOST_DIGITS = 18
-# Stages or microbatches that may be missing by mistake; the checker lists them.
+# The most stages or microbatches that may be missing by mistake; the checker lists them.
 _MAY_BE_MISSING = 1000
 
 
@@ -75,7 +75,8 @@ def parse_action(text: str) -> Action:
     """Read one action, such as ``"2F3"`` or ``"0UNSHARD"``; blanks around it are allowed.
 
     Raises:
-        ScheduleError: not an action, a microbatch too many or missing, or trailing text.
+        ScheduleError: the text is not an action, has a superfluous or missing microbatch, or has
+            trailing text.
 
     Example:
         >>> parse_action("2SEND_F0").op
@@ -108,7 +109,7 @@ def parse_step(text: str) -> Step:
     """Read one step: an action, or an overlapped pair as ``"(0F3;1B2)OVERLAP_F_B"``.
 
     Raises:
-        ScheduleError: not a step, or trailing text.
+        ScheduleError: the text is not a step, or has trailing text.
 
     Example:
         >>> [str(a) for a in parse_step("(0F3;1B2)OVERLAP_F_B").parts]
@@ -136,7 +137,7 @@ def parse_step(text: str) -> Step:
 
 
 def format_step(step: Step) -> str:
-    """Write one step; ``parse_step`` reads it."""
+    """Format one step; inverse of ``parse_step``."""
     return str(step)
 
 
@@ -154,15 +155,15 @@ def parse_csv(
         text: one line per rank, steps separated by commas; empty cells are skipped.
         num_microbatches: microbatches per step; None for the highest in the text, plus one.
         placement: the rank of every stage; None to infer it from the computations.
-        num_splits: sequence chunks per microbatch, which the text does not hold.
+        num_splits: sequence chunks per microbatch, which the text does not contain.
         name: the program's name.
 
     Returns:
         The program, not checked.
 
     Raises:
-        ScheduleError: a cell that is no step (the message names row and column, from 1), no
-            steps at all, more or fewer rows than ranks, or no placement that fits the text.
+        ScheduleError: a cell is not a step (the message names row and column, from 1), there are no
+            steps, the rows are not as many as the ranks, or no placement fits the text.
 
     Example:
         >>> program = parse_csv("0F0,,0B0\\n1F0,1B0\\n")
@@ -175,7 +176,7 @@ def parse_csv(
 
 
 def format_csv(program: Program) -> str:
-    """Write a program: one line per rank, steps separated by commas. ``parse_csv`` reads it."""
+    """Format a program: one line per rank, steps separated by commas; inverse of ``parse_csv``."""
     return "".join(",".join(map(str, steps)) + "\n" for steps in program.ranks)
 
 
@@ -186,10 +187,10 @@ def load_csv(
     placement: Placement | None = None,
     num_splits: int = 1,
 ) -> Program:
-    """Read a program from a file, as ``parse_csv``; its name is the file's, without suffix.
+    """Read a program from a file, as ``parse_csv``; the file's stem becomes its name.
 
     Raises:
-        ScheduleError: as ``parse_csv``, or a file that is not text in UTF-8.
+        ScheduleError: as for ``parse_csv``, or the file is not UTF-8 text.
         OSError: the file can't be read.
     """
     path = Path(path)
@@ -204,7 +205,7 @@ def save_csv(program: Program, path: str | PathLike[str]) -> None:
     """Write a program to a file, as ``format_csv``.
 
     Raises:
-        ScheduleError: ``program`` is no program.
+        ScheduleError: ``program`` is not a program.
         OSError: the file can't be written.
     """
     refuse_no_program(program, "save_csv()")
@@ -212,7 +213,7 @@ def save_csv(program: Program, path: str | PathLike[str]) -> None:
 
 
 def to_json(program: Program) -> str:
-    """Write a program with its name and placement as one JSON object; ``from_json`` reads it."""
+    """Format a program with its name and placement as a JSON object; inverse of ``from_json``."""
     document = {
         "format": _JSON_FORMAT,
         "name": program.name,
@@ -227,11 +228,11 @@ def to_json(program: Program) -> str:
 
 
 def from_json(text: str) -> Program:
-    """Read a program from JSON, as ``to_json`` wrote it; it is not checked.
+    """Read a program from the JSON of ``to_json``, without checking it.
 
     Raises:
-        ScheduleError: not JSON, not a program's fields, numbers of ranks, stages or microbatches
-            that do not fit the steps, or a text that is no step (the message names row and
+        ScheduleError: the text is not JSON or lacks a program's fields; numbers of ranks, stages or
+            microbatches do not fit the steps; or a text is not a step (the message names row and
             column, from 1).
     """
     try:
@@ -289,7 +290,7 @@ def _parse(
     except csv.Error as error:
         place = f"{source}row {len(rows) + 1}"
         _refuse(f"{place}: not CSV ({error}); steps need no quotes", Where(rank=len(rows)))
-    # Empty lines at the end are no ranks, unless the placement says so.
+    # Trailing empty lines are not ranks, unless the placement has these ranks.
     num_ranks = placement.num_ranks if placement is not None else 1
     while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
@@ -315,7 +316,7 @@ def _parse(
 
 
 def _read_row(row: int, cells: Sequence[str], *, source: str) -> tuple[Step, ...]:
-    """The steps of a rank; cells without one are skipped."""
+    """The steps of a rank; empty cells are skipped."""
     steps: list[Step] = []
     for column, cell in enumerate(cells):
         if not cell or cell.isspace():
@@ -331,7 +332,7 @@ def _read_row(row: int, cells: Sequence[str], *, source: str) -> tuple[Step, ...
 def _refuse_far_counts(
     ranks: tuple[tuple[Step, ...], ...], num_stages: int, num_microbatches: int, source: str
 ) -> None:
-    """Refuse so many stages or microbatches that the text can't hold an action for each."""
+    """Refuse more stages or microbatches than the text could have actions for."""
     actions = sum(len(step.parts) for steps in ranks for step in steps)
     for thing, number in (("stage", num_stages), ("microbatch", num_microbatches)):
         if number > actions + _MAY_BE_MISSING:
@@ -342,7 +343,7 @@ def _refuse_far_counts(
 
 
 def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement:
-    """The placement of each stage on the rank that computes it."""
+    """Infer the placement: each stage is on the rank that computes it."""
     holders: dict[int, int] = {}
     for rank, steps in enumerate(ranks):
         for act in (a for step in steps for a in step.parts if a.op in COMPUTE):
@@ -366,7 +367,7 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement
     one = Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)
     if len(stage_ranks) % 2:
         return one
-    # Each of two copies of the model takes microbatches that the other does not.
+    # Each of two copies of the model takes half of the microbatches.
     two = replace(one, copies=2)
     acts = (a for steps in ranks for step in steps for a in step.parts)
     apart = all(a.microbatch is None or two.passes(a.microbatch, a.stage) for a in acts)
@@ -374,7 +375,7 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement
 
 
 def _refuse(message: str, where: Where) -> NoReturn:
-    """Raise an error whose message tells row and column itself: the place is for programs."""
+    """Raise an error that names row and column in its message, since its place is for programs."""
     error = ScheduleError(message)
     error.where = where
     raise error

@@ -3,8 +3,8 @@
     chain.py           one stage on each rank: exact, by dynamic programming
     shared_ranks.py    several: local search, and branch and bound within a budget
 
-A pipeline runs at the pace of its busiest rank: the least bottleneck is looked for. Memory limits
-and transfer times are part of the problem. This module knows neither models nor devices, and
+A pipeline runs at the pace of its busiest rank, so the objective is the least bottleneck. Memory
+limits and transfer times are part of the problem. This module knows neither models nor devices, and
 imports no torch.
 """
 
@@ -35,10 +35,10 @@ class SplitObjective(Enum):
     """The quantity that a split minimizes."""
 
     BOTTLENECK = "max"
-    """The time of the busiest rank; among equals the sum of the stages' squared times."""
+    """Minimize the time of the busiest rank; break ties by the sum of the stages' squared times."""
     STEP = "step"
-    """The length of a step: microbatches - 1 times the busiest rank, and once through the pipe with
-    all its transfers. A cut that is cheap to cross may be worth a slower stage."""
+    """Minimize the length of a step: microbatches - 1 times the busiest rank, plus one pass through
+    the pipeline with all its transfers. A cheap cut may justify a slower stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Balance:
         time_s: per stage its forward, backward and transfers of one microbatch.
         held_bytes: per stage its parameters and activations in flight.
         rank_time_s: per rank the time of its stages together, for one microbatch.
-        is_proven: whether it is the best of all splits: always, with one stage on each rank.
+        is_proven: True if no split is better; always True with one stage on each rank.
     """
 
     counts: tuple[int, ...]
@@ -67,7 +67,7 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The constraints of a split, and its objective: the arguments of ``balance``."""
+    """The constraints and the objective of a split: the arguments of ``balance``."""
 
     num_stages: int
     placement: Placement | None = None
@@ -120,7 +120,7 @@ class Terms:
 
     @property
     def limits_given(self) -> tuple[float, ...]:
-        """The memory limits as given, one per rank; infinite without."""
+        """The memory limits as given, one per rank; infinity for no limit."""
         if isinstance(self.memory_limit, Sequence):
             return tuple(self.memory_limit)
         limit = math.inf if self.memory_limit is None else self.memory_limit
@@ -139,7 +139,7 @@ class Terms:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """The memory limit of each rank; in order of the stages, if each has a rank of its own."""
+        """The memory limit of each rank, by stage if each stage has its own rank."""
         limits = self.limits_given
         if self.placement is None or self.shares_ranks:
             return limits
@@ -147,7 +147,7 @@ class Terms:
 
     @property
     def flights(self) -> tuple[int, ...]:
-        """The microbatches in flight of each stage: those of 1F1B by default."""
+        """The microbatches in flight on each stage: 1F1B's by default."""
         if self.in_flight is not None:
             return tuple(self.in_flight)
         most = self.num_stages if self.microbatches is None else self.microbatches
@@ -159,7 +159,7 @@ class Terms:
         return held_bytes(in_flight, activation=costs.activation_bytes, resident=resident)
 
     def crossing_s(self, sent_bytes: float) -> float:
-        """The time to send activations forward, and their gradient back."""
+        """The time to send activations forward, and their gradients back."""
         return 2 * (self.latency_s + (sent_bytes / self.bandwidth if self.bandwidth else 0.0))
 
 
@@ -182,37 +182,38 @@ def balance(
     microbatches: int | None = None,
     slack: float = 0.0,
 ) -> Balance:
-    """The best split of a chain of blocks into stages.
+    """Find the best split of a chain of blocks into stages.
 
-    With one stage on each rank it is the best of all. With several, finding the best is NP-hard:
-    up to some thirty blocks on four ranks it is found and proven; beyond, a good one is found
-    (within 2 % of the best wherever that is known). ``is_proven`` says which.
+    With one stage on each rank the split is optimal. With several, the problem is NP-hard: up to
+    about thirty blocks on four ranks the split is proven optimal. Larger problems get a good split,
+    within 2 % of the optimum wherever it is known. ``is_proven`` tells them apart.
 
     Args:
         costs: a profile, the costs of its blocks, or one number per block, in order.
-        num_stages: how many stages to make, none of them empty.
-        memory_limit: the bytes that a rank may hold, one number for all or one per rank:
-            ``state_factor`` times its parameters, and its activations times those in flight.
+        num_stages: the number of stages, none of them empty.
+        memory_limit: the bytes that a rank may hold, one number for all or one per rank. A rank
+            holds ``state_factor`` times its parameters, plus its activations times the microbatches
+            in flight.
         objective: ``"max"``, the busiest rank, or ``"step"``, the length of a step.
-        placement: the ranks of the stages, as in ``program.placement``; if None, each stage has a
-            rank of its own.
-        in_flight: per stage the microbatches whose activations it holds at once; if None as in
-            1F1B, ``num_stages - stage``, and no more than ``microbatches``.
+        placement: the ranks of the stages, as in ``program.placement``; None for one rank per
+            stage.
+        in_flight: the microbatches in flight on each stage; None for 1F1B's, ``num_stages - stage``
+            but at most ``microbatches``.
         state_factor: bytes held per byte of parameters: 2 with gradients, 4 with Adam's moments.
-        bandwidth: bytes per second between ranks. A cut is crossed twice per microbatch, and keeps
-            the ranks on both its sides busy; within a rank it costs nothing. None: no time.
-        latency_s: the time of each crossing beside its bytes.
-        microbatches: microbatches per step; needed by ``"step"``.
-        slack: with several stages on a rank, the share of the objective by which a split may be
-            worse whose stages are more even: a schedule that runs like stages side by side waits
-            for the slowest of them.
+        bandwidth: bytes per second between ranks. A cut is crossed twice per microbatch, and
+            occupies the ranks on both sides; a cut within a rank is free. None for no transfer
+            time.
+        latency_s: the fixed time of each transfer.
+        microbatches: microbatches per step; required by ``"step"``.
+        slack: with several stages on a rank, the relative loss of the objective that is accepted
+            for more even stages. Even stages suit schedules that wait for the slowest stage.
 
     Returns:
-        The split. If ``is_proven``, none has a lower value of the objective, ``slack`` apart.
+        The split. If ``is_proven``, no split has a lower objective, except for ``slack``.
 
     Raises:
-        PartitionError: there are more stages than blocks, or no split keeps to the memory limit;
-            the message says the least that works.
+        PartitionError: there are more stages than blocks, or no split fits the memory limit; the
+            message gives the smallest feasible limit.
 
     Example:
         >>> balance([3, 1, 1, 1, 1, 5], 3).counts
@@ -256,10 +257,10 @@ def balanced(costs: BlockTimes, terms: Terms, slack: float = 0.0) -> Balance:
 
 
 def weigh(costs: BlockTimes, counts: Sequence[int], *, placement: Placement) -> Balance:
-    """The costs of a given split on ranks that hold several stages.
+    """The costs of a given split if ranks hold several stages.
 
     Args:
-        costs: as ``balance`` takes them.
+        costs: the costs, as for ``balance``.
         counts: the number of blocks per stage, in order.
         placement: the ranks of the stages.
     """
@@ -300,10 +301,10 @@ def _chain_of(blocks: Sequence[BlockCosts], terms: Terms) -> Chain:
 
 
 def _own_ends(chain: Chain, terms: Terms) -> list[int]:
-    """The ends of stages that each have a rank of their own."""
+    """The ends of stages with one rank per stage."""
     pace = least_bottleneck(chain)
     if pace is None:
-        # The same search, with the share of its limit that a stage fills in place of its time.
+        # The same search, minimizing the share of its limit that a stage fills instead of its time.
         shares = tuple(
             tuple(held / limit for held in prefix)
             for prefix, limit in zip(chain.held, chain.limits, strict=True)
@@ -320,13 +321,13 @@ def _own_ends(chain: Chain, terms: Terms) -> list[int]:
 
 
 def _shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], bool]:
-    """The ends of stages that share ranks, and whether they are proven to be the best."""
+    """The ends of stages that share ranks, and True if they are proven optimal."""
     assert terms.placement is not None, "it says which ranks they share"
     pace, communication = 1.0, 0.0
     if terms.objective is SplitObjective.STEP and terms.microbatches is not None:
         pace, communication = float(terms.microbatches - 1), 1.0
     problem = SharedChain.of(chain, terms.placement, pace=pace, communication_weight=communication)
-    # The search starts from the best split for stages on ranks of their own.
+    # Start from the best split for one rank per stage.
     free = replace(chain, limits=(math.inf,) * chain.num_stages)
     bottleneck = least_bottleneck(free)
     assert bottleneck is not None, "without limits there is a split"
@@ -353,7 +354,7 @@ def _balance_of(
                 parts.append(chain.crossings[cut])
         time_s.append(math.fsum(parts))
         loads[rank] += parts
-    # A microbatch passes one of the placement's directions.
+    # A microbatch passes only one direction of the placement.
     directions = len(ranks) // chain.num_stages
     return Balance(
         counts=tuple(j - i for i, j in spans),
@@ -365,8 +366,8 @@ def _balance_of(
 
 
 def _no_room(chain: Chain, terms: Terms, known: str, share: float) -> PartitionError:
-    """The error of a limit that no split keeps to; ``share`` of it would do."""
-    # Back from shares to bytes, which are whole numbers but for the last bits.
+    """The error for an infeasible memory limit; ``share`` times the limit would be feasible."""
+    # Convert shares back to bytes, which are whole numbers up to rounding errors.
     least = [math.ceil(limit * share * (1 - 4 * sys.float_info.epsilon)) for limit in terms.limits]
     given, works = f"{[round(limit) for limit in terms.limits]}", f"{least}"
     if len(set(terms.limits)) == 1:

@@ -6,7 +6,7 @@
 
     best(s, j) = min over i of max(best(s - 1, i), load of the blocks i to j)
 
-A dynamic program over (stages used, blocks used). Loads, crossings and bytes are plain numbers.
+Dynamic programming over (stages used, blocks used). Loads, crossings and bytes are plain numbers.
 
 Source: arXiv:1806.03377 (PipeDream), sec. 3.1, for the dynamic program over a chain of layers.
 """
@@ -23,13 +23,13 @@ __all__ = ["Chain", "cheapest", "least_bottleneck", "level", "shortest_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A chain of blocks to be cut, as prefix sums.
+    """A chain of blocks to cut, as prefix sums.
 
     Args:
         num_blocks: the number of blocks.
         num_stages: the number of stages to make.
-        loads: per stage, the load (the time, say) of all blocks before block i.
-        crossings: the load that the cut before block i adds on either side.
+        loads: per stage, the load (such as time) of all blocks before block i.
+        crossings: the load that the cut before block i adds on each side.
         held: per stage, the bytes of all blocks before block i.
         limits: per stage, the bytes that it may hold.
     """
@@ -42,13 +42,13 @@ class Chain:
     limits: tuple[float, ...]
 
     def ends(self, stage: int) -> range:
-        """The blocks behind which a stage may end, so that no stage is empty."""
+        """The blocks after which a stage may end, so that no stage is empty."""
         left = self.num_stages - stage - 1
         return range(self.num_blocks if left == 0 else stage + 1, self.num_blocks - left + 1)
 
 
 def least_bottleneck(chain: Chain) -> float | None:
-    """The least load of the busiest stage over all splits; None if no split fits."""
+    """The least possible load of the busiest stage; None if no split is feasible."""
     best = [math.inf] * (chain.num_blocks + 1)
     best[0] = 0.0
     for stage in range(chain.num_stages):
@@ -58,7 +58,7 @@ def least_bottleneck(chain: Chain) -> float | None:
             bound = math.inf
             for i in range(j - 1, stage - 1, -1):
                 span = loads[j] - loads[i]
-                # Either only grows as the stage begins earlier.
+                # Both grow as the stage starts earlier.
                 if span >= bound or held[j] - held[i] > limit:
                     break
                 busiest = max(before[i], span + chain.crossings[i] + chain.crossings[j])
@@ -72,21 +72,20 @@ Price: TypeAlias = tuple[float, float]
 
 
 def level(load: float, _: int) -> Price:
-    """The price that evens stages out."""
+    """A stage price that evens out loads."""
     return 0.0, load**2
 
 
 def cheapest(chain: Chain, pace: float, price: Callable[[float, int], Price]) -> list[int]:
-    """The split of least total price among those with no stage busier than ``pace``.
+    """The split of least total price with no stage busier than ``pace``.
 
     Args:
         chain: the problem.
         pace: the load that no stage may exceed.
-        price: of a stage by its load and its end: what counts first, and what decides among
-            equals.
+        price: a function of a stage's load and end to its price, with a tie-breaker.
 
     Returns:
-        Where the stages end, with a 0 in front.
+        The ends of the stages, starting with 0.
     """
     never: Price = (math.inf, math.inf)
     best: list[Price] = [never] * (chain.num_blocks + 1)
@@ -119,8 +118,8 @@ def cheapest(chain: Chain, pace: float, price: Callable[[float, int], Price]) ->
 def shortest_step(chain: Chain, pace: float, microbatches: int) -> list[int]:
     """The split of the shortest step: (microbatches - 1) × bottleneck + all crossings.
 
-    Crossings get cheaper as stages may get slower. Between two paces whose cheapest crossings are
-    equal, the faster pace is the better one, and nothing between them is worth a look.
+    Slower stages allow cheaper crossings. If the cheapest crossings at two paces are equal, the
+    faster pace is better, and all paces between them can be skipped.
     """
     times, crossings = chain.loads[0], chain.crossings
     slower = {

@@ -47,7 +47,7 @@ NUMBERS = (
 
 
 class BlockKind(Enum):
-    """The role of a block in its model; the letter is that of layout strings."""
+    """The role of a block in its model; the value is its letter in layout strings."""
 
     EMBEDDING = "E"
     LAYER = "t"
@@ -63,14 +63,15 @@ class BlockCosts:
         modules: the qualified names of its modules, in the order in which they run.
         kind: its role in the model.
         classes: the class name of each module.
-        forward_s: its forward F.
-        input_grad_s: the input-gradient part I of its backward.
-        weight_grad_s: the weight-gradient part W of its backward.
-        activation_bytes: the bytes that autograd keeps of a microbatch from F to its backward.
-        parameters: the number of elements in its parameters; shared ones count in every block.
-        parameter_bytes: their bytes.
-        sent_bytes: the bytes that cross the cut behind the block, one way.
-        sends: the tensors that cross it, as ``"float32[2,128,64]"``.
+        forward_s: the time of its forward F.
+        input_grad_s: the time of the input-gradient part I of its backward.
+        weight_grad_s: the time of the weight-gradient part W of its backward.
+        activation_bytes: the bytes that autograd saves per microbatch from F to the backward.
+        parameters: the number of elements in its parameters; shared parameters count in every
+            block.
+        parameter_bytes: the bytes of its parameters.
+        sent_bytes: the bytes that cross the cut after the block, in one direction.
+        sends: the tensors that cross this cut, as ``"float32[2,128,64]"``.
 
     Raises:
         PartitionError: a cost is negative, infinite or not a number.
@@ -98,12 +99,12 @@ class BlockCosts:
 
     @property
     def name(self) -> str:
-        """The block as messages and tables call it."""
+        """The block's name in messages and tables."""
         return abbreviate(self.modules, most=3) if self.modules else "a block"
 
     @property
     def time_s(self) -> float:
-        """Forward and backward together."""
+        """The time of forward and backward together."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 
@@ -114,8 +115,8 @@ class Profile:
     Args:
         blocks: the blocks in the order in which they run.
         model: the class name of the model.
-        machine: where it was measured, for people to read.
-        example: the microbatch that it was measured with, for people to read.
+        machine: the machine of the measurement, as free text.
+        example: the microbatch of the measurement, as free text.
 
     Raises:
         PartitionError: there are no blocks.
@@ -137,14 +138,14 @@ class Profile:
         return sum(block.time_s for block in self.blocks)
 
     def plan(self, counts: Sequence[int], *, made: str = "") -> Plan:
-        """The plan with these numbers of blocks per stage.
+        """The plan with the given numbers of blocks per stage.
 
         Args:
             counts: the number of blocks per stage, in order.
-            made: how the counts were found, for people to read.
+            made: the origin of the counts, as free text.
 
         Raises:
-            PartitionError: the counts are not those of the blocks, or the blocks have no names.
+            PartitionError: the counts do not add up to the blocks, or the blocks have no names.
 
         Example:
             >>> blocks = [BlockCosts(modules=(name,), forward_s=1.0) for name in "abc"]
@@ -190,7 +191,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read the text of ``to_json``.
+        """Parse the text of ``to_json``.
 
         Raises:
             PartitionError: the text is not JSON, or no profile.
@@ -240,7 +241,7 @@ def _block_from(data: object, where: str) -> BlockCosts:
 
 
 def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Profile:
-    """The profile of a model whose trunks are longer than those measured.
+    """Extend a profile to a model whose trunks are longer than the measured ones.
 
         measured     E  0  1  2  L          three layers, of a model made with three
         the whole    E  0  1  1  1  2  L    the first and the last, which hold what opens or ends a
@@ -251,7 +252,7 @@ def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Pro
         trunks: of each trunk, the names of its layers in the long model.
 
     Raises:
-        PartitionError: a trunk was measured with fewer than three layers.
+        PartitionError: the profile has fewer than three layers of a trunk.
 
     Example:
         >>> blocks = [BlockCosts(modules=(f"h.{i}",), forward_s=i) for i in range(3)]
@@ -265,7 +266,7 @@ def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Pro
     for layers in sorted(trunks.values(), key=lambda names: order.get(names[0], 0)):
         places = [i for i, b in enumerate(rest) if not set(layers).isdisjoint(b.modules)]
         if len(places) >= len(layers):
-            continue  # a trunk that is not longer
+            continue  # a trunk of equal length
         if len(places) < LEAST_SAMPLE:
             raise PartitionError(
                 f"{len(places)} layers of {layers[0]} to {layers[-1]} were measured, expected at "
@@ -283,6 +284,6 @@ def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Pro
 
 
 def _renamed(block: BlockCosts, layers: Sequence[str], name: str) -> BlockCosts:
-    """The block with its layer called ``name``."""
+    """The block with its layer renamed to ``name``."""
     old = next(each for each in block.modules if each in layers)
     return replace(block, modules=tuple(name if each == old else each for each in block.modules))

@@ -1,4 +1,4 @@
-"""The split for a program: of several, the one whose simulated step is the shortest.
+"""Choose the split for a program: the candidate with the shortest simulated step.
 
                                         zbv, 2 ranks       interleaved 1F1B, 2 ranks
     the slowest stage quickest              10.1 s             10.4 s
@@ -8,8 +8,8 @@
         moved while that helps               9.4 s              9.8 s
 
 (GPT-2 with a head of five layers, 12 microbatches.) A zero-bubble schedule fills the gaps of uneven
-stages, so that a rank's total counts; interleaved 1F1B runs like stages side by side, and waits
-for the slowest. The simulator tells. This module measures nothing, and imports no torch.
+stages, so a rank's total time counts. Interleaved 1F1B waits for the slowest stage. The simulator
+decides between them. This module measures nothing, and imports no torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MOVING = 200_000
 
 
 def balance_for(measured: Profile, program: Program) -> Balance:
-    """The split of a model with the shortest simulated step of those tried.
+    """Find the split of a model with the shortest simulated step among several candidates.
 
-    With several stages on a rank nothing is proven of it.
+    With several stages on a rank the split is not proven optimal.
 
     Args:
         measured: the costs of its blocks.
@@ -56,9 +56,9 @@ def balance_for(measured: Profile, program: Program) -> Balance:
 
 
 def _move_blocks(measured: Profile, counts: Sequence[int], program: Program) -> tuple[int, ...]:
-    """Move a block from one stage to another while that helps.
+    """Move single blocks from one stage to another while that shortens the step.
 
-    The stages between the two keep their number of blocks, each of which moves up by one.
+    The stages in between keep their number of blocks, shifted by one.
     """
     best, best_s = tuple(counts), step_s(measured, counts, program)
     moves = list(permutations(range(len(counts)), 2))
@@ -80,7 +80,7 @@ def _move_blocks(measured: Profile, counts: Sequence[int], program: Program) -> 
 
 
 def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
-    """The length of a step with these blocks per stage; transfers take no time."""
+    """The simulated length of a step with these blocks per stage, without transfer times."""
     placement = program.placement
     directions = placement.num_stages // placement.num_model_stages
     stages = split_by_counts(measured.blocks, counts) * directions
@@ -88,7 +88,7 @@ def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
 
 
 def costs_of(stages: Sequence[Sequence[BlockCosts]]) -> Costs:
-    """The costs of stages of these blocks, in seconds and bytes; messages take no time."""
+    """The costs of stages with these blocks, in seconds and bytes, without message times."""
 
     def summed(name: str) -> list[float]:
         return [sum(float(getattr(block, name)) for block in stage) for stage in stages]
@@ -99,7 +99,7 @@ def costs_of(stages: Sequence[Sequence[BlockCosts]]) -> Costs:
         input_grad=summed("input_grad_s"),
         weight_grad=summed("weight_grad_s"),
         activation_bytes=summed("activation_bytes"),
-        # A recomputed stage keeps its input; of the first one, that is the batch.
+        # A recomputed stage keeps its input; the first stage's input is the batch.
         recompute_bytes=[0.0, *sent[:-1]],
         message_bytes=sent,
     )

@@ -1,4 +1,4 @@
-"""Layout strings: splits as users of Megatron-LM write them.
+"""Layout strings: splits in the notation of Megatron-LM.
 
     Et*3|(tt|)*2,m|L      E  embedding   t  layer   m  multi-token prediction   L  head and loss
                           |  the next stage begins   *n  n times   ( )  together   ,  ignored
@@ -22,7 +22,7 @@ from penstock.partition.plan import split_by_counts
 
 __all__ = ["Layout"]
 
-LETTERS = "".join(kind.value for kind in BlockKind)  # in the order in which they run
+LETTERS = "".join(kind.value for kind in BlockKind)  # in execution order
 ONCE = (BlockKind.EMBEDDING.value, BlockKind.HEAD.value)
 MOST_LETTERS = 100_000
 
@@ -79,12 +79,12 @@ class Layout:
         return cls(stages=tuple("".join(letter for letter, _ in tokens).split("|")))
 
     def __str__(self) -> str:
-        """The layout string, shortened by repetitions; ``parse`` reads it back."""
+        """The layout string, shortened by repetitions; inverse of ``parse``."""
         runs = [(stage, len(list(same))) for stage, same in groupby(self.stages)]
         text = ""
         for index, (stage, times) in enumerate(runs):
             is_last = index == len(runs) - 1
-            repeated = times - is_last  # the last stage has no | behind it
+            repeated = times - is_last  # no | after the last stage
             if repeated > 1:
                 text += f"({_folded(stage)}|)*{repeated},"
             else:
@@ -94,7 +94,7 @@ class Layout:
 
     @classmethod
     def of(cls, blocks: Sequence[BlockCosts], counts: Sequence[int]) -> Layout:
-        """The layout of these numbers of blocks per stage.
+        """The layout for the given numbers of blocks per stage.
 
         Raises:
             PartitionError: a stage is empty.
@@ -103,10 +103,10 @@ class Layout:
         return cls(stages=tuple("".join(letters) for letters in split_by_counts(kinds, counts)))
 
     def counts(self, blocks: Sequence[BlockCosts]) -> tuple[int, ...]:
-        """The number of blocks per stage in a model of these blocks.
+        """The number of blocks per stage for a model with these blocks.
 
         Raises:
-            PartitionError: the model has other blocks.
+            PartitionError: the model's blocks differ from the layout.
         """
         kinds = "".join(block.kind.value for block in blocks)
         has, expected = Counter(kinds), Counter("".join(self.stages))
@@ -130,7 +130,7 @@ def _folded(stage: str) -> str:
 
 
 def _read(text: str, at: int, opened_at: int | None) -> tuple[list[Token], int]:
-    """The tokens from a column on, with repetitions written out, and the column of the end.
+    """Parse tokens from a column on, with repetitions expanded, up to the returned column.
 
     items = { ( letter | "|" | "(" items ")" ) [ "*" number ] }
     """
@@ -170,7 +170,7 @@ def _read(text: str, at: int, opened_at: int | None) -> tuple[list[Token], int]:
 
 
 def _skip(text: str, at: int) -> int:
-    """The next column that means something."""
+    """The next column that is not ignored."""
     while text[at : at + 1] in (",", " ", "\t", "\n"):
         at += 1
     return at
@@ -199,5 +199,5 @@ def _check(tokens: Sequence[Token], text: str) -> None:
 
 
 def _wrong(text: str, column: int, what: str) -> PartitionError:
-    """An error that points into the text."""
+    """An error that points at a column of the text."""
     return PartitionError(f"column {column + 1}: {what}\n    {text}\n    {' ' * column}^")

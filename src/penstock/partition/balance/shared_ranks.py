@@ -1,12 +1,12 @@
-"""A split for ranks that hold several stages each: a rank is as busy as its stages together.
+"""Splits for ranks that hold several stages: a rank's load is the sum over its stages.
 
     V-shape    rank 0   stages 0 and 3         blocks   2  2  2  2  2  2  6
                rank 1   stages 1 and 2         stages   0     1  2      3
                                                rank 0   2 + 6    rank 1   4 + 6
 
-The dynamic program of ``chain.py`` does not apply: the best start depends on what the ranks get
-later, and the problem is NP-hard (it contains PARTITION). So a good split is searched for, and then
-every split that might be better, within a budget.
+The dynamic program of ``chain.py`` does not apply: the best start depends on later stages of the
+same ranks, and the problem is NP-hard (it contains PARTITION). So a local search finds a good
+split, and branch and bound then tries every split that might be better, within a budget.
 
     descend             move a cut, or several neighbouring ones, by a block while that helps
     perturb             ... from random splits near the best so far
@@ -28,15 +28,15 @@ from penstock.schedule.placement import Placement
 
 __all__ = ["MutableSplit", "SharedChain", "best_split"]
 
-# Budgets, in loads of ranks that are looked at: some tenths of a second each.
+# Budgets, in evaluated loads of ranks: some tenths of a second each.
 PERTURBING = 400_000
 PROVING = 1_500_000
 # Sums of the same numbers in another order differ in their last bits.
 LESS = 1 - 1e-12
 
 Value: TypeAlias = tuple[float, float, float]
-"""The value of a split: how much too full the fullest rank is, the goal, and unevenness of ranks,
-or of stages if the goal is good enough."""
+"""The value of a split, compared in order: the excess of the fullest rank, the goal, and the
+unevenness of ranks, or of stages if the goal is good enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +47,13 @@ class SharedChain:
 
     Args:
         chain: the blocks; its ``limits`` are the ranks'.
-        holders: per stage the ranks that hold it, one for each direction of the placement.
-        communicating: per stage the ranks that take part in the transfer before it: both sides in
-            each direction, and none if both sides are one rank.
+        holders: per stage the ranks of the stage, one for each direction of the placement.
+        communicating: per stage the ranks of the transfer before it: both sides in each direction,
+            none if both sides are the same rank.
         pace: the weight of the busiest rank.
         communication_weight: the weight of crossings.
-        good_enough: the goal below which the evenness of stages counts; 0 to reach the least.
+        good_enough: the goal below which only the evenness of stages counts; 0 to minimize the
+            goal.
     """
 
     chain: Chain
@@ -66,7 +67,7 @@ class SharedChain:
     def of(
         cls, chain: Chain, placement: Placement, *, pace: float, communication_weight: float
     ) -> SharedChain:
-        """The problem of a placement; weights are those of one microbatch."""
+        """The problem of a placement, with weights per microbatch."""
         ranks, num = placement.stage_ranks, placement.num_model_stages
         directions = len(ranks) // num
         places = [[stage + d * num for d in range(directions)] for stage in range(num)]
@@ -74,7 +75,7 @@ class SharedChain:
         for stages in places[1:]:
             sides = [(ranks[stage - 1], ranks[stage]) for stage in stages]
             communicating.append(tuple(rank for a, b in sides if a != b for rank in (a, b)))
-        # A microbatch passes one of the directions, and each crossing is counted on both sides.
+        # A microbatch passes one direction, and each crossing is counted on both sides.
         return cls(
             chain=chain,
             holders=tuple(tuple(ranks[stage] for stage in stages) for stages in places),
@@ -85,16 +86,16 @@ class SharedChain:
 
 
 def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[list[int], bool]:
-    """The best split that is found.
+    """The best split found.
 
     Args:
         problem: the problem.
-        ends: a split to begin with: the ends of its stages, with a 0 in front.
-        slack: the share of the goal by which a split may be worse whose stages are more even.
+        ends: the initial split: the ends of its stages, starting with 0.
+        slack: the relative loss of the goal that is accepted for more even stages.
 
     Returns:
-        The ends of its stages, and whether it is proven that no split reaches a lower goal, or, if
-        ranks are too full, that none keeps to the limits.
+        The ends of its stages, and True if it is proven that no split has a lower goal or, if ranks
+        are too full, that no split fits the limits.
     """
     best = MutableSplit(problem, ends)
     descend(best)
@@ -113,11 +114,11 @@ def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[lis
 
 
 class MutableSplit:
-    """A split that moves, with the loads of its ranks.
+    """A mutable split with the loads of its ranks.
 
     Args:
         problem: the problem.
-        ends: the ends of the stages, with a 0 in front.
+        ends: the ends of the stages, starting with 0.
     """
 
     def __init__(self, problem: SharedChain, ends: list[int]) -> None:
@@ -144,7 +145,7 @@ class MutableSplit:
             self.crossed += time_s
 
     def value(self) -> Value:
-        """Its value; less is better."""
+        """The split's value; lower is better."""
         problem = self.problem
         fullest = 0.0
         if self._is_limited:
@@ -156,8 +157,8 @@ class MutableSplit:
         return max(fullest, 1.0), max(goal, problem.good_enough), self.squares
 
     def better(self, than: Value) -> Value | None:
-        """Its value, if that is lower than another one by more than rounding."""
-        # Most moves make it worse, as the goal alone tells without limits.
+        """The split's value, if lower than another value by more than rounding."""
+        # Most moves are worse, which the goal alone shows if there are no limits.
         if not self._is_limited and self._goal() > than[1] / LESS:
             return None
         value = self.value()
@@ -168,7 +169,7 @@ class MutableSplit:
         return problem.pace * max(self.loads) + problem.communication_weight * self.crossed
 
     def move(self, stage: int, by: int) -> None:
-        """Move the cut before a stage by one block: on (1) or back (-1)."""
+        """Move the cut before a stage by one block, forward (1) or back (-1)."""
         chain, problem = self.problem.chain, self.problem
         old = self.ends[stage]
         new = self.ends[stage] = old + by
@@ -185,7 +186,7 @@ class MutableSplit:
 
 
 def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
-    """Move runs of cuts by one block while that helps; returns the number of loads looked at."""
+    """Move runs of cuts by one block while that helps; return the number of evaluated loads."""
     num_stages, ends = split.problem.chain.num_stages, split.ends
     best, looks, is_better = split.value(), 0, True
     while is_better and looks < most_looks:
@@ -194,7 +195,8 @@ def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
             for by in (1, -1):
                 moved = kept = 0
                 for cut in range(first, num_stages):
-                    # A block leaves the stage on one side of the run, another enters at its end.
+                    # A block leaves the stage on one side of the run, and another enters at its
+                    # end.
                     if by < 0 and cut == first and ends[cut] - ends[cut - 1] < 2:
                         break
                     if ends[cut] + by == ends[-1]:
@@ -237,7 +239,7 @@ def perturb(best: MutableSplit, most_looks: int) -> MutableSplit:
         other = MutableSplit(problem, ends)
         looks += num_stages * len(other.loads) + descend(other)
         found = other.value()
-        if not is_less(value, found):  # an equal one leads to other places
+        if not is_less(value, found):  # an equally good split leads to other neighbours
             best, value = other, found
     return best
 
@@ -247,7 +249,7 @@ class OutOfBudget(Exception):
 
 
 class BranchAndBound:
-    """Search all splits that may be better than a known one.
+    """Search all splits that may be better than the best known one.
 
     Args:
         known: the split to beat.
@@ -272,7 +274,7 @@ class BranchAndBound:
         ]
 
     def run(self) -> bool:
-        """Search; returns whether the budget was enough."""
+        """Search; return True if the budget sufficed."""
         try:
             self._cut(0, 0, 0.0)
         except OutOfBudget:
@@ -280,7 +282,7 @@ class BranchAndBound:
         return True
 
     def _cut(self, stage: int, start: int, crossed: float) -> None:
-        """Try all ends of a stage that begins at block ``start``."""
+        """Try all ends of a stage that starts at block ``start``."""
         problem, chain = self.problem, self.problem.chain
         ranks = problem.holders[stage]
         before = list(self._loads), list(self._held)
@@ -300,7 +302,7 @@ class BranchAndBound:
             if any(
                 self._loads[rank] >= most or self._held[rank] > chain.limits[rank] for rank in ranks
             ):
-                break  # either only grows with more blocks
+                break  # both only grow with more blocks
             now = crossed
             for rank in () if last else problem.communicating[stage + 1]:
                 self._loads[rank] += chain.crossings[end]
@@ -317,12 +319,12 @@ class BranchAndBound:
             self._ends.pop()
 
     def _most(self, crossed: float) -> float:
-        """The load below which every rank has to stay."""
+        """The load that every rank must stay below."""
         left = self._goal - self.problem.communication_weight * crossed
         return left / self.problem.pace if self.problem.pace else (math.inf if left > 0 else 0)
 
     def _is_hopeless(self, stage: int, end: int, crossed: float) -> bool:
-        """True if a rank is too busy already, or the blocks left find no room."""
+        """True if a rank is already too busy, or the remaining blocks do not fit."""
         most = self._most(crossed)
         if max(self._loads) >= most:
             return True

@@ -1,1 +1,1 @@
-"""A model traced as a graph (torch.export, torch.fx), and the graph cut into stages."""
+"""Trace a model as a graph (torch.export, torch.fx), and cut the graph into stages."""

@@ -1,4 +1,4 @@
-"""The form of a captured call: which arguments are tensors, which are fixed, and the output's tree.
+"""The form of a captured call: tensor arguments, fixed arguments, and the output's tree.
 
     forward(ids, *, mask=None, scale=1.0)      called as (ids, mask=m, scale=2.0)
     leaves      ids: (4, 8) int64              found again in any call that means the same:
@@ -40,7 +40,7 @@ class CallForm:
 
     Attributes:
         names: the names of the tensors among the arguments, such as ``"batch.mask"``.
-        examples: these tensors.
+        examples: the tensors of the example.
         output: the form of the output in the last capture.
 
     Raises:
@@ -74,7 +74,7 @@ class CallForm:
         self._checked_shapes: set[tuple[Any, ...]] = set()
 
     def _canonical(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name, however they were passed; without defaults."""
+        """Arguments by name, in canonical order, without defaults."""
         bound = self._signature.bind(*args, **kwargs)
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():
@@ -86,8 +86,8 @@ class CallForm:
         return named
 
     def _places(self) -> list[int]:
-        """For each tensor, its place among the leaves of the example as it was passed."""
-        # One tensor may be passed twice (as ids and as labels): numbered objects stand in.
+        """The position of each tensor among the leaves of the example."""
+        # One tensor may be passed twice (as ids and as labels), so numbered objects stand in.
         leaves, tree = flatten((self._args, self._kwargs))
         places = [_Place(i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
         args, kwargs = unflatten(tree, places)
@@ -95,7 +95,7 @@ class CallForm:
         return [place.index for place in found if isinstance(place, _Place)]
 
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The example call with other tensors."""
+        """The example call with other tensors in place of its own."""
         leaves, tree = flatten((self._args, self._kwargs))
         for place, tensor in zip(self._place_in_example, tensors, strict=True):
             leaves[place] = tensor
@@ -103,7 +103,7 @@ class CallForm:
         return args, kwargs
 
     def argument_names(self) -> tuple[list[str], list[str]]:
-        """Names for the example's positional arguments, and for its keyword arguments."""
+        """Names for the example's positional and keyword arguments."""
         parameters = self._signature.parameters.values()
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         positional = [p.name for p in parameters if p.kind in by_position]
@@ -111,7 +111,7 @@ class CallForm:
         return [*positional, *extra][: len(self._args)], list(self._kwargs)
 
     def forget_example(self) -> None:
-        """Release the example's tensors, once the model is captured."""
+        """Release the example's tensors after the capture."""
         self.examples = ()
         self._args, self._kwargs = (), {}
 
@@ -163,10 +163,10 @@ class CallForm:
 
 
 class OutputForm:
-    """The tree that a model returns, around the values that its graph computes.
+    """The tree of a model's output, around the values that its graph computes.
 
     Args:
-        output: what the model returned while it was captured.
+        output: the model's output during the capture.
 
     Attributes:
         dropped: the types of leaves that no stage can send (such as caches); None replaces them.
@@ -186,17 +186,17 @@ class OutputForm:
         }
         self.dropped = tuple(sorted(opaque))
         loss = own_loss(output)
-        # An open size is a SymInt; comparing it would fix it.
+        # An open size is a SymInt; a comparison would specialize it.
         is_loss = isinstance(loss, Tensor) and loss.is_floating_point()
         self.has_loss = is_loss and all(isinstance(n, int) and n == 1 for n in loss.shape)
 
     def take(self) -> list[Any]:
-        """The computed leaves as seen while capturing; released by this call."""
+        """The computed leaves as seen during the capture; this call releases them."""
         taken, self._computed = self._computed, []
         return taken
 
     def assemble(self, values: Sequence[Any]) -> Any:
-        """The model's output, from the values that the graph has computed."""
+        """Assemble the model's output from the values that the graph has computed."""
         leaves = list(self._leaves)
         for slot, value in zip(self._slots, values, strict=True):
             leaves[slot] = value
@@ -208,7 +208,7 @@ def _is_computed(leaf: Any) -> bool:
 
 
 def _distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors as distinct objects: a tracer takes one that comes twice for one input."""
+    """The tensors as distinct objects, since a tracer merges repeated tensors into one input."""
     seen: set[int] = set()
     apart = []
     for tensor in tensors:
@@ -218,7 +218,7 @@ def _distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class _Place:
-    """Stands for a tensor of the example."""
+    """A stand-in for a tensor of the example."""
 
     def __init__(self, index: int) -> None:
         self.index = index

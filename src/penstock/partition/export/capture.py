@@ -1,4 +1,4 @@
-"""Capture a model's forward as a graph by ``torch.export``, in training or evaluation mode.
+"""Capture a model's forward as a graph with ``torch.export``, in training or evaluation mode.
 
     placeholder    the tensors of the call, in the order of ``CallForm.names``
     get_attr       parameters and buffers by their names in the model; constants that the forward
@@ -9,8 +9,8 @@
 The ``meta`` of a node holds ``val`` (its value on fake tensors), ``modules`` (the names of the
 modules in whose call it ran, outermost first) and ``regions`` (see ``regions.py``).
 
-A graph holds operations alone. A forward that changes gradients or its modules in other ways
-(autograd functions, hooks, attributes) is refused here. Sizes are left open where the model's code
+A graph holds only operations. This module refuses a forward that affects gradients or its modules
+in other ways (autograd functions, hooks, attributes). Sizes stay dynamic where the model's code
 allows. This module knows no stage.
 """
 
@@ -45,7 +45,7 @@ from penstock.stage.rng import host_random_states
 
 __all__ = ["CONSTANTS", "Captured", "capture"]
 
-# The attribute of a stage that holds the tensors its graph brings along.
+# The attribute of a stage that holds the constant tensors of its graph.
 CONSTANTS = "captured"
 MODEL = "penstock_model"
 LEAVES = "leaves"
@@ -56,8 +56,8 @@ class Captured:
     """A captured forward.
 
     Args:
-        graph: the graph, as above.
-        form: how the model was called.
+        graph: the graph, as described in the module's docstring.
+        form: the form of the model's call.
         output: the form of its output.
         constants: tensors and inner graphs that the graph brings along.
     """
@@ -91,15 +91,15 @@ class _FlatCall(nn.Module):
 
 
 def capture(model: nn.Module, form: CallForm) -> Captured:
-    """Capture ``model`` in the mode (training or evaluation) that it is in.
+    """Capture ``model`` in its current mode (training or evaluation).
 
     Args:
-        model: the model; it is not changed.
-        form: how it is called.
+        model: the model; stays unchanged.
+        form: the form of the call.
 
     Raises:
-        PartitionError: its forward can't be a graph: it depends on the values of tensors, or does
-            something that a graph of operations would lose.
+        PartitionError: the forward can't be captured as a graph: it depends on tensor values, or
+            has an effect that a graph of operations would lose.
     """
     for name, module in model.named_modules():
         if has_backward_hooks(module):
@@ -117,7 +117,7 @@ def capture(model: nn.Module, form: CallForm) -> Captured:
 
 
 def _export(called: _FlatCall, form: CallForm) -> torch.export.ExportedProgram:
-    """Export with all sizes open, else those of the first dimensions, else none."""
+    """Export with all sizes dynamic, else only first dimensions, else none."""
     auto = torch.export.Dim.AUTO
     open_sizes = [
         [dict.fromkeys(range(t.dim()), auto) for t in form.examples],
@@ -137,7 +137,7 @@ def _export(called: _FlatCall, form: CallForm) -> torch.export.ExportedProgram:
         except PartitionError:
             raise
         except Exception as error:
-            last = error  # with more sizes fixed less can go wrong: the last attempt tells why
+            last = error  # later attempts have fewer dynamic sizes: their error is relevant
             if _depends_on_data(error):
                 break
     assert last is not None
@@ -164,10 +164,10 @@ def _refuse(what: str) -> None:
 
 
 def _place_in_user_code(trace: TracebackType | None = None) -> str:
-    """`` (at file:line, in name)`` for the innermost frame outside of torch and this library.
+    """`` (at file:line, in name)`` for the innermost frame outside torch and this library.
 
     Args:
-        trace: of an exception; the current call stack if None.
+        trace: the traceback of an exception; None for the current call stack.
     """
     frames = traceback.extract_tb(trace) if trace is not None else traceback.extract_stack()
     libraries = (
@@ -189,10 +189,10 @@ def _place_in_user_code(trace: TracebackType | None = None) -> str:
 
 @contextmanager
 def _no_state_kept(model: nn.Module) -> Iterator[None]:
-    """Refuse a forward that leaves other attributes on its modules, and undo such changes.
+    """Refuse a forward that leaves changed attributes on its modules, and undo the changes.
 
-    Every microbatch would run as the example's call did, from the attributes of before. Buffers
-    written in place are operations of the graph.
+    Every microbatch would otherwise replay the example's call with the old attributes. In-place
+    writes to buffers are operations of the graph, and allowed.
     """
     snapshot = ModuleSnapshot(model)
     snapshot.hold()
@@ -214,13 +214,13 @@ def _no_state_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _StateNames:
-    """All names that the model has for one parameter or buffer."""
+    """All names in the model of one parameter or buffer."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
     def used_in(self, modules: Sequence[str]) -> str:
-        """The name under which code in ``modules`` reads it."""
+        """The name by which code in ``modules`` reads the tensor."""
         for module in reversed(modules):
             for name in self.names:
                 if name.rpartition(".")[0] == module or name.startswith(f"{module}."):
@@ -229,7 +229,8 @@ class _StateNames:
 
 
 class _FlatGraph:
-    """The exported graph with state by name, and regions as marks on their nodes."""
+    """The exported graph, with state by name and with grad-mode and autocast regions as marks on
+    nodes."""
 
     def __init__(
         self, program: torch.export.ExportedProgram, model: nn.Module, form: CallForm
@@ -275,7 +276,7 @@ class _FlatGraph:
     def _copy(
         self, module: fx.GraphModule, env: dict[fx.Node, Any], regions: tuple[Region, ...]
     ) -> list[Any]:
-        """Copy the nodes of a graph whose placeholders are in ``env``; returns its outputs."""
+        """Copy the nodes of a graph whose placeholders are in ``env``; return its outputs."""
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -286,7 +287,7 @@ class _FlatGraph:
                 env[node] = value if isinstance(value, fx.GraphModule) else self._constant(value)
                 continue
             if is_metadata_assert(node.target):
-                continue  # would tie tensors to the device of the capture
+                continue  # would tie tensors to the capture's device
             region = region_of(node.target, node.args)
             if region is not None:
                 entered, body, operands = region
@@ -332,16 +333,16 @@ def _lookup(value: Any, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def _modules_of(node: fx.Node) -> tuple[str, ...]:
-    """The names of the modules in whose call a node ran, outermost first."""
+    """The names of the modules whose calls enclose a node, outermost first."""
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     inside = (path for path, _ in stack.values() if path.startswith(f"{MODEL}."))
     return tuple(path.removeprefix(f"{MODEL}.") for path in inside)
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """True for a node that has to stay even if nothing uses its result."""
+    """True for a node that must stay even if its result is unused."""
     if node.op in ("placeholder", "output"):
         return True
     tags = getattr(node.target, "tags", ())
-    # Unused random operations stay, so that all others draw the same numbers.
+    # Unused random operations stay, so that later ones draw the same numbers.
     return node.is_impure() or torch.Tag.nondeterministic_seeded in tags

@@ -1,4 +1,4 @@
-"""Cut a captured graph at its marks: the stage of each node, and the values that cross.
+"""Cut a captured graph at its marks: assign nodes to stages, and find the values that cross.
 
     a = f(x)          stage 0        a value that a later stage needs is handed on by every
     ── mark ──                       stage between, once per hop:
@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 aten: Any = torch.ops.aten
-# They return their input itself where there is nothing to do, and don't say so in their schema.
+# These ops return their input itself if there is nothing to do, which their schema does not
+# declare.
 MAY_RETURN_INPUT = frozenset(
     {aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default}
 )
@@ -59,7 +60,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A graph, cut.
+    """A cut graph, with the stage of each operation.
 
     Args:
         cuts: the cuts, in order.
@@ -73,7 +74,7 @@ class Assignment:
 
 
 def take_marks(graph: fx.Graph) -> tuple[Cut, ...]:
-    """The cuts that are marked in ``graph``; removes the marks from it."""
+    """Collect the cuts marked in ``graph``, and remove the marks."""
     cuts = []
     position = 0
     for node in list(graph.nodes):
@@ -87,7 +88,7 @@ def take_marks(graph: fx.Graph) -> tuple[Cut, ...]:
 
 
 def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> Assignment:
-    """Cut ``graph``.
+    """Assign the nodes of ``graph`` to stages.
 
     Raises:
         PartitionError: a stage would be empty, or a value can't cross; the message names the
@@ -120,7 +121,7 @@ def nodes_in(assignment: Assignment, stage: int) -> Iterator[fx.Node]:
 
 
 def stages_that_write(graph: fx.Graph, assignment: Assignment) -> set[int]:
-    """The stages that write in place into a value from the stage before."""
+    """The stages that write in place into a value from the previous stage."""
     memory = _Memory(graph)
     found = set()
     for writer, target in memory.writes:
@@ -131,7 +132,7 @@ def stages_that_write(graph: fx.Graph, assignment: Assignment) -> set[int]:
 
 
 def boundaries(graph: fx.Graph, memory: _Memory | None = None) -> str:
-    """For messages: the module boundaries at which a graph can be cut in two."""
+    """Describe, for messages, the module boundaries at which a graph can be cut in two."""
     memory = memory if memory is not None else _Memory(graph)
     labels: dict[int, str] = {}
     for cut in _module_boundaries(graph):
@@ -178,7 +179,7 @@ def _assign(graph: fx.Graph, cuts: Sequence[Cut]) -> Assignment:
         if not node.op.startswith("call"):
             continue
         if node.target is operator.getitem and node.args[0] in stage_of:
-            stage_of[node] = stage_of[node.args[0]]  # one item crosses rather than all
+            stage_of[node] = stage_of[node.args[0]]  # only one item crosses, not all
         else:
             stage_of[node] = bisect_right(positions, position)
         position += 1
@@ -195,7 +196,7 @@ def _assign(graph: fx.Graph, cuts: Sequence[Cut]) -> Assignment:
 
 
 def _does_work(node: fx.Node) -> bool:
-    """True if ``node`` computes a value, rather than a view of one."""
+    """True if ``node`` computes a value, not just a view."""
     return node.target not in NO_WORK and not getattr(node.target, "is_view", False)
 
 
@@ -203,7 +204,7 @@ def _does_work(node: fx.Node) -> bool:
 
 
 class _Memory:
-    """The values that may share memory, and the operations that write into them."""
+    """Aliases among values, and the operations that write into values."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
@@ -217,7 +218,7 @@ class _Memory:
         if node.target is operator.getitem:
             self._join(node, node.args[0])
         elif effects is None or node.target in MAY_RETURN_INPUT:
-            for source in node.all_input_nodes:  # nothing is known of it: assume a view
+            for source in node.all_input_nodes:  # unknown operation: assume a view
                 self._join(node, source)
         else:
             for place, (name, shares, written) in enumerate(effects):
@@ -249,7 +250,7 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 
 def _problem(assignment: Assignment, memory: _Memory) -> tuple[int, str] | None:
-    """The first boundary at which a value can't cross, and the reason."""
+    """The first boundary with a value that can't cross, and the reason."""
     for boundary, values in enumerate(assignment.crossing):
         for node in values:
             value = node.meta.get("val")
@@ -265,7 +266,7 @@ def _problem(assignment: Assignment, memory: _Memory) -> tuple[int, str] | None:
 def _write_problem(
     assignment: Assignment, memory: _Memory, writer: fx.Node, target: fx.Node
 ) -> tuple[int, str] | None:
-    """The boundary that an in-place write rules out, and the reason."""
+    """The boundary that an in-place write forbids, and the reason."""
     stage = assignment.stage_of[writer]
     for node in writer.graph.nodes:
         if node.op != "get_attr" or not memory.same(node, target):

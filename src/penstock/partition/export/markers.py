@@ -1,4 +1,4 @@
-"""Marks of cuts: the operation that a forward leaves in the graph while it is captured.
+"""Marks of cuts: an operation in the captured graph that marks the start of a stage.
 
     def forward(self, x):               x = self.first(x)
         x = self.first(x)               ──── pipe_split ────      a node of the graph; no work,
@@ -35,11 +35,11 @@ __all__ = [
 _LIBRARY: Any = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("pipe_split(str label) -> ()")
 _LIBRARY.impl("pipe_split", lambda label: None, "CompositeExplicitAutograd")
-# The operation of a mark in a captured graph; its argument is the cut's label.
+# The op of a mark in a captured graph; its argument is the cut's label.
 MARK: Any = torch.ops.penstock.pipe_split.default
 has_side_effect(MARK)
 
-# The label of marks in the code; those of split points name a module.
+# The label of marks in the code; labels of split points name a module.
 HERE = "pipe_split()"
 
 
@@ -78,14 +78,14 @@ def label_of(name: str, point: SplitPoint) -> str:
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Mark cuts around modules of ``mod`` permanently, as ``pipe_split()`` in its code would.
+    """Mark cuts around modules of ``mod`` permanently, like ``pipe_split()`` calls in their code.
 
     Args:
         mod: the model.
         spec: for names of its modules, the side on which to cut.
 
     Raises:
-        PartitionError: a name is no module, or its value no ``SplitPoint``.
+        PartitionError: a name is not a module, or its value is not a ``SplitPoint``.
     """
     _register_marks(mod, spec)
 
@@ -102,7 +102,7 @@ def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
 
 
 def _register_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Any]:
-    """Register the hooks that leave marks; returns their handles."""
+    """Register the hooks that leave marks; return their handles."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):

@@ -1,4 +1,4 @@
-"""pipeline(): from a model to a Pipe, a captured model cut into stages.
+"""``pipeline``: capture a model and cut it into the stages of a ``Pipe``.
 
     model ──capture──► one graph ──cut at marks──► graphs ──► stage modules ──► Pipe
             twice: as it trains, and as it evaluates, over the same parameters
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PipeInfo:
-    """Facts of a pipe for its stages.
+    """Facts of a pipe that its stages need.
 
     Args:
         graph: the graph whose ``call_module`` nodes are the stages.
@@ -65,7 +65,7 @@ class PipeInfo:
 
 
 class Pipe(nn.Module):
-    """A captured model, cut into stages. ``pipeline`` makes it.
+    """A captured model, cut into stages; made by ``pipeline``.
 
     Args:
         split_gm: a graph that runs the stages ``submod_pp_0``, ``submod_pp_1``, … in turn.
@@ -74,9 +74,9 @@ class Pipe(nn.Module):
         loss_spec: likewise.
 
     Attributes:
-        shared: for each parameter that several stages hold (embedding and head, say), its name by
-            stage, as ``Pipeline(shared=)`` takes it. It is one object in all of them; under several
-            processes its gradients have to be added up.
+        shared: for each parameter shared by several stages (such as embedding and head), its name
+            by stage, as for ``Pipeline(shared=)``. Within one process all stages hold the same
+            object; across processes its gradients must be summed.
         crossing: for each boundary, the values that cross it: names with dtype and shape.
     """
 
@@ -96,17 +96,17 @@ class Pipe(nn.Module):
         self.crossing: tuple[tuple[str, ...], ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages in turn, as the model itself runs."""
+        """Run all stages in turn, with the result of the original model."""
         values = self.get_stage_module(0)(*args, **kwargs)
         for stage in range(1, self.num_stages):
             values = self.get_stage_module(stage)(*values)
         return values
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The module of one stage; it holds the model's own parameters under their names.
+        """The module of one stage; holds the model's own parameters under their names.
 
         Args:
-            stage_idx: its index, from 0.
+            stage_idx: the index of the stage, from 0.
 
         Raises:
             PartitionError: there is no such stage.
@@ -120,18 +120,18 @@ class Pipe(nn.Module):
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> TracedStage:
-        """Make one stage, to be given to a schedule. Its module is moved to ``device``.
+        """Make one stage for a schedule; its module is moved to ``device``.
 
         Args:
-            stage_index: its index, from 0.
-            device: where it is to live.
+            stage_index: the index of the stage, from 0.
+            device: the device of the stage.
             group: the pipeline's process group; the default group if None.
         """
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), torch.device(device), group)
 
     def info(self) -> PipeInfo:
-        """Facts of the pipe for its stages, without its parameters."""
+        """Facts of the pipe for its stages, without parameters."""
         return PipeInfo(
             self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self.shared
         )
@@ -149,11 +149,11 @@ class Pipe(nn.Module):
         example_kwargs: dict[str, Any] | None = None,
         split_policy: SplitPolicy | None = None,
     ) -> Pipe:
-        """``pipeline`` without a ``split_spec``, under the name that torch has for it."""
+        """``pipeline`` without a ``split_spec``, under torch's name."""
         return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
 
     def __repr__(self) -> str:
-        """One line per stage: its parameters, and the values it hands on."""
+        """One line per stage: its parameters, and the values that it sends on."""
         lines = [f"Pipe of {self.num_stages} stages"]
         for stage in range(self.num_stages):
             params = sum(p.numel() for p in self.get_stage_module(stage).parameters())
@@ -176,19 +176,19 @@ def pipeline(
     """Capture a model and cut it into stages.
 
     Args:
-        module: the model. It stays as it is; the stages hold its own parameters and buffers.
+        module: the model. It stays unchanged; the stages hold its own parameters and buffers.
         mb_args: positional arguments of one example microbatch.
         mb_kwargs: its keyword arguments.
         split_spec: for names of modules, the side on which to cut. The forward may mark further
             cuts with ``pipe_split()``.
-        split_policy: instead, a function that puts calls of ``pipe_split`` into the captured
-            graph: given a ``torch.fx.GraphModule``, it returns one.
+        split_policy: a function that inserts calls of ``pipe_split`` into the captured graph, from
+            ``torch.fx.GraphModule`` to ``torch.fx.GraphModule``; excludes ``split_spec``.
 
     Returns:
         The stages.
 
     Raises:
-        PartitionError: the model can't be captured, or not be cut there.
+        PartitionError: the model can't be captured, or can't be cut at these places.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -208,12 +208,13 @@ def pipeline(
 def pipeline_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split: SplitSpec | None
 ) -> Pipe:
-    """Capture a model and cut it as a spec says; at its own marks if None.
+    """Capture a model and cut it at a spec's places, or at its own marks if None.
 
-    Names may be given in any order: a stage is all that runs from the first of its modules on.
+    Names may be in any order: a stage starts at the first of its modules to run.
 
     Raises:
-        PartitionError: the model can't be captured, or a module runs in another stage than its.
+        PartitionError: the model can't be captured, or a module runs in another stage than
+            requested.
     """
     if split is None:
         return _pipe_at(Places(spec={}), model, args, kwargs)
@@ -262,9 +263,9 @@ def _pipe_at(
 ) -> Pipe:
     form = CallForm(model, args, kwargs)
     device = _device_of(model, form)
-    if device.type == "meta":  # then shapes are all that there is
+    if device.type == "meta":  # the capture then needs only shapes
         form.examples = tuple(example.to("meta") for example in form.examples)
-    install_hooks(model)  # or the first call would, in the midst of the capture
+    install_hooks(model)  # otherwise the first call would do it in the middle of the capture
     mode = _cut_graph(model, form, places)
     modes = {model.training: mode}
     if mode.captured.output.dropped:
@@ -294,7 +295,7 @@ def _pipe_at(
 
 
 def _cut_graph(model: nn.Module, form: CallForm, places: Places) -> CutGraph:
-    """The forward in the model's current mode, captured and cut."""
+    """Capture and cut the forward in the model's current mode."""
     with marked(model, places.spec):
         captured = capture(model, form)
     if places.policy is not None:

@@ -1,4 +1,4 @@
-"""The places at which a captured graph is cut, and the marks that find them.
+"""The places to cut a captured graph, and the marks that locate them.
 
     split points         each is one mark, and each mark is a cut
     names per stage      each named module is marked; a stage begins at the first of its marks
@@ -25,7 +25,7 @@ from penstock.partition.spec import SplitSpec
 
 __all__ = ["Places", "SplitPolicy", "check_labels", "places_of_counts", "places_of_names"]
 
-# Given the captured graph, returns one with calls of ``pipe_split`` in it.
+# A function from the captured graph to one with calls of ``pipe_split``.
 SplitPolicy: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 Choose: TypeAlias = Callable[[Sequence[Cut]], tuple[Cut, ...]]
 
@@ -36,9 +36,9 @@ class Places:
 
     Args:
         spec: the split points to mark.
-        policy: a function that puts further marks into the graph.
-        choose: the choice of cuts among the marks; if None, every mark is a cut, and every split
-            point has to leave exactly one.
+        policy: a function that adds marks to the graph.
+        choose: a function that chooses cuts among the marks; if None, every mark is a cut, and
+            every split point must leave exactly one mark.
     """
 
     spec: Mapping[str, SplitPoint]
@@ -68,7 +68,7 @@ def places_of_names(model: nn.Module, stages: Sequence[Sequence[str]]) -> Places
 
 
 def _called(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
-    """The modules among ``names``; of lists, which are never called, their members."""
+    """The modules among ``names``; lists are never called, so their members replace them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in names:
         module = modules.get(name)
@@ -79,7 +79,7 @@ def _called(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
 
 
 def places_of_counts(model: nn.Module, split: SplitSpec) -> Places:
-    """Blocks count in the order of their first calls; one in several places of a list, as often."""
+    """Count blocks by first call; a block with several places in a list counts once per place."""
     blocks, counts = split.blocks, split.counts
     layers = [model.get_submodule(name) for name in blocks]
     first_name = {id(layer): name for name, layer in zip(blocks[::-1], layers[::-1], strict=True)}
@@ -105,7 +105,7 @@ def places_of_counts(model: nn.Module, split: SplitSpec) -> Places:
 def check_labels(
     model: nn.Module, graph: fx.Graph, spec: Mapping[str, SplitPoint], cuts: Sequence[Cut]
 ) -> None:
-    """Every split point has to leave exactly one mark."""
+    """Check that every split point left exactly one mark."""
     counts = Counter(cut.label for cut in cuts if cut.label != HERE)
     for name, point in spec.items():
         label = label_of(name, point)

@@ -1,4 +1,4 @@
-"""Regions of a captured graph that run under another grad mode, or under autocast.
+"""Regions of a captured graph under another grad mode or under autocast.
 
 captured    wrap_with_set_grad_enabled(False, body, x)      one node, which can't be cut
 in a stage  token = enter_grad(False)                       ordinary nodes, which can: each
@@ -22,7 +22,7 @@ __all__ = ["Region", "leaving_all", "region_of", "weave"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A region of a graph: ``enter(*args)`` enters it, and returns the argument of ``leave``."""
+    """A region of a graph: ``enter(*args)`` enters it, and returns the argument for ``leave``."""
 
     enter: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,12 +45,12 @@ def _enter(context: Any) -> Any:
 
 
 def enter_grad(enabled: bool) -> Any:
-    """Enter a region with or without gradients."""
+    """Enter a region with gradients enabled or disabled."""
     return _enter(torch.enable_grad() if enabled else torch.no_grad())
 
 
 def enter_autocast(device: str, dtype: Any, enabled: bool, cache: bool) -> Any:
-    """Enter a region with or without autocast."""
+    """Enter a region with autocast enabled or disabled."""
     return _enter(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
 
 
@@ -62,7 +62,7 @@ def leave(context: Any) -> None:
 
 @contextmanager
 def leaving_all() -> Iterator[None]:
-    """Leave the regions that an exception in this block has left open."""
+    """Leave the regions that an exception in this block left open."""
     depth = len(_open.contexts)
     try:
         yield
@@ -73,7 +73,7 @@ def leaving_all() -> Iterator[None]:
 
 
 def region_of(target: Any, args: Sequence[Any]) -> tuple[Region, Any, Sequence[Any]] | None:
-    """Region, body and operands of a node that wraps a region; None for any other node."""
+    """The region, body and operands of a node that wraps a region; None for other nodes."""
     ops: Any = torch.ops.higher_order
     if target is ops.wrap_with_set_grad_enabled:
         enabled, body, *operands = args
@@ -86,11 +86,11 @@ def region_of(target: Any, args: Sequence[Any]) -> tuple[Region, Any, Sequence[A
 
 
 def weave(graph: fx.Graph, now: list[tuple[Region, Any]], wanted: tuple[Region, ...]) -> None:
-    """Append nodes to ``graph`` that leave and enter regions, until it is in ``wanted``.
+    """Append nodes that leave and enter regions to ``graph``, until it is in ``wanted``.
 
     Args:
         graph: the graph under construction.
-        now: the open regions with the nodes that entered them, outermost first; updated.
+        now: the open regions with the nodes that entered them, outermost first; updated in place.
         wanted: the regions of the next node.
     """
     common = 0

@@ -1,4 +1,4 @@
-"""The module of a captured stage: its part of the graph, over the model's own parameters.
+"""The module of a captured stage: its subgraph, over the model's own parameters.
 
     model                   stage 1's module          names and objects are the model's own, so
     ├─ embed.weight         └─ layers                 that state_dicts fit both, and an optimizer
@@ -6,8 +6,8 @@
        ├─ 0.weight                └─ weight
        └─ 1.weight
 
-Training and evaluation are two graphs; ``train()`` and ``eval()`` choose. This module knows
-neither how graphs are captured nor where they are cut best.
+Training and evaluation are two graphs; ``train()`` and ``eval()`` choose. This module neither
+captures graphs nor chooses cuts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutGraph:
-    """A captured forward, cut: that of training, or that of evaluation."""
+    """A cut captured forward, for training or for evaluation."""
 
     captured: Captured
     assignment: Assignment
@@ -52,11 +52,11 @@ class StageCode:
     """The code of one stage in one mode.
 
     Args:
-        graph: its part of the graph.
+        graph: the stage's subgraph.
         run: the graph as a function of the module and its inputs.
         take: on the first stage, the function from a call of the model to the graph's inputs.
         give: on the last stage, the function from the graph's outputs to the model's output.
-        has_loss: whether the model's output has a loss.
+        has_loss: True if the model's output has a loss.
     """
 
     graph: fx.Graph
@@ -66,7 +66,7 @@ class StageCode:
     has_loss: bool
 
     def __deepcopy__(self, memo: object) -> StageCode:
-        """Itself: code holds no state."""
+        """Return the code itself, since it holds no state."""
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -80,16 +80,16 @@ class StageCode:
 class StageModule(nn.Module):
     """One stage of a captured model.
 
-    Operations that the model told to compute in a dtype (``x.float()``) still do if the stage is
-    converted: convert the model before it is captured.
+    Explicit casts in the model (``x.float()``) are fixed at capture. To change dtypes, convert the
+    model before it is captured.
 
     Args:
         index: the stage's number.
         codes: the code for training (True) and for evaluation (False).
-        missing: the reason why one of the two is missing.
-        device: the device of the model when it was captured.
-        constants: the tensors that the graphs bring along.
-        inplace: whether the stage writes in place into its inputs.
+        missing: the reason why one of the two codes is missing.
+        device: the device of the model at capture.
+        constants: the constant tensors of the graphs.
+        inplace: True if the stage writes in place into its inputs.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.index = index
-        # Read by stages as of a layer: inputs are aliased where a stage writes into them.
+        # Stages read this attribute as on a layer: it means that inputs are aliased where written.
         self.inplace = inplace
         self._codes = dict(codes)
         self._missing = missing
-        # An empty tensor that ``_apply`` moves along, to see to which device.
+        # An empty tensor that ``_apply`` moves along, to detect the target device.
         self._place = torch.empty(0, dtype=torch.uint8, device=device)
         setattr(self, CONSTANTS, SimpleNamespace(**constants))
 
@@ -116,7 +116,7 @@ class StageModule(nn.Module):
         """Run the stage.
 
         Args:
-            values: on the first stage the model's inputs, else the outputs of the stage before.
+            values: on the first stage the model's inputs, else the outputs of the previous stage.
             kwargs: on the first stage the model's inputs; ignored by later stages.
 
         Returns:
@@ -137,7 +137,7 @@ class StageModule(nn.Module):
         Args:
             name: the name.
             tensor: the parameter or buffer itself.
-            persistent: whether a buffer is part of state_dicts.
+            persistent: True if a buffer is part of state_dicts.
         """
         path, _, last = name.rpartition(".")
         owner: nn.Module = self
@@ -157,7 +157,7 @@ class StageModule(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """True if it returns the model's output, with a loss in it."""
+        """True if the stage returns the model's output with a loss."""
         return any(code.has_loss for code in self._codes.values())
 
     @property
@@ -167,11 +167,11 @@ class StageModule(nn.Module):
 
     @property
     def code(self) -> str:
-        """The graph of the current mode as Python."""
+        """The current mode's graph as Python code."""
         return self.graph.python_code("self").src
 
     def print_readable(self, print_output: bool = True) -> str:
-        """Return the code of the current mode, and print it if ``print_output``."""
+        """Return the current mode's code, and print it if ``print_output``."""
         code = self.code.replace("\n", "\n    ")
         text = f"class Stage{self.index}(torch.nn.Module):{code}"
         if print_output:
@@ -179,12 +179,12 @@ class StageModule(nn.Module):
         return text
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
-        """Move what is no state too: constants, and devices that the graphs name."""
+        """Also move constants, and replace devices named in the graphs."""
         before = self._place.device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         try:
             self._place = fn(self._place)
-        except NotImplementedError:  # from the meta device there is nothing to copy
+        except NotImplementedError:  # the meta device has no data to copy
             self._place = fn(torch.empty_like(self._place, device="cpu"))
         now = self._place.device
         if now != before:
@@ -211,7 +211,7 @@ def _moved(code: StageCode, before: torch.device, now: torch.device) -> StageCod
 
     def replaced(value: Any) -> Any:
         is_device = isinstance(value, torch.device)
-        # Shapes alone, made on the meta device by a model on another one, stay there.
+        # Shape tensors that a model on another device made on the meta device stay there.
         return now if is_device and (value.type != "meta" or before.type == "meta") else value
 
     graph = fx.Graph()
@@ -228,12 +228,12 @@ def _moved(code: StageCode, before: torch.device, now: torch.device) -> StageCod
 def build_modules(
     model: nn.Module, modes: Mapping[bool, CutGraph], missing: str, device: torch.device
 ) -> list[StageModule]:
-    """The modules of all stages.
+    """Build the modules of all stages.
 
     Args:
-        model: the model whose parameters and buffers they hold.
+        model: the model; its parameters and buffers become the stages'.
         modes: the graphs of training (True) and evaluation (False).
-        missing: the reason why one of the two is missing.
+        missing: the reason why one of the two graphs is missing.
         device: the model's device.
     """
     num_stages = next(iter(modes.values())).num_stages
@@ -274,16 +274,16 @@ def _stage_code(mode: CutGraph, index: int) -> StageCode:
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, left out of torch.compile, which has pytrees of its own."""
+    """``function``, excluded from torch.compile, which has pytrees of its own."""
     plain: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return plain
 
 
 def _compile(graph: fx.Graph) -> Callable[..., Any]:
-    """A graph as a function of the module that holds its attributes, and of its inputs."""
+    """Compile a graph to a function of the module that holds its attributes, and of its inputs."""
     code = graph.python_code("self")
     filename = f"<penstock stage code {next(_numbers)}>"
-    # Tracebacks then show the line that failed.
+    # So that tracebacks show the failing line.
     linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
     scope = dict(code.globals)
     exec(compile(code.src, filename, "exec"), scope)
@@ -292,7 +292,7 @@ def _compile(graph: fx.Graph) -> Callable[..., Any]:
 
 
 def _stage_graph(mode: CutGraph, index: int) -> fx.Graph:
-    """The part of the graph that runs in one stage, from its inputs to its outputs."""
+    """The subgraph of one stage, from its inputs to its outputs."""
     whole, cut = mode.captured.graph, mode.assignment
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -324,9 +324,10 @@ def _stage_graph(mode: CutGraph, index: int) -> fx.Graph:
 
 
 def _attach_state(model: nn.Module, modules: Sequence[StageModule]) -> None:
-    """Give every parameter and buffer to the stages that use it.
+    """Attach every parameter and buffer to the stages that use it.
 
-    An unused name goes with its tensor, if that has used names, else with the name before it.
+    An unused name goes to the stages of its tensor's used names, if any, else to the stage of the
+    name before it.
     """
     used = [module.names_used() for module in modules]
     state = set(model.state_dict(keep_vars=True))

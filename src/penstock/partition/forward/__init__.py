@@ -1,1 +1,1 @@
-"""A model cut by the names of its modules, whose own forward every stage runs."""
+"""Cut a model by module names; every stage runs the model's own forward."""

@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSplit:
-    """A model cut by module.
+    """A model cut by module, one module per stage.
 
     Args:
         stages: one module per stage.
@@ -71,22 +71,23 @@ def split_by_module(
     """Cut a model by the names of its modules.
 
     Stages hold the model's own modules and ``Parameter`` objects under their names in the model.
-    The first stage is called with the model's arguments, each later one with what the stage
-    before returned, and the last returns what the model returns.
+    The first stage takes the model's arguments, each later stage takes the previous stage's output,
+    and the last stage returns the model's output.
 
     Args:
         model: any module, on any device; on the meta device, each rank materializes its stages.
         cuts: per stage the names of its modules (a ``Plan`` or lists of names); or per stage the
             number of its repeated blocks; or the names of the modules with which stages after the
-            first begin. Modules that are not named go with what runs before them.
-        example: one microbatch: a tuple of positional, or a dict of keyword arguments. With one,
-            what can't be cut is found here, and modules run in the order of their calls; without
-            one, in that of their definition, and the first microbatch is the example.
-        device: where the stages will live.
+            first begin. Unnamed modules join the stage of the module that runs before them.
+        example: one microbatch: a tuple of positional arguments, or a dict of keyword arguments.
+            With an example, models that can't be cut are refused here, and modules are ordered by
+            their calls. Without one, they are ordered by definition, and the first microbatch
+            serves as the example.
+        device: the device of the stages.
 
     Raises:
         PartitionError: a name is unknown, a stage empty, or a parameter left over.
-        NotByModule: the model does what can't run on several stages so cut.
+        NotByModule: the model's forward can't run on several stages cut this way.
 
     Example:
         >>> class Net(nn.Module):
@@ -115,12 +116,12 @@ def split_by_module(
                 "which would call it; register it on a module that runs whole"
             )
     tracer, trace = _trace_first(leaves, device, example)
-    # Of the leaf modules, a rank shall hold its own alone.
+    # A rank keeps only its own leaf modules.
     num_stages, shared = spec.num_stages, leaves.shared
     try:
         assignment = assign_stages(leaves, spec, trace)
     except PartitionError as error:
-        if spec.stages:  # the error tells which of the names is wrong
+        if spec.stages:  # the error names the wrong one
             raise
         raise PartitionError(_with_boundaries(error, leaves, trace)) from error
     try:
@@ -135,10 +136,11 @@ def split_by_module(
     names = tuple(
         tuple(name for name, at in assignment.items() if at == stage) for stage in range(num_stages)
     )
-    # Leaf modules without state are everywhere, and run where their inputs are first.
+    # Stateless leaf modules are on every stage, and run where their inputs are available first.
     stateless = [name for name, at in assignment.items() if at is None]
     stages = tuple(
-        # The first stage alone meets inputs of new shapes; a tracer may hold the whole model.
+        # Only the first stage sees inputs of new shapes, so only its tracer may hold the whole
+        # model.
         ModuleStage(
             leaves,
             frozenset([*names[i], *stateless]),
@@ -156,7 +158,7 @@ def split_by_module(
 
 
 def computes_loss(model: nn.Module, example: Example) -> bool:
-    """True if what a model returns for an example has a scalar ``loss``.
+    """True if the model's output for an example has a scalar ``loss``.
 
     Args:
         model: the model.
@@ -183,12 +185,12 @@ def tensors_between(
     Args:
         model: the model.
         blocks: per block the names of its modules, in the order in which they run.
-        example: one microbatch: a tuple of positional, or a dict of keyword arguments.
-        device: where the stages will live.
+        example: one microbatch: a tuple of positional arguments, or a dict of keyword arguments.
+        device: the device of the stages.
 
     Returns:
-        For the boundary behind each block but the last; None where the model can't be cut by
-        module there.
+        For the boundary after each block but the last, its tensors; None if the model can't be cut
+        by module there.
 
     Example:
         >>> class Net(nn.Module):
@@ -229,7 +231,7 @@ def _meta(ref: ValueRef, trace: ForwardTrace, model: nn.Module) -> TensorMeta:
 
 
 def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardTrace | None) -> str:
-    """The error, with the boundaries at which the model can be cut, if an example has shown any."""
+    """Add to an error the boundaries at which the model can be cut, if a trace has found any."""
     if trace is None:
         return str(error)
     order = trace.first_calls()
@@ -246,7 +248,7 @@ def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardT
 def _trace_first(
     leaves: LeafModules, device: torch.device, example: Example | None
 ) -> tuple[ForwardTracer, ForwardTrace | None]:
-    """A tracer, and its trace of the example; installs hooks that collect values, if need be.
+    """A tracer and its trace of the example; installs collecting hooks if needed.
 
     Raises:
         NotByModule: the model can't be traced.

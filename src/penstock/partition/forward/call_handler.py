@@ -7,7 +7,7 @@
     rerun_until    ├───────────┤                    stage 0 runs this top-level code too
     end            ├─────────────────────┤          behind that, the forward is left
 
-It holds no modules and sends nothing.
+The handler holds no modules and sends nothing.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _Refs: TypeAlias = list[tuple[int, ValueRef]]
 
 
 class StopForward(BaseException):  # not an Exception, so that no model catches it
-    """Leaves the model's forward, of which nothing more is needed here."""
+    """Stop the model's forward once this stage needs no more of it."""
 
 
 class StagePlan:
-    """The part of a plan that concerns one stage.
+    """One stage's part of a ``ForwardPlan``.
 
     Attributes:
         end: the number of calls that the stage needs.
-        sent: for each call and leaf that the stage sends on, the reference to it.
-        sends: the calls among these.
-        rerun_until: the calls up to which earlier stages run the top-level forward too.
-        alone_from: the call from which on no other stage does.
+        sent: the reference of each value sent on, by call and leaf.
+        sends: the calls in ``sent``.
+        rerun_until: the number of calls up to which earlier stages also run the top-level forward.
+        alone_from: the call from which on only this stage runs it.
     """
 
     def __init__(self, plan: ForwardPlan, index: int, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class StagePlan:
         self._placeholders: dict[tuple[int, bool], tuple[list[Any], _Refs]] = {}
 
     def placeholders(self, index: int) -> tuple[list[Any], _Refs]:
-        """The leaves that stand for a call's result, and the references of its tensors."""
+        """The leaves that replace a call's result, and the references of its tensors."""
         key = (index, torch.is_grad_enabled())
         if key in self._placeholders:
             leaves, refs = self._placeholders[key]
@@ -83,16 +83,16 @@ class StagePlan:
                 ref = ValueRef(ValueKind.OUTPUT, index, i, call.leaf)
                 leaves[i] = make_placeholder(leaf, self._device, ref)
                 refs.append((i, ref))
-        if not call.written:  # later code would write into those of this microbatch
+        if not call.written:  # later code would write into the placeholders of this microbatch
             self._placeholders[key] = list(leaves), refs
         return leaves, refs
 
 
 class StageCallHandler:
-    """Runs a stage's own leaf modules, and supplies the results of others (a ``CallHandler``).
+    """Run a stage's own leaf modules, and substitute the results of others (a ``CallHandler``).
 
     Args:
-        index: the stage.
+        index: the index of the stage.
         device: the device that placeholders claim to be on.
     """
 
@@ -107,9 +107,9 @@ class StageCallHandler:
         """Begin a microbatch.
 
         Args:
-            plan: its plan, kept by the caller.
-            values: the values that are here; those of the stage's own that cross are added.
-            hooks: watches the top-level forward.
+            plan: the microbatch's plan, kept by the caller.
+            values: the values that have arrived; the stage's own values that cross are added.
+            hooks: a watcher of the top-level forward.
         """
         known = self._plans.get(id(plan))
         if known is None or known.plan is not plan:
@@ -120,19 +120,19 @@ class StageCallHandler:
         self._next = 0
         self._versions = [(list(values), TensorVersions(values.values()))]
         self._has_grad = torch.is_grad_enabled()
-        # Top-level code that is run again shall not advance the random generator.
+        # Re-run top-level code must not advance the RNG.
         self._random = random_state(self.device) if plan.draws else None
 
     def end(self) -> None:
-        """Let go of the microbatch, which is through or has failed."""
+        """Release the microbatch, completed or failed."""
         self._plan = None
         self._values, self._versions = {}, []
 
     def check_done(self) -> None:
-        """Check that all own modules ran, and that what crosses is as it was computed.
+        """Check that all own modules ran, and that crossing values were not modified since.
 
         Raises:
-            PartitionError: they did not, or it is not.
+            PartitionError: a module did not run, or a crossing value was modified.
         """
         assert self._plan is not None
         if self._next < self._plan.end:
@@ -149,10 +149,10 @@ class StageCallHandler:
                 )
 
     def refuse_hook(self, what: str) -> None:
-        """Refuse a hook on a tensor where an earlier stage runs the same code: it would act twice.
+        """Refuse a tensor hook where an earlier stage runs the same code, since it would run twice.
 
         Raises:
-            PartitionError: an earlier stage does.
+            PartitionError: an earlier stage runs the same code.
         """
         if self._plan is not None and self._next <= self._plan.rerun_until:
             raise self._error(
@@ -163,7 +163,7 @@ class StageCallHandler:
     def call(self, leaf: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a leaf module."""
         plan = self._plan
-        if plan is None:  # computed again in the backward, by checkpointing
+        if plan is None:  # recomputed in the backward, by checkpointing
             if is_stub(run):
                 raise self._error(
                     f"{leaf}, which lies on another stage, is called again in the backward, as by "
@@ -171,7 +171,7 @@ class StageCallHandler:
                     "itself, or cut where a checkpoint begins"
                 )
             return run(*args, **kwargs)
-        with self._hooks.paused():  # the top-level forward alone is watched
+        with self._hooks.paused():  # only the top-level forward is watched
             index = self._next
             call = self._expected(plan, leaf)
             self._next = index + 1
@@ -180,9 +180,9 @@ class StageCallHandler:
             else:
                 result = self._run(plan, index, call, run, args, kwargs)
             if self._random is not None:
-                if self._next == plan.rerun_until:  # from here on, this code runs first here
+                if self._next == plan.rerun_until:  # from here on, first run is here
                     set_random_state(self.device, self._random)
-                if self._next == plan.end:  # from here on, it runs again on the next stage
+                if self._next == plan.end:  # from here on, the next stage runs this code again
                     self._random = random_state(self.device)
         return result
 
@@ -190,7 +190,7 @@ class StageCallHandler:
         return PartitionError(f"stage {self.index}: {text}")
 
     def _expected(self, plan: StagePlan, leaf: str) -> LeafCall:
-        """The call that the trace had here."""
+        """The traced call expected here."""
         index, calls = self._next, plan.plan.calls
         if index >= plan.end and plan.end < len(calls):
             if self._random is not None:
@@ -206,7 +206,7 @@ class StageCallHandler:
         return call
 
     def _substitute(self, plan: StagePlan, index: int, call: LeafCall) -> Any:
-        """The result of another stage's leaf module: values that crossed, and placeholders."""
+        """The result of another stage's leaf module: received values, and placeholders."""
         leaves, refs = plan.placeholders(index)
         for i, ref in refs:
             value = self._values.get(ref)
@@ -226,7 +226,7 @@ class StageCallHandler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The result of an own leaf module, which does what it did in the trace."""
+        """Run an own leaf module, and check that it behaves as in the trace."""
         given = flatten((args, kwargs))[0]
         missing = refs_of(given)
         if missing:
@@ -290,7 +290,7 @@ class StageCallHandler:
                 )
 
     def _refuse_detached(self, takes_grad: bool, leaf: str) -> None:
-        """Refuse a crossing value whose gradient is lost; none is where the model says no_grad."""
+        """Refuse a crossing value whose gradient is lost, unless the model uses no_grad there."""
         if takes_grad and self._has_grad and not torch.is_grad_enabled() and in_function_forward():
             raise self._error(
                 f"{leaf} is called within an autograd function, as by a checkpoint with "
@@ -300,7 +300,8 @@ class StageCallHandler:
 
 
 def _shown(tree: PyTreeSpec, leaves: Sequence[Any]) -> str:
-    """A result with its tensors' dtypes and shapes, and what hooks collected."""
+    """A result with its tensors replaced by dtypes and shapes, and the values collected by
+    hooks."""
     ((result, captured),) = unflatten(tree, [_Shown(leaf) for leaf in leaves])
     return f"{result!r}, appending {captured}" if captured else repr(result)
 

@@ -1,13 +1,13 @@
-"""The plan by which stages run one forward: the stage of each call, and the values that cross.
+"""The plan of one forward over the stages: the stage of each call, and the values that cross.
 
     call     wte    h.0    h.1    h.2    lm_head
     stage    0      0      1      1      1
     needs    ids    wte    h.0    h.1    h.2, labels
     crosses               ids, labels, output 0 of h.0             the boundary between 0 and 1
 
-A value crosses hop by hop from the stage that has it to the last one that needs it. The first rank
-makes the plan for inputs of one shape, and sends it to the others. State, random numbers and
-gradients that stages would get wrong are refused here. This module runs no model.
+A value crosses hop by hop from the stage that produces it to the last stage that needs it. The
+first rank plans once per input shape, and sends the plan to the other ranks. Models whose state,
+random numbers or gradients would differ on stages are refused here. This module runs no model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ForwardPlan", "first_uses", "plan_forward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlan:
-    """All that stages need to know to run a forward on inputs of one shape.
+    """The plan of a forward over all stages, for inputs of one shape.
 
     Args:
         inputs: the model's arguments, ``((args, kwargs),)``.
@@ -62,7 +62,7 @@ class ForwardPlan:
 
     @staticmethod
     def decode(data: bytes) -> ForwardPlan:
-        """The plan that ``encode`` wrote."""
+        """Decode the result of ``encode``."""
         inputs, calls, stages, crossing, written, draws = json.loads(data)
         return ForwardPlan(
             inputs=BoundarySpec.decode(inputs.encode()),
@@ -89,24 +89,24 @@ class ForwardPlan:
 def plan_forward(
     trace: ForwardTrace, assignment: StageAssignment, num_stages: int, shared: SharedNames
 ) -> ForwardPlan:
-    """Give every call its stage, and every boundary the values that cross it.
+    """Assign a stage to every call, and to every boundary the values that cross it.
 
-    A leaf module without state (an activation, a dropout, a rotary table) runs once, as early as
-    its inputs allow.
+    A stateless leaf module (an activation, a dropout, a rotary table) runs once, on the first stage
+    that has its inputs.
 
     Args:
         trace: the trace of the model.
         assignment: the stage of each leaf module and direct parameter.
         num_stages: the number of stages.
-        shared: what leaf modules share.
+        shared: the names of state shared by leaf modules.
 
     Raises:
-        PartitionError: a leaf module would run before its inputs are there, or stages would miss
-            what others write, draw other numbers, or lose gradients.
+        PartitionError: a leaf module would run before its inputs are available, or stages would
+            miss writes of other stages, draw different random numbers, or lose gradients.
     """
     placed = _Placement(trace, assignment, num_stages)
     for ref, at in placed.needed.items():
-        if ref.kind is ValueKind.PARAMETER:  # a stage may hold it under another name
+        if ref.kind is ValueKind.PARAMETER:  # a stage may hold the parameter under another name
             first = stage_of(ref.name, assignment)
             at -= shared.stages_with(ref.name, assignment) - {first}
             at |= set() if at else {first or 0}
@@ -130,14 +130,14 @@ def plan_forward(
 
 
 def first_uses(trace: ForwardTrace, assignment: StageAssignment, num_stages: int) -> dict[str, int]:
-    """The first stage whose top-level forward computes with each parameter that any does."""
+    """The first stage whose top-level forward uses each parameter."""
     needed = _Placement(trace, assignment, num_stages).needed
     return {r.name: min(at) for r, at in needed.items() if r.kind is ValueKind.PARAMETER}
 
 
 @dataclass(slots=True)
 class _Placement:
-    """A trace whose calls have their stages.
+    """A trace with the stages of its calls.
 
     Args:
         trace: the trace.
@@ -172,7 +172,7 @@ class _Placement:
             self.needed.setdefault(ref, set()).add(self.num_stages - 1)
 
     def origin(self, ref: ValueRef) -> int:
-        """The stage that has a value first."""
+        """The first stage that has a value."""
         match ref.kind:
             case ValueKind.INPUT:
                 return 0
@@ -184,7 +184,7 @@ class _Placement:
                 return sys.maxsize
 
     def first_to_run(self, calls: int) -> int:
-        """The first stage to run the top-level forward behind so many calls."""
+        """The first stage to run the top-level forward after the given number of calls."""
         return min({*self.stages[calls:], self.num_stages - 1})
 
 
@@ -206,7 +206,7 @@ def _too_early(
 
 
 def _refuse_value(placed: _Placement, ref: ValueRef, at: set[int]) -> None:
-    """Refuse a value that stages would get wrong, given the stages that need it."""
+    """Refuse a value that stages would compute wrongly, given the stages that need it."""
     match ref.kind:
         case ValueKind.STATE:
             raise PartitionError(replaced_message(ref.name))
@@ -242,7 +242,7 @@ def _refuse_shared_state(placed: _Placement, shared: SharedNames) -> None:
 
 
 def _stages_that_call(placed: _Placement, shared: SharedNames, owner: str, name: str) -> set[int]:
-    """The stages that call a leaf module with this inner module or buffer."""
+    """The stages that call a leaf module which contains this inner module or buffer."""
     names = [each for each, known in shared.inner.items() if known in (owner, name)]
     leaves = {leaf for leaf in placed.assignment for each in names if each.startswith(f"{leaf}.")}
     calls = zip(placed.trace.calls, placed.stages, strict=True)

@@ -1,12 +1,12 @@
-"""Trace a model's forward once without values: the leaf modules it calls, and their inputs.
+"""Trace a model's forward on shapes: the calls of its leaf modules, and their inputs.
 
     call    wte    h.0    h.1    h.2    lm_head
     needs   ids    wte    h.0    h.1    h.2, labels
 
-The model's own forward runs; its leaf modules run on the meta device, where only shapes are
-computed, on copies without values. A leaf module that needs values (a mixture of experts that
-looks where its tokens go) can't run so: then the whole model is traced on values, if it has any.
-The model stays as it is, and no random number is drawn. This module knows no stage.
+The model's own forward runs, with copies of its leaf modules on the meta device, which compute only
+shapes. A leaf module that needs values (such as a mixture of experts that routes tokens) can't run
+on shapes; then the whole model is traced on values, if it has any. The model stays unchanged, and
+its RNG state too. This module knows no stage.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 class DrawsOnHost(PartitionError):
     """The top-level forward draws from Python's or NumPy's generator.
 
-    No way of cutting is right for it: a captured graph would have the number as a constant.
+    No way of cutting supports this: a captured graph would contain the number as a constant.
     """
 
 
@@ -80,14 +80,14 @@ class LeafCall:
     """One call of a leaf module.
 
     Args:
-        leaf: its name.
+        leaf: the name of the leaf module.
         needs: the provenance of its arguments.
-        output: its result, and what hooks collected from within it.
+        output: the result, and the values that hooks collected inside the module.
         written: the leaves of the output that later code writes into.
-        writes: the leaves of its arguments that it writes into.
-        changes: the buffers and attributes of its own that it writes or sets.
-        detached: True if its result has lost its gradients: it ran within an autograd function, as
-            in a reentrant checkpoint.
+        writes: the leaves of its arguments that the module writes into.
+        changes: the module's own buffers and attributes that the call changes.
+        detached: True if the result has lost its gradients because the call ran inside an autograd
+            function, such as a reentrant checkpoint.
     """
 
     leaf: str
@@ -107,8 +107,8 @@ class ForwardTrace:
         inputs: the model's arguments, ``((args, kwargs),)``.
         calls: the calls of leaf modules in order.
         needs: the provenance of the model's output.
-        everywhere: the inputs that every stage has: those that are not floating point. Masks and
-            positions are made of them, and control flow may depend on them.
+        everywhere: the inputs that every stage receives: all that are not floating point. Masks and
+            positions derive from them, and control flow may depend on them.
         written: the leaves of the inputs that the model writes into.
         loss: True if the output has a scalar named ``loss``.
         changes: the parameters and buffers that the top-level forward writes into.
@@ -125,7 +125,7 @@ class ForwardTrace:
     draws: bool = False
 
     def first_calls(self) -> dict[str, int]:
-        """For each leaf module that was called, its first call."""
+        """The first call of each leaf module that was called."""
         found: dict[str, int] = {}
         for i, call in enumerate(self.calls):
             found.setdefault(call.leaf, i)
@@ -133,7 +133,7 @@ class ForwardTrace:
 
 
 class ForwardTracer:
-    """Traces one model (a ``CallHandler``).
+    """Trace one model (a ``CallHandler``).
 
     Args:
         leaves: the leaf modules of the plain model, on any device.
@@ -148,9 +148,9 @@ class ForwardTracer:
         self._root, self._containers = tree.root, tree.containers
         for module in self._containers.values():
             for name, value in vars(module).items():
-                if isinstance(value, Tensor):  # the model's own, which nobody may write into
+                if isinstance(value, Tensor):  # the model's own inputs, which must not be written
                     vars(module)[name] = value.detach().clone()
-        # Placeholders of the containers' own tensors, until no trace needs values of these.
+        # Placeholders of the containers' own tensors, until a trace is known to need no values.
         self._state: list[tuple[Any, Tensor]] = [
             (made[name], tensor)
             for path, module in leaves.containers.items()
@@ -163,11 +163,11 @@ class ForwardTracer:
         self._runner = LeafRunner(leaves.leaves, device)
         self._device = device
         self.captures = False
-        # Attributes that leaf modules set, and that the top-level forward replaces: not to be read
-        # before that in a microbatch, which the next run shows.
+        # Attributes set by leaf modules and replaced by the top-level forward. Reading one earlier
+        # in a microbatch is an error, which the next run detects.
         self._set: set[tuple[str, str]] = set()
         self._replaced: dict[str, Tensor] = {}
-        # The error of a run on shapes, where the top-level forward looked at a value.
+        # The error of a run on shapes in which the top-level forward read a value.
         self._looked: NeedsValue | None = None
 
     def run(
@@ -176,12 +176,12 @@ class ForwardTracer:
         """Trace the model.
 
         Args:
-            args: its positional arguments, one microbatch.
-            kwargs: its keyword arguments.
-            training: its mode.
+            args: the model's positional arguments, one microbatch.
+            kwargs: the model's keyword arguments.
+            training: the training mode.
 
         Raises:
-            PartitionError: it can't be traced.
+            PartitionError: the model can't be traced.
         """
         known = -1
         while known < len(self._set) + len(self._replaced):
@@ -203,7 +203,8 @@ class ForwardTracer:
                 self._runner.let_go()
                 self._state = []
                 return trace
-        # The last stage alone runs the code behind the last leaf module, which may look at values.
+        # Only the last stage runs the code after the last leaf module, so that code may read
+        # values.
         trace = self._run(args, kwargs, training)
         if self._looked is not None and any(at < len(trace.calls) for at, _ in self._ops.looks):
             raise self._looked
@@ -251,7 +252,7 @@ class ForwardTracer:
         )
 
     def _enter(self, index: int, leaf: Any, name: str) -> Any:
-        """An input as the model gets it; those that are not floating point have values."""
+        """An input in the model's view; inputs that are not floating point have values."""
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_floating_point() and not self._runner.on_values:
@@ -266,14 +267,14 @@ class ForwardTracer:
     def _run_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, frozenset[str]]:
-        """The model's output, and the containers' parameters and buffers that it writes into."""
+        """The model's output, and the containers' parameters and buffers that it writes."""
         with (
             torch.no_grad(),
             HookWatch(self._refuse_hook) as self._hooks,
             undrawn(self._device),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # stages will warn themselves
+            warnings.simplefilter("ignore")  # stages issue these warnings themselves
             snapshot = ModuleSnapshot(self._root)
             snapshot.hold()
             self._ops = TopLevelOps(self._calls)
@@ -287,10 +288,11 @@ class ForwardTracer:
                 snapshot.restore()
 
     def _state_changes(self, snapshot: ModuleSnapshot) -> frozenset[str]:
-        """The parameters and buffers that the top-level forward writes into.
+        """The parameters and buffers that the top-level forward writes.
 
         Raises:
-            PartitionError: it replaces one, or writes into a tensor that is neither.
+            PartitionError: the forward replaces a parameter or buffer, or writes into any other
+                tensor.
         """
         changes, loose = snapshot.changes(), snapshot.loose
         for name in changes.replaced:
@@ -335,7 +337,7 @@ class ForwardTracer:
         result, changes = self._run_leaf(leaf, given)
         _refuse_filled(leaf, opaque, given, lowered, tree)
         output: Any = ((result, capture_since(marked)),)
-        if self._runner.casts:  # return what all others do
+        if self._runner.casts:  # all modules return meta tensors
             output = map_tensors(on_meta, output)
         self._calls.append(
             LeafCall(
@@ -363,7 +365,7 @@ class ForwardTracer:
         return result
 
     def _run_leaf(self, leaf: str, given: Any) -> tuple[Any, StateChanges]:
-        """A leaf module's result, and the state of its own that it changes."""
+        """The result of a leaf module, and the changes of its own state."""
         args, kwargs = given
         with self._runner.module_of(leaf) as module:
             snapshot = ModuleSnapshot(module)
@@ -386,7 +388,8 @@ class ForwardTracer:
         return result, changes
 
     def _note_write(self, ref: ValueRef, tensor: Tensor) -> None:
-        """Record that a leaf module wrote into an argument: its value comes from there too."""
+        """Record that a leaf module wrote into an argument, whose value then comes from that call
+        too."""
         if type(tensor) is PlaceholderTensor:
             tensor.provenance.refs.add(ref)
             tensor.provenance.num_writes += 1
@@ -399,7 +402,7 @@ class ForwardTracer:
 
 
 def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """The leaves of a model's arguments as users know them: ``argument 0``, ``labels``."""
+    """The names of a model's argument leaves in messages: ``argument 0``, ``labels``."""
     paths = flatten((args, dict(kwargs)))[1].paths()
     return [
         ".".join(map(str, path[1:])) if path[0] == 1 else f"argument {path[1]}" for path in paths
@@ -426,7 +429,7 @@ def _stale_message(leaf: str, name: str) -> str:
 def _refuse_filled(
     leaf: str, opaque: list[Any], given: Any, lowered: list[Any], tree: optree.PyTreeSpec
 ) -> None:
-    """Refuse a leaf module that writes into objects and containers that it was called with."""
+    """Refuse a leaf module that writes into objects and containers among its arguments."""
     for each, held in opaque:
         if not are_same(tensors_in(each), held):
             raise PartitionError(
@@ -443,7 +446,7 @@ def _refuse_filled(
 
 
 def _host_states() -> dict[str, Any]:
-    """The states of Python's and NumPy's generators, to be compared."""
+    """The states of Python's and NumPy's generators, for comparison."""
     return {
         name: tuple(x.tobytes() if hasattr(x, "tobytes") else x for x in state)
         for name, state in host_random_states().items()

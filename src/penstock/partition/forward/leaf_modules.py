@@ -8,8 +8,8 @@
         norm, rotary_emb    leaf modules
       lm_head               a leaf module
 
-The modules above a place where the model is cut are containers, all others are leaf modules. This
-module knows names and modules; it neither runs nor copies any.
+Modules above a cut are containers, all other modules are leaf modules. This module neither runs nor
+copies modules.
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ __all__ = [
 ]
 
 StageAssignment = Mapping[str, int | None]
-"""The stage of each leaf module, and of each parameter or buffer that a container holds itself;
-None for a leaf module without state, which runs where its inputs are first."""
+"""The stage of each leaf module, and of each parameter or buffer held directly by a container; None
+for a stateless leaf module, which runs where its inputs are available first."""
 
 
 class NotByModule(PartitionError):
-    """The names are right, but the model does what can't run on several stages so cut."""
+    """The names are valid, but the model's forward can't run on several stages cut by module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedNames:
-    """The names of what several leaf modules share; holds no module.
+    """The names of state shared by several leaf modules; holds no module.
 
     Args:
-        inner: buffers and inner modules of several leaf modules, and the one name of each.
-        ties: parameters and buffers with several names: all of them, by the first.
+        inner: a mapping from names of buffers and inner modules of several leaf modules to one
+            canonical name each.
+        ties: all names of each parameter and buffer with several names, by the first name.
     """
 
     inner: dict[str, str]
     ties: dict[str, tuple[str, ...]]
 
     def shared_name(self, name: str) -> str | None:
-        """The one name of a buffer or attribute that other leaf modules have too; None if none.
+        """The canonical name of a buffer or attribute shared with other leaf modules; None if not
+        shared.
 
         Args:
             name: the buffer or attribute, with its leaf module's name in front.
@@ -69,7 +71,7 @@ class SharedNames:
         return self.inner.get(name)
 
     def stages_with(self, name: str, assignment: StageAssignment) -> set[int]:
-        """The stages that hold a parameter, under whatever name."""
+        """The stages that hold a parameter under any of its names."""
         found = {stage_of(each, assignment) for each in self.ties.get(name, (name,))}
         return {stage for stage in found if stage is not None}
 
@@ -79,14 +81,14 @@ class LeafModules:
     """The leaf modules and containers of a model.
 
     Args:
-        leaves: the leaf modules by name, in the order of their definition, or in that of the
-            model's own pipeline plan.
+        leaves: the leaf modules by name, in definition order, or in the order of the model's own
+            pipeline plan.
         containers: the modules above them, by name; the model itself is ``""``.
         direct: the parameters and buffers that containers hold themselves.
-        aliases: further names of leaf modules, and the name under which each is listed. A module
-            that stands in a list several times is a leaf module in each place: its calls can be
-            told apart, and run on several stages.
-        shared: what several leaf modules share.
+        aliases: a mapping from further names of leaf modules to their listed names. A module that
+            occurs several times in a list is a separate leaf module in each place, since its calls
+            can be distinguished and run on several stages.
+        shared: the names of state shared by several leaf modules.
     """
 
     leaves: dict[str, nn.Module]
@@ -106,12 +108,12 @@ class LeafModules:
         return any(True for _ in leaf.parameters()) or bool(leaf.state_dict(keep_vars=True))
 
     def leaf_at(self, path: str) -> str | None:
-        """The name of the leaf module at a path of the model's tree; None if there is none."""
+        """The name of the leaf module at a path of the model's tree; None for other paths."""
         name = self.aliases.get(path, path)
         return name if name in self.leaves else None
 
     def under(self, name: str) -> list[str]:
-        """The leaf modules and direct parameters that are ``name`` or lie below it."""
+        """The leaf modules and direct parameters named ``name`` or below it."""
         name = self.aliases.get(name, name)
         if name in self.leaves or name in self.direct:
             return [name]
@@ -120,7 +122,7 @@ class LeafModules:
 
 
 def stage_of(name: str, assignment: StageAssignment) -> int | None:
-    """The stage of a leaf module, or of what lies in one; None where it has none.
+    """The stage of a leaf module or of any name inside one; None without a stage.
 
     Example:
         >>> stage_of("layers.1.weight", {"layers.0": 0, "layers.1": 2})
@@ -139,7 +141,7 @@ def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
         places: names of modules or parameters that different stages may hold.
 
     Raises:
-        PartitionError: a place is not in the model, or a container can't be cut.
+        PartitionError: a name is not in the model, or a container can't be cut.
     """
     places = list(places)
     _refuse_unknown(model, places)
@@ -227,7 +229,7 @@ def _refuse_fused(name: str, module: nn.Module) -> None:
 
 
 def _refuse_hidden_modules(name: str, module: nn.Module) -> None:
-    """Refuse modules in plain lists, which the model reaches past its tree of modules."""
+    """Refuse modules in plain lists, which are not registered in the model's tree."""
     for attribute, value in vars(module).items():
         if attribute in ("_modules", "_parameters", "_buffers"):
             continue

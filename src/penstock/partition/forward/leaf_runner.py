@@ -1,11 +1,11 @@
-"""Runs leaf modules while a model is traced without its values.
+"""Run leaf modules while a model is traced without its values.
 
     on shapes      a copy on the meta device; under autocast one of fake tensors, which it casts
     on values      the module itself, with copies of its buffers; of one on the meta device a copy
                    with small numbers, for as long as it runs
 
-A module that can't run on shapes says so once; then everything runs on values. This module does
-not know what calls it.
+If any module can't run on shapes, the trace restarts on values. This module does not know its
+caller.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from penstock.partition.forward.stage_tree import copy_with_tensors
 __all__ = ["LeafRunner", "RunOnValues", "with_values"]
 
 
-class RunOnValues(Exception):  # no error of anybody's: the trace starts again
+class RunOnValues(Exception):  # not an error: the trace restarts
     """A leaf module can't run on shapes."""
 
 
 class LeafRunner:
-    """Runs the leaf modules of one model.
+    """Run the leaf modules of one model.
 
     Args:
         leaves: the leaf modules by name, on any device.
         device: the device of the stages.
 
     Attributes:
-        on_values: True where the modules themselves run.
+        on_values: True if the modules themselves run.
     """
 
     def __init__(self, leaves: Mapping[str, nn.Module], device: torch.device) -> None:
         self._device = device
         self._copies = {name: copy_with_tensors(leaf, _bare) for name, leaf in leaves.items()}
-        # Those through which gradients go: to parameters of theirs, or to their inputs.
+        # Leaf modules that gradients pass through, to their parameters or to their inputs.
         self._trained = {
             name
             for name, leaf in leaves.items()
             if any(p.requires_grad for p in leaf.parameters()) or not list(leaf.parameters())
         }
-        # Held until a trace has shown that none needs values: a rank may drop the other stages.
+        # Kept until a trace shows that no values are needed, since a rank may drop the other
+        # stages.
         self._leaves: Mapping[str, nn.Module] | None = leaves
         self.on_values = False
-        # Under autocast, copies of fake tensors, which it casts; made when needed.
+        # Copies of fake tensors for use under autocast; made on demand.
         self._mode: Any = None
         self._fakes: dict[str, nn.Module] = {}
 
     @property
     def device(self) -> torch.device:
-        """The device of values: that of the stages, or of the modules as they are now."""
+        """The device of values: the stages' device, or the modules' current one."""
         if not self.on_values:
             return self._device
         held = (p for leaf in (self._leaves or {}).values() for p in leaf.parameters())
@@ -66,7 +67,7 @@ class LeafRunner:
 
     @property
     def casts(self) -> bool:
-        """True under autocast, which has to be told the device by name."""
+        """True under autocast, which requires the device type."""
         return not self.on_values and bool(autocast_state(self._device))
 
     def train(self, training: bool) -> None:
@@ -78,7 +79,7 @@ class LeafRunner:
         """Run on values from now on.
 
         Raises:
-            PartitionError: there are none.
+            PartitionError: the modules have no values.
         """
         if self._leaves is None:
             raise PartitionError(
@@ -88,16 +89,16 @@ class LeafRunner:
         self.on_values = True
 
     def let_go(self) -> None:
-        """Hold the leaf modules no longer: their shapes do."""
+        """Release the leaf modules; their shapes are kept."""
         self._leaves = None
 
     def trains(self, leaf: str) -> bool:
-        """True if gradients may go through a leaf module while the model trains."""
+        """True if gradients may pass through a leaf module in training."""
         return self._copies[leaf].training and leaf in self._trained
 
     @contextmanager
     def module_of(self, leaf: str) -> Iterator[nn.Module]:
-        """The module that runs for a leaf module in one call; its buffers are restored."""
+        """The module that runs in place of a leaf module for one call; its buffers are restored."""
         module = self._module(leaf)
         held = [(each, dict(buffers_of(each))) for each in module.modules()]
         copies: dict[int, Tensor] = {}
@@ -120,8 +121,8 @@ class LeafRunner:
             own = self._leaves[leaf]
             if not any(each.is_meta for each in (*own.parameters(), *own.buffers())):
                 return own
-            # Its result is looked at for its shape alone, so any numbers do that are like those
-            # before training. Let go after the call: one module fits where a model does not.
+            # Only the shape of the result matters, so any values like those at initialization will
+            # do. Released after the call: a single module fits in memory if the model does not.
             return copy_with_tensors(own, self._with_values).train(copy.training)
         if not self.casts:
             return copy
@@ -137,11 +138,11 @@ class LeafRunner:
         return as_fake(self._mode, tensor, self._device)
 
     def lower(self, leaf: Any) -> Any:
-        """A leaf of a module's arguments as the module that runs takes it."""
+        """Convert a leaf of a module's arguments for the module that runs."""
         body = leaf.body if type(leaf) is PlaceholderTensor else leaf
         if not isinstance(body, Tensor):
             return body
-        if self.on_values:  # parameters of other leaf modules have none
+        if self.on_values:  # parameters of other leaf modules have no meta copy
             return self._with_values(body)
         if self.casts:
             return self._fake(on_meta(body))
@@ -151,7 +152,7 @@ class LeafRunner:
         """Call the module that ``module_of`` gave.
 
         Raises:
-            RunOnValues: it can't run on shapes.
+            RunOnValues: the module can't run on shapes.
         """
         if self.on_values:
             return module(*args, **kwargs)

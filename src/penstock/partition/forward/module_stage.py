@@ -1,11 +1,12 @@
-"""ModuleStage: one stage of a model that was cut by module, as a module.
+"""One stage of a model cut by module, as an ``nn.Module``.
 
     stage 0   forward(ids, labels)        the model's arguments
               ──► plan, values            the boundary values; the plan says which is which
     stage 1   forward(plan, values)       the model's own forward, with its own modules
               ──► the model's output
 
-A stage runs the model's forward up to its own last module. It knows neither schedules nor messages.
+A stage runs the model's forward up to its own last module. This module knows neither schedules nor
+messages.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from penstock.stage.tensor_meta import TensorMeta
 __all__ = ["MakePlan", "ModuleStage"]
 
 MakePlan = Callable[[tuple[Any, ...], Mapping[str, Any], bool], ForwardPlan]
-"""Makes the plan for positional and keyword arguments, and the training mode."""
+"""A function from positional arguments, keyword arguments and training mode to a plan."""
 
 
 class ModuleStage(nn.Module):
@@ -47,9 +48,9 @@ class ModuleStage(nn.Module):
         leaves: the leaf modules of the plain model, whose modules and parameters become the
             stage's.
         own: the names of the leaf modules, and of direct parameters, that this stage holds.
-        index: the stage.
+        index: the index of the stage.
         num_stages: the number of stages.
-        make_plan: makes plans for inputs of new shapes; needed on the first stage alone.
+        make_plan: a function that plans for inputs of new shapes; needed only on the first stage.
         device: the device of the stage.
     """
 
@@ -71,12 +72,13 @@ class ModuleStage(nn.Module):
             object.__setattr__(self, registry, vars(tree)[registry])
         self.training = leaves.model.training
         self._handler = StageCallHandler(index, device)
-        # No module is set as an attribute: the tree has modules that this stage does not hold.
+        # Not set as module attributes, since the tree contains modules that this stage does not
+        # hold.
         self._tree = StageTree(leaves, own, self._handler, device, self)
         self._index = index
         self._is_last = index == num_stages - 1
         self._make_plan = make_plan
-        # The plans known so far: on the first stage by input, on others as they arrive.
+        # The cached plans: by input on the first stage, as received on later ones.
         self._known: dict[Any, tuple[bytes, ForwardPlan, list[tuple[ValueRef, int]]]] = {}
         self._received: dict[bytes, ForwardPlan] = {}
 
@@ -84,14 +86,15 @@ class ModuleStage(nn.Module):
         """Run the stage.
 
         Args:
-            args: the model's arguments on the first stage, else what the stage before returned.
-            kwargs: the model's keyword arguments; later stages have them from the one before.
+            args: the model's arguments on the first stage, else the previous stage's output.
+            kwargs: the model's keyword arguments on the first stage; later stages receive them in
+                ``args``.
 
         Returns:
-            On the last stage what the model returns, else what the next stage takes.
+            On the last stage the model's output, else the next stage's input.
 
         Raises:
-            PartitionError: the model does something else than in its trace.
+            PartitionError: the forward differs from its trace.
         """
         if self._index == 0:
             data, plan, values = self._enter(args, kwargs)
@@ -114,7 +117,7 @@ class ModuleStage(nn.Module):
         return data, tuple(self._sent(ref, values) for ref in plan.boundary_values[self._index])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled: the tree that runs reports to this stage alone."""
+        """Refuse copying and pickling: the tree that runs reports to this stage alone."""
         raise TypeError(
             "a stage cut by module can't be copied or pickled; save its state_dict(), and for "
             "averages of weights copy its parameters()"
@@ -123,12 +126,12 @@ class ModuleStage(nn.Module):
     # --- plans -------------------------------------------------------------------------------
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: ForwardPlan) -> None:
-        """Note the plan for inputs of these shapes.
+        """Cache the plan for inputs of these shapes.
 
         Args:
             args: the model's positional arguments.
             kwargs: its keyword arguments.
-            plan: their plan.
+            plan: the plan.
         """
         names = input_names(args, kwargs)
         refs = [
@@ -149,7 +152,7 @@ class ModuleStage(nn.Module):
     def _enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bytes, ForwardPlan, dict[ValueRef, Tensor]]:
-        """The plan for inputs like these, and their tensors by reference."""
+        """The plan for these inputs, and their tensors by reference."""
         key = self._key(args, kwargs)
         if key not in self._known:
             assert self._make_plan is not None
@@ -159,7 +162,7 @@ class ModuleStage(nn.Module):
         return data, plan, {ref: leaves[i] for ref, i in refs}
 
     def _inputs(self, plan: ForwardPlan, values: dict[ValueRef, Tensor]) -> Any:
-        """The model's arguments, with placeholders for those that are not here."""
+        """The model's arguments, with placeholders for missing ones."""
         here = {ref.leaf: value for ref, value in values.items() if ref.kind is ValueKind.INPUT}
         leaves: list[Any] = list(plan.inputs.leaves)
         for i, leaf in enumerate(leaves):
@@ -178,7 +181,7 @@ class ModuleStage(nn.Module):
     def _run(
         self, plan: ForwardPlan, values: dict[ValueRef, Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """The output of the model's forward, as far as it runs here."""
+        """The output of the model's forward, up to this stage's last module."""
         self._tree.sync_modules()
         handler, output = self._handler, None
         lent = {r.name: value for r, value in values.items() if r.kind is ValueKind.PARAMETER}

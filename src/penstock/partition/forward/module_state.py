@@ -1,4 +1,4 @@
-"""State that a forward changes beside its result: attributes, buffers, containers and arguments.
+"""State that a forward changes besides its result: attributes, buffers, containers, arguments.
 
     self.aux = loss             an attribute: the module's own, which no code outside may read
     self.seen.append(loss)      a container that other modules may hold too: refused
@@ -34,21 +34,21 @@ __all__ = [
 ]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# The attributes that every module has.
+# The attributes of every module.
 NO_STATE = frozenset(vars(nn.Module()))
 _MISSING = object()
 _RESTORED = (*HOOKS, "_parameters", "_buffers")
 
 
 class TensorVersions:
-    """Version counters of the tensors among some leaves, to see which are written into later."""
+    """Version counters of the tensors among some leaves, to detect later writes."""
 
     def __init__(self, leaves: Iterable[Any]) -> None:
         tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         self._held = [(i, tensor, _version(tensor)) for i, tensor in tensors]
 
     def written(self) -> tuple[int, ...]:
-        """The positions of the leaves that were written into."""
+        """The positions of the leaves that were written."""
         return tuple(i for i, tensor, version in self._held if _version(tensor) != version)
 
 
@@ -60,13 +60,13 @@ def _version(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanges:
-    """State of a module that a call has changed, by name.
+    """Changes of a module's state by one call, by name.
 
     Args:
-        attributes: attributes with other values; equal plain values count as unchanged.
-        filled: those among them whose containers hold new tensors.
-        replaced: parameters and buffers in whose places other tensors stand.
-        written: parameters, buffers and tensors in attributes that were written into.
+        attributes: attributes with new values; equal plain values count as unchanged.
+        filled: the attributes whose containers hold new tensors.
+        replaced: parameters and buffers that were replaced by other tensors.
+        written: parameters, buffers and tensors in attributes that were written in place.
     """
 
     attributes: tuple[str, ...]
@@ -76,13 +76,13 @@ class StateChanges:
 
 
 class ModuleSnapshot:
-    """Attributes, parameters, buffers and hooks of a module and all within it.
+    """A snapshot of attributes, parameters, buffers and hooks of a module and its submodules.
 
     Args:
         module: the module.
 
     Attributes:
-        loose: the tensors held in attributes, beside parameters and buffers, since ``hold``.
+        loose: the tensors in attributes other than parameters and buffers, as of ``hold``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,7 +90,7 @@ class ModuleSnapshot:
         self._find_containers()
 
     def values(self) -> list[Any]:
-        """All that attributes, and the containers in them, hold now: for ``fresh_tensors``."""
+        """The current values of attributes and their containers, for ``fresh_tensors``."""
         found: list[Any] = []
         for label, container in self._containers:
             if label:
@@ -98,9 +98,9 @@ class ModuleSnapshot:
         return found
 
     def fresh_tensors(self, before: list[Any]) -> list[str]:
-        """The attributes that hold other tensors than ``before``, the module's own state aside.
+        """The attributes with other tensors than in ``before``, except the module's own state.
 
-        ``nn.RNN`` keeps a list of its parameters, which is made anew where FSDP replaces them.
+        ``nn.RNN`` keeps a list of its parameters, and rebuilds it when FSDP replaces them.
         """
         if are_same(self.values(), before):
             return []
@@ -115,7 +115,7 @@ class ModuleSnapshot:
         return sorted(found)
 
     def hold(self) -> None:
-        """Hold all that is there, for ``changes`` and ``restore``."""
+        """Record the current state, for ``changes`` and ``restore``."""
         self._held: list[tuple[str, Any, Any]] = [
             (label, each, dict(each) if isinstance(each, dict) else list(each))
             for label, each in self._containers
@@ -131,7 +131,7 @@ class ModuleSnapshot:
         self._versions = TensorVersions((*self._registered.values(), *self.loose.values()))
 
     def changes(self) -> StateChanges:
-        """The state that has changed since ``hold``."""
+        """The changes since ``hold``."""
         attributes: dict[str, None] = {}
         filled: list[str] = []
         for label, container, held in self._held:
@@ -161,7 +161,7 @@ class ModuleSnapshot:
         )
 
     def restore(self) -> None:
-        """Make attributes, the contents of their containers, and registries what they were."""
+        """Restore attributes, the contents of their containers, and registries."""
         for _, container, held in self._held:
             if _is_same(container, held):
                 continue
@@ -177,8 +177,8 @@ class ModuleSnapshot:
     def _find_containers(self) -> None:
         """Find where values may appear: attributes, and the lists, dicts and objects in them.
 
-        Each has a label: of a module's attributes its path with a dot behind, of a container in an
-        attribute that attribute's name, and of registries none.
+        Each container has a label: a module's path and a dot for its attributes, the attribute's
+        name for a container inside it, and none for registries.
         """
         met: set[int] = set()
         self._containers: list[tuple[str, Any]] = []
@@ -223,7 +223,7 @@ def _is_equal(value: Any, was: Any) -> bool:
 
 
 def _containers_in(value: Any, depth: int = 3) -> list[Any]:
-    """The lists, dicts and sets in a value, and the attributes of the objects in it."""
+    """The lists, dicts and sets in a value, and the attributes of objects in it."""
     if depth == 0 or isinstance(value, (Tensor, nn.Module, type, *PLAIN)) or callable(value):
         return []
     holds = isinstance(value, (list, dict, set))
@@ -236,12 +236,12 @@ def _containers_in(value: Any, depth: int = 3) -> list[Any]:
 
 
 def are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """True if two lists hold the same objects."""
+    """True if two lists contain the same objects."""
     return len(left) == len(right) and all(map(is_, left, right))
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
-    """The tensors in a value: an object, a container, or containers of such."""
+    """The tensors in a value: an object, a container, or nested containers."""
     if isinstance(value, Tensor):
         return [value]
     if depth == 0 or isinstance(value, (nn.Module, type)):
@@ -257,13 +257,13 @@ def tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
 
 
 def is_opaque(leaf: Any) -> bool:
-    """True for an object that may hold tensors."""
+    """True for an object that may contain tensors."""
     plain = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
     return (hasattr(leaf, "__dict__") or isinstance(leaf, set)) and not plain
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """True for an object that holds tensors, a callable one included."""
+    """True for an object that contains tensors, even a callable."""
     if isinstance(leaf, (Tensor, nn.Module, type)):
         return False
     return bool(tensors_in(leaf) or tensors_in(dict(getattr(leaf, "__dict__", {}))))

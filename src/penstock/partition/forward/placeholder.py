@@ -1,4 +1,4 @@
-"""PlaceholderTensor: stands for a tensor whose value is on another stage.
+"""Placeholders: stand-ins for tensors whose values are on other stages.
 
     h = self.wte(ids) + self.wpe(pos)      wte is a placeholder here: so is h, of h's shape
     mask = ones(h.shape[1])                needs the shape alone: the real mask
@@ -6,8 +6,8 @@
 
 Each stage runs the model's own forward, but holds only some of its modules. A placeholder has the
 shape, dtype and device of the missing value, and every result computed from one is a placeholder
-too: a wrong number can't come about, only an error that names the value. A placeholder carries its
-provenance: references to the values that it would have been computed from.
+too. So the outcome is never a wrong number, only an error that names the missing value. A
+placeholder carries its provenance: references to the values that it depends on.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ __all__ = [
 
 
 class ValueKind(Enum):
-    """Where a value comes from; the last three kinds never cross between stages."""
+    """The source of a value; the last three kinds never cross between stages."""
 
     INPUT = "input"
     OUTPUT = "output"
     PARAMETER = "parameter"
-    WRITE = "write"  # by a leaf module, into a tensor that it was called with
+    WRITE = "write"  # written by a leaf module into one of its arguments
     DRAW = "random draw"  # in the top-level forward
-    STATE = "attribute"  # of a container module, as the microbatch before left it
+    STATE = "attribute"  # of a container module, as left by the previous microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """A reference to a value that the forward computes with.
+    """A reference to a value in the forward.
 
     Args:
-        kind: its kind.
+        kind: the kind of the value.
         call: of an output or write, the number of the leaf module's call; of a draw, the number of
             calls before it; else 0.
         leaf: of an input or output, the leaf of the tree; of a write, the argument; of a draw, its
@@ -93,13 +93,13 @@ class ValueRef:
 
 
 class Provenance:
-    """References to the values that a placeholder, and its views, would be computed from.
+    """References to the values that a placeholder and its views depend on.
 
     Args:
         refs: the references.
 
     Attributes:
-        num_writes: how often the placeholder or a view of it was written into.
+        num_writes: the number of in-place writes to the placeholder or its views.
     """
 
     __slots__ = ("num_writes", "refs")
@@ -113,10 +113,10 @@ class PlaceholderTensor(Tensor):
     """A tensor without a value.
 
     Args:
-        body: the tensor that operations run on in its stead: one on the meta device, or, where a
-            model is traced on values, the value itself.
-        device: the device that it claims to be on.
-        provenance: shared with its views, so that a write into one is known of all.
+        body: the tensor that operations run on instead: a meta tensor or, if a model is traced on
+            values, the value itself.
+        device: the device that the placeholder reports.
+        provenance: shared with its views, so that a write to one is recorded for all.
     """
 
     body: Tensor
@@ -125,7 +125,7 @@ class PlaceholderTensor(Tensor):
     def __new__(
         cls, body: Tensor, device: torch.device, provenance: Provenance
     ) -> PlaceholderTensor:
-        """Make the tensor that claims ``body``'s shape, dtype and strides."""
+        """Create a tensor with ``body``'s shape, dtype and strides."""
         made: PlaceholderTensor = wrapper_subclass(cls, body, device)
         return made
 
@@ -147,14 +147,14 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function; a tensor that placeholders are written into becomes one itself."""
+        """Run a function; a tensor that receives placeholders in place becomes one itself."""
         kwargs = kwargs or {}
         try:
             return without_torch_function(func, args, kwargs)
         except _Overwrites as error:
             for leaf in leaves_of(args, kwargs)[0]:
                 if type(leaf) is not PlaceholderTensor and error.writes(leaf):
-                    error.targets = []  # the caller alone may refer to it
+                    error.targets = []  # only the caller may have references to it
                     error.__traceback__ = None
                     if not turn_into_placeholder(leaf, set(), keep_value=error.has_values):
                         raise error from None
@@ -164,12 +164,12 @@ class PlaceholderTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it an instance method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation of which at least one argument is a placeholder."""
+        """Run an operation with at least one placeholder argument."""
         return _dispatch(func, args, kwargs or {})
 
 
 class NeedsValue(PartitionError):
-    """The top-level forward computes what a placeholder's shape does not tell."""
+    """The top-level forward needs a value that a placeholder's shape does not give."""
 
     def __init__(self, func: Any, refs: set[ValueRef]) -> None:
         super().__init__(
@@ -179,7 +179,7 @@ class NeedsValue(PartitionError):
 
 
 class _Overwrites(PartitionError):
-    """A placeholder is written into tensors that have values."""
+    """A placeholder is written into tensors with values."""
 
     def __init__(self, targets: list[Tensor], refs: set[ValueRef], has_values: bool) -> None:
         super().__init__(
@@ -196,15 +196,16 @@ class _Overwrites(PartitionError):
 
 
 def turn_into_placeholder(tensor: Tensor, refs: set[ValueRef], *, keep_value: bool) -> bool:
-    """Make a tensor a placeholder in place, for everybody who refers to it.
+    """Turn a tensor into a placeholder in place, for all its references.
 
     Args:
         tensor: the tensor.
-        refs: the values that it is computed from.
+        refs: the values that the tensor depends on.
         keep_value: True to keep the value as the placeholder's body.
 
     Returns:
-        False if other tensors share its memory, which would not notice: then nothing is done.
+        True on success; False, without any change, if other tensors share its memory, since they
+        would not become placeholders.
     """
     made = PlaceholderTensor(on_meta(tensor), tensor.device, Provenance(refs))
     made.provenance.num_writes = version_of(tensor) + 1
@@ -213,15 +214,15 @@ def turn_into_placeholder(tensor: Tensor, refs: set[ValueRef], *, keep_value: bo
     swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
     now: Any = tensor
     if keep_value:
-        now.body = made  # which is the tensor with the value, since the swap
+        now.body = made  # after the swap, the tensor with the value
     return True
 
 
 def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> PlaceholderTensor:
     """A placeholder for the tensor that ``meta`` describes.
 
-    Where gradients are recorded it requires one, as the tensor may; a backward that reaches it
-    raises, since the gradient would be lost.
+    If gradients are enabled, the placeholder requires grad. A backward that reaches it raises,
+    since the gradient would be lost.
     """
     body = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))
     if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
@@ -230,15 +231,15 @@ def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> P
     return made
 
 
-# Requires a gradient, so that placeholders that are made from it do.
+# Requires grad, so that placeholders computed from it do too.
 _anchor = torch.zeros(0, requires_grad=True)
 
 
 class _Guarded(torch.autograd.Function):
-    """Makes placeholders that refuse gradients.
+    """Make placeholders that refuse gradients.
 
-    Nothing with a value is computed from them, but an autograd function of the model's own may
-    take one, leave its value alone, and have a gradient for it.
+    No value is computed from a placeholder, but a custom autograd function may take one, ignore its
+    value, and return a gradient for it.
     """
 
     @staticmethod
@@ -258,14 +259,14 @@ class _Guarded(torch.autograd.Function):
 
 
 class TopLevelOps(TorchDispatchMode):
-    """Within it, random draws become placeholders, and looks at values are noted.
+    """Turn random draws into placeholders, and record reads of values, within this mode.
 
     Args:
-        calls: the calls of leaf modules so far.
+        calls: the calls of leaf modules up to now.
 
     Attributes:
         num_draws: the number of random draws.
-        looks: the values that the forward looked at, each with the number of calls before it.
+        looks: the values that the forward read, each with the number of calls before it.
     """
 
     def __init__(self, calls: Sized) -> None:
@@ -309,7 +310,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def refs_of(leaves: Iterable[Any]) -> set[ValueRef]:
-    """The references of all placeholders among ``leaves``."""
+    """The provenance references of all placeholders among ``leaves``."""
     found: set[ValueRef] = set()
     for leaf in leaves:
         if type(leaf) is PlaceholderTensor:
@@ -324,7 +325,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: Any) -> tuple[list[Any], optree.PyT
 
 
 def describe_refs(refs: Iterable[ValueRef]) -> str:
-    """The values by name, for messages."""
+    """Name the values, for messages."""
     names = sorted(map(str, refs))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -358,7 +359,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) in by_body:  # an operation in place returns its argument
+        if id(leaf) in by_body:  # an in-place operation returns its argument
             return by_body[id(leaf)]
         base = next((each for each in placeholders if same_storage(each.body, leaf)), None)
         provenance = Provenance(refs) if base is None else base.provenance

@@ -1,11 +1,11 @@
-"""The stage of each leaf module: from what the user says to an assignment of all.
+"""Assign a stage to each leaf module, from the user's split.
 
     cuts               wte  wpe  drop  h.0  h.1  h.2  h.3  ln_f  lm_head
     [2, 2]              0    0    -     0    0    1    1    1     1
     ["h.1"]             0    0    -     0    1    1    1    1     1
     [[...], [...]]      as named; a parameter that is left over is an error
 
-A leaf module without state (-) needs no stage. This module runs nothing.
+A stateless leaf module (-) needs no stage. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["assign_stages", "try_cut"]
 def assign_stages(
     leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace | None
 ) -> dict[str, int | None]:
-    """Give each leaf module its stage.
+    """Assign a stage to each leaf module.
 
     Args:
         leaves: the model's leaf modules.
-        spec: where to cut.
-        trace: its trace; without one, leaf modules run in the order of their definition.
+        spec: the places to cut.
+        trace: the model's trace; without one, definition order is taken as execution order.
 
     Returns:
-        The stage of each leaf module and direct parameter; None for leaf modules without state.
+        The stage of each leaf module and direct parameter; None for stateless leaf modules.
 
     Raises:
-        PartitionError: a stage is empty, a parameter left over, or the cuts are out of order.
+        PartitionError: a stage is empty, a parameter has no stage, or the cuts are out of order.
     """
     with_state = [name for name in leaves.leaves if leaves.has_state(name)]
     stages: dict[str, int | None] = dict.fromkeys(leaves.leaves)
@@ -55,7 +55,7 @@ def assign_stages(
         stages |= _where_used(leaves.model, [*unnamed, *uncalled], uses)
     stages |= {name: 0 for name in unnamed if name not in stages}
     before = 0
-    for name in with_state:  # one that nobody uses goes with what is defined before it
+    for name in with_state:  # an unused module joins the module defined before it
         at = stages[name]
         stages[name] = before = before if at is None else at
     for stage in range(spec.num_stages):
@@ -68,7 +68,7 @@ def assign_stages(
 
 
 def try_cut(leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace) -> ForwardPlan | None:
-    """The plan of a model that is cut so; None where it can't be."""
+    """The plan of a model cut at these places; None if it can't be cut."""
     try:
         assignment = assign_stages(leaves, spec, trace)
         return plan_forward(trace, assignment, spec.num_stages, leaves.shared)
@@ -90,7 +90,7 @@ def _by_names(
                             f"{name} is named in stage {stage}, but is the same module as {leaf}, "
                             f"which stage {other} has; name it once"
                         )
-    # A module that stands in a list several times, but is named once, stays whole.
+    # A module that occurs several times in a list but is named once stays whole.
     held = {id(leaves.leaves[leaf]): at for leaf, at in stages.items() if leaf in leaves.leaves}
     again = {leaf: held.get(id(leaves.leaves[leaf])) for leaf in with_state}
     stages = {**{leaf: at for leaf, at in again.items() if at is not None}, **stages}
@@ -130,9 +130,9 @@ def _by_starts(
 def _where_used(
     model: nn.Module, names: Sequence[str], uses: Mapping[str, int]
 ) -> dict[str, int | None]:
-    """The first stage that computes with each parameter in the top-level forward.
+    """The first stage that uses each parameter in the top-level forward.
 
-    A head that is never called, since a fused loss takes its weight, goes there.
+    A head that is never called, since a fused loss takes its weight, goes to this stage.
     """
     found: dict[str, int | None] = {}
     known = {name: every[0] for every in names_by_tensor(model).values() for name in every}

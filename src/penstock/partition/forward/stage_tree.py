@@ -54,11 +54,12 @@ __all__ = [
 ]
 
 ChoosePlace = Callable[[nn.Module, str], "nn.Module | EllipsisType | None"]
-"""A module to stand at a path of a copied tree; None to leave it out, ``...`` to copy it."""
+"""A function that gives the module to put at a path of a copied tree; None omits it, ``...`` copies
+it."""
 
 
 class CallHandler(Protocol):
-    """Supplies the result when a leaf module is called."""
+    """Supply the results of leaf modules when they are called."""
 
     def call(self, leaf: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a leaf module.
@@ -78,9 +79,10 @@ class StageTree:
     Args:
         leaves: the leaf modules of the plain model, which is left as it is.
         own: the names of the leaf modules, and of direct parameters, that the stage holds.
-        handler: receives the calls.
-        device: the device that placeholders claim to be on.
-        stage: the module that registers the stage's ``registered_tree``; None for a trace.
+        handler: the handler of the calls.
+        device: the device that placeholders report.
+        stage: the module that registers the stage's modules (see ``registered_tree``); None for a
+            trace.
 
     Attributes:
         root: the tree, a module of the model's class.
@@ -136,19 +138,20 @@ class StageTree:
             self._follow(stage, leaves, own)
 
     def _follow(self, stage: nn.Module, leaves: LeafModules, own: Collection[str]) -> None:
-        """Note what the stage registers, of which ``sync_modules`` brings in changes."""
+        """Remember the stage's registered modules, so that ``sync_modules`` can detect changes."""
         self._stage = stage
         held = {name: m for name, m in stage.named_modules() if name in leaves.containers}
         self._held = {name: held.get(name, stage) for name in leaves.containers}
-        # The own leaf modules: name, container, name in there, and the module itself.
+        # The own leaf modules: full name, container, name within the container, and the module
+        # itself.
         self._registered: list[tuple[str, str, str, nn.Module]] = []
         for path, module in held.items():
             for last, child in children_of(module).items():
                 leaf = leaves.leaf_at(f"{path}.{last}" if path else last)
                 if leaf is not None and leaf in own and child is not None:
                     self._registered.append((leaf, path, last, child))
-        # Places of own parameters and buffers in the tree outside of the stand-ins, and the name
-        # under which the stage holds each.
+        # Locations of own parameters and buffers in the tree outside stand-ins, with the stage's
+        # name for each.
         self._own_places = [(name, name) for name in leaves.direct if name in own]
         for names in names_by_tensor(leaves.model).values():
             inside = [n for n in names if any(n.startswith(f"{leaf}.") for leaf in own)]
@@ -157,12 +160,12 @@ class StageTree:
                 self._own_places += [(name, inside[0]) for name in others]
 
     def sync_modules(self) -> None:
-        """Bring in modules, parameters and training modes that the stage registers now.
+        """Adopt the modules, parameters and training modes that the stage registers now.
 
         Users may replace or wrap leaf modules at any time.
 
         Raises:
-            PartitionError: a leaf module is gone, or a container is of another class.
+            PartitionError: a leaf module is missing, or a container has changed its class.
         """
         now: dict[str, nn.Module] = {}
         for path, held in self._held.items():
@@ -193,7 +196,7 @@ class StageTree:
 
     @contextmanager
     def lent(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put parameters of other stages in all their places, for one microbatch."""
+        """Install parameters of other stages in all their places, for one microbatch."""
         known = self._placeholders
         instead = {id(known[name]): value for name, value in values.items() if name in known}
         before: list[tuple[dict[str, Any], str, Any]] = []
@@ -214,7 +217,8 @@ def registered_tree(leaves: LeafModules, own: Collection[str]) -> nn.Module:
         own: the names of the leaf modules, and of direct parameters, that the stage holds.
 
     Returns:
-        Copies of the containers that hold something of the stage; leaf modules are the model's.
+        Copies of the containers on the paths to the stage's modules; leaf modules are the model's
+        own.
     """
 
     def place(module: nn.Module, path: str) -> nn.Module | EllipsisType | None:
@@ -238,11 +242,11 @@ def registered_tree(leaves: LeafModules, own: Collection[str]) -> nn.Module:
 
 
 def copy_with_tensors(module: nn.Module, made: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a module with other parameters and buffers, that can be run apart from it.
+    """A copy of a module with new parameters and buffers, which can run independently.
 
     Args:
-        module: the module; compiled parts run uncompiled in the copy.
-        made: makes a tensor of the copy, called once for each tensor.
+        module: the module; compiled submodules run uncompiled in the copy.
+        made: a function that makes a tensor of the copy; called once per tensor.
     """
     copies: list[nn.Module] = []
     copy = _copy_tree(module, None, copies)
@@ -257,13 +261,14 @@ def copy_with_tensors(module: nn.Module, made: Callable[[Tensor], Tensor]) -> nn
 def _copy_tree(
     module: nn.Module, place: ChoosePlace | None, copies: list[nn.Module], *, stub: bool = False
 ) -> nn.Module:
-    """Copy a tree of modules; parameters, buffers and other attributes are those of the original.
+    """Copy a tree of modules; the copies share the original's parameters, buffers and attributes.
 
     Args:
         module: the root.
-        place: decides for each module below it; copies all if None.
-        copies: the copied modules are added to it.
-        stub: True to make the copies stubs.
+        place: a function that gives the replacement of each module below the root; None to copy
+            all.
+        copies: a mapping that receives the copied modules.
+        stub: if True, makes the copies stubs.
     """
     made: dict[int, nn.Module] = {}
 
@@ -297,17 +302,17 @@ def _copy_tree(
 def _replace_tensors(
     modules: Iterable[nn.Module], instead: Callable[[Tensor], Tensor]
 ) -> list[tuple[dict[str, Any], str, Any]]:
-    """Put other tensors into registries, and into lists, tuples and dicts that are attributes.
+    """Replace tensors in registries, and in attributes that are lists, tuples or dicts.
 
-    Containers are replaced, not changed, since the original may hold them too: ``nn.LSTM`` keeps a
+    Containers are replaced, not mutated, since the original module shares them: ``nn.LSTM`` keeps a
     list of its weights.
 
     Args:
         modules: copied modules.
-        instead: the tensor to put in the place of another, perhaps itself.
+        instead: a function from a tensor to its replacement, possibly the tensor itself.
 
     Returns:
-        The places that changed: where, under which name, and what was there.
+        The changed places: the container, the key, and the old value.
     """
 
     def swapped(value: Any) -> Any:
@@ -336,10 +341,10 @@ def _replace_tensors(
 
 
 def registry_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The registry that holds a parameter or buffer, past wrappers, and its last name there.
+    """The registry of a parameter or buffer, found through wrappers, and its last name component.
 
     Raises:
-        PartitionError: it is gone.
+        PartitionError: the parameter or buffer is missing.
     """
     *path, last = name.split(".")
     holder: nn.Module | None = unwrapped(module)
@@ -359,19 +364,19 @@ def registry_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def is_stub(run: nn.Module) -> bool:
-    """True for a leaf module of another stage, as a ``CallHandler`` is given it."""
+    """True for the stub of another stage's leaf module, as passed to a ``CallHandler``."""
     return hasattr(type(run), "_penstock_call")
 
 
 def mark_stale(stub: nn.Module, name: str, message: str) -> None:
-    """Refuse reads of a stub's attribute, given by its path, with this message."""
+    """Refuse reads of a stub's attribute, given by its path, with an error message."""
     path, _, last = name.rpartition(".")
     stale = object.__getattribute__(stub.get_submodule(path), "_penstock_stale")
     stale[last] = message
 
 
 def _stand_in(module: nn.Module, leaf: str, handler: CallHandler) -> nn.Module:
-    """An object that shares all attributes of ``module`` and reports its calls."""
+    """An object that shares all attributes of ``module`` and reports calls to a handler."""
     made: nn.Module = object.__new__(_stub_class(type(module), reports=True))
     object.__setattr__(made, "_penstock_stale", {})
     object.__setattr__(made, "__dict__", vars(module))
@@ -390,11 +395,12 @@ _classes: WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]] = W
 
 
 def _stub_class(cls: type[nn.Module], *, reports: bool) -> type[nn.Module]:
-    """A subclass of ``cls``, of its name, whose calls are reported and stale attributes guarded.
+    """A subclass of ``cls`` with its name, which reports calls and guards stale attributes.
 
     Args:
         cls: the class of the module.
-        reports: False for modules within a stub: the top-level forward may run those itself.
+        reports: True to report calls; False for modules inside a stub, which the top-level forward
+            may run itself.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pure functions from program to program; the input stays unchanged."""
+"""Passes: pure functions from program to program; the input stays unchanged."""
 
 from penstock.schedule.passes.activations import offload, recompute
 from penstock.schedule.passes.backward import forward_only, merge_backward

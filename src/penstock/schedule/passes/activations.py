@@ -14,12 +14,12 @@ __all__ = ["offload", "recompute"]
 
 
 def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Program:
-    """Let stages run their forward again, right before the backward that needs its activations.
+    """Recompute the forward of stages, right before the backward that needs their activations.
 
         before   0F0 0F1 0B0 0B1        after   0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1
 
-    From F to RECOMPUTE a stage holds the microbatch's inputs alone. Keeps the order of all steps;
-    of an overlapped pair, the recomputation comes before the pair.
+    From F to RECOMPUTE a stage holds only the microbatch's inputs. Keeps the order of all steps;
+    the recomputation for an overlapped pair comes before the pair.
 
     Args:
         program: any program with backwards, with or without transfers.
@@ -29,7 +29,7 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
         The program with a RECOMPUTE for each microbatch of those stages.
 
     Raises:
-        ScheduleError: no such stage, or a stage that is recomputed or offloaded already.
+        ScheduleError: a stage does not exist, or is already recomputed or offloaded.
 
     Source: arXiv:1604.06174.
 
@@ -60,26 +60,26 @@ def _recomputed(steps: tuple[Step, ...], stages: frozenset[int]) -> tuple[Step, 
 
 
 def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int = 1) -> Program:
-    """Copy what forwards keep to the host, and back in time for the backward.
+    """Offload activations to the host after the forward, and reload them for the backward.
 
         before   0F0            0F1          0F2          0B0 0B1
         after    0F0 0OFFLOAD0  0F1 0RELOAD0 0F2 0RELOAD1 0B0 0B1
 
     An OFFLOAD stands right after its F, a RELOAD ``ahead`` computations before its backward, so
-    that both copies run beside the compute. A microbatch that is needed again before it could be
-    away for one computation stays. Keeps the order of all steps.
+    that both copies run beside the compute. An activation stays on the device if its backward comes
+    too soon to offload it for at least one computation. Keeps the order of all steps.
 
     Args:
         program: any program with or without transfers.
         stages: the stages whose activations are offloaded; None for all.
-        ahead: how many computations a RELOAD is asked for ahead of its backward, at least 1.
+        ahead: the number of computations between a RELOAD and its backward, at least 1.
 
     Returns:
         The program with an OFFLOAD and a RELOAD for each such microbatch.
 
     Raises:
-        ScheduleError: no such stage, a stage that is recomputed or offloaded already, or
-            ``ahead`` below 1.
+        ScheduleError: a stage does not exist, or is already recomputed or offloaded; or ``ahead``
+            is below 1.
 
     Source: arXiv:2503.01328, sec. 3.
 
@@ -123,7 +123,7 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> t
 
 
 def _chosen(program: Program, stages: Iterable[int] | None, caller: str) -> frozenset[int]:
-    """The stages that are meant, all if None; refuses those that a pass has changed already."""
+    """The requested stages, all if None; refuses stages that a pass has already changed."""
     refuse_no_program(program, caller)
     every = range(program.num_stages)
     if stages is not None and not isinstance(stages, Iterable):

@@ -1,4 +1,4 @@
-"""Passes over computations: keep the forwards alone, or merge halves of backwards."""
+"""Passes over computations: keep only the forwards, or merge split backwards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["forward_only", "merge_backward"]
 
 
 def forward_only(program: Program) -> Program:
-    """The forwards alone, in their order: no backwards, transfers, sharding or reductions.
+    """Keep only the forwards, in their order: no backwards, transfers, sharding or reductions.
 
         before   0F0 0SEND_F0 (0F1;0B0)OVERLAP_F_B 0SEND_F1 0B1        after   0F0 0F1
 
-    What a forward needs is a forward, so the result of a valid program is valid.
+    Forwards depend only on forwards, so the result of a valid program is valid.
 
     Args:
         program: any program.
@@ -36,12 +36,12 @@ def forward_only(program: Program) -> Program:
 
 
 def merge_backward(program: Program) -> Program:
-    """Make a full backward of a W that directly follows the I of its stage and microbatch.
+    """Merge each W that directly follows its I into a full backward.
 
         before   0F0 0F1 0I0 0W0 0I1 0I2 0W1        after   0F0 0F1 0B0 0I1 0I2 0W1
 
     Keeps the order of all other steps, and leaves overlapped pairs as they are. In a program with
-    transfers an I whose gradient is sent before its W is kept, for the send stands between them.
+    transfers, an I whose gradient is sent before its W is kept, since the send separates them.
 
     Args:
         program: any program.

@@ -1,16 +1,16 @@
-"""Inserts the sends and receives into a program that holds computations only.
+"""Insert sends and receives into a program of computations.
 
     rank 0   0F0 0F1 0B0 0B1       0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
     rank 1   1F0 1B0 1F1 1B1       1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
 A send stands right after the step that makes the value. A receive is posted one computing step
 ahead of the step that uses the value, so that the value travels while the step before computes:
-``R(a2) a1 S(a1) R(a3) a2 S(a2)``. It stands earlier only where it must: to keep one order at both
-ends of a directed pair of ranks, and where ranks would otherwise wait for each other's receives.
-Where a pair of ranks has one channel for both directions, no receive may stand early, and
-``penstock.schedule.passes.pair_order`` places all transfers.
+``R(a2) a1 S(a1) R(a3) a2 S(a2)``. It is posted earlier only if necessary: to keep the same order at
+both ends of a directed pair of ranks, or to prevent a deadlock of ranks that wait for each other's
+receives. If a pair of ranks has one channel for both directions, no receive may be posted early,
+and ``penstock.schedule.passes.pair_order`` places all transfers.
 
-This module knows no times: how early is best for given costs is not asked here.
+This module knows no times, so it does not optimize how early receives are posted.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from penstock.schedule.rules import COMPUTE, SEND_OF, TRANSFERS
 
 __all__ = ["insert_transfers"]
 
-# By row of computations: the offset to each send and to its receive, and the receiving rank.
+# By row of computations: for each send, its offset, its receive's offset and the receiving rank.
 _Sends: TypeAlias = list[list[tuple[int, int, int]]]
 
 
 def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Program:
-    """Add a send and a receive for every value that crosses ranks.
+    """Insert a send and a receive for every value that crosses ranks.
 
-    Keeps the order of all other steps. The result passes ``check``: it ends even where a send
-    blocks until the matching receive is posted. A replay of the program shows where all ranks are
-    stuck. One of them then waits in a send, since computations have no cycle, and its receive is
-    posted at the current step of the receiving rank. With one channel per pair of ranks, the
-    result passes ``check(..., channels)`` as well.
+    Keeps the order of all other steps. The result passes ``check``: it completes even if a send
+    blocks until the matching receive is posted. A replay of the program finds deadlocks.
+    Computations have no cycle, so some rank of a deadlock waits in a send; its receive is then
+    posted at the current step of the receiving rank. With one channel per pair of ranks, the result
+    passes ``check(..., channels)`` as well.
 
     Args:
         program: a program without transfers.
-        channels: how messages travel. A program for one channel per pair is right over channels
-            of any kind, but posts its receives later.
+        channels: the channels of messages. A program for one channel per pair is valid over
+            channels of any kind, but posts its receives later.
 
     Returns:
         The program with transfers.
 
     Raises:
-        ScheduleError: it has transfers already, or ``check`` finds problems.
+        ScheduleError: the program already has transfers, or ``check`` finds problems.
 
     Example:
         >>> from penstock.schedule.text import format_csv, parse_csv
@@ -90,11 +90,11 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
 
 
 def _placed(computed: IndexedProgram, sends: _Sends) -> list[list[int]]:
-    """For each rank its ids with transfers, at their places if no rank gets stuck."""
+    """For each rank its ids with transfers, in their final places unless a rank deadlocks."""
     post_at, messages = _messages(computed, sends)
     arriving: list[list[int]] = [[] for _ in computed.queues]
     for (_, target), channel in messages.items():
-        # No receive is posted later than those of messages sent after it.
+        # No receive is posted later than receives of messages sent after it.
         earliest = post_at[channel[-1]]
         for receive in reversed(channel):
             earliest = post_at[receive] = min(earliest, post_at[receive])
@@ -111,7 +111,7 @@ def _placed(computed: IndexedProgram, sends: _Sends) -> list[list[int]]:
 def _messages(
     computed: IndexedProgram, sends: _Sends
 ) -> tuple[dict[int, int], dict[tuple[int, int], list[int]]]:
-    """The place of each receive if order asks for no more, and the receives of each directed
+    """The place of each receive as far as order alone demands, and the receives of each directed
     pair of ranks by order of their sends."""
     width = computed.index.num_microbatches
     receives = computed.index.receives()
@@ -156,7 +156,7 @@ def _merged(
     receives: list[int],
     places: list[int],
 ) -> list[int]:
-    """The ids of one rank, with each receive before the step at its place, and the sends."""
+    """The ids of one rank, with sends, and with each receive before the step at its place."""
     width = computed.index.num_microbatches
     merged: list[int] = []
     posted = 0
@@ -172,14 +172,14 @@ def _merged(
 
 
 def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
-    """For each rank: position in its queue → receives that must be posted there already.
+    """For each rank, a mapping from queue position to receives that must be posted by then.
 
-    Of several ranks stuck in a send, the lowest is freed first, so that the result does not hang
-    on the order of the replay. A rank is looked at once each time it stops: linear but for the
-    heap.
+    Of several ranks blocked in a send, the lowest is unblocked first, so that the result does not
+    depend on the order of the replay. A rank is examined once each time it stops, so the cost is
+    linear except for the heap.
     """
     index = placed.index
-    # By row of receives, the rank that posts them.
+    # By row of receives, the rank that posts the receive.
     posts = [
         index.placement.rank_of(stage) if op in SEND_OF else None for op, stage in index.rows()
     ]
@@ -188,7 +188,8 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
     stopped: list[int] = []
     looked_at = 0
     while not replay.play():
-        # A rank comes to a send by taking the step before, so it is in a run since last time.
+        # A rank reaches a send by completing the previous step, so it appears in a run since the
+        # last check.
         for rank, _, _ in replay.runs[looked_at:]:
             heapq.heappush(stopped, rank)
         looked_at = len(replay.runs)
@@ -201,7 +202,7 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
 def _unposted(
     replay: DependencyReplay, stopped: list[int], posts: list[int | None], width: int
 ) -> tuple[int, int]:
-    """The receive that the lowest rank stuck in a send waits for, and the rank that posts it."""
+    """The receive awaited by the lowest rank blocked in a send, and the rank that posts it."""
     while stopped:
         missing = replay.awaits[heapq.heappop(stopped)]
         target = None if missing is None else posts[missing // width]
@@ -213,7 +214,7 @@ def _unposted(
 def _steps(
     computed: tuple[Step, ...], queue: list[int], hoisted: dict[int, list[int]], index: ActionIndex
 ) -> tuple[Step, ...]:
-    """The steps of one rank: the computed ones as they are, transfers put between them."""
+    """The steps of one rank: the computed steps, with transfers in between."""
     width = index.num_microbatches
     transfers = [(op, stage) if op in TRANSFERS else None for op, stage in index.rows()]
     early = {number for numbers in hoisted.values() for number in numbers}

@@ -1,4 +1,4 @@
-"""From a program that computes to a program that runs: the passes that the runtime applies."""
+"""Lower a program of computations to a program that the runtime can run."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def lower(
     max_unsharded_stages: int = 3,
     channels: Channels = TWO_WAY,
 ) -> Program:
-    """Add gradient reductions, sharding where asked for, and transfers.
+    """Insert gradient reductions, sharding if requested, and transfers.
 
-    What the program spells out itself, if only in part, is left as it is, so that a program from
-    a file runs as written and lowering twice is lowering once.
+    Reductions, sharding or transfers that the program already contains, even partly, stay as they
+    are. So a program from a file runs as written, and lowering is idempotent.
 
     Args:
         program: any program that ``check`` accepts.
-        sharding: whether to say when sharded parameters are gathered and let go.
+        sharding: if True, inserts UNSHARD and RESHARD for sharded parameters.
         max_unsharded_stages: see ``insert_sharding``.
-        channels: how messages travel, see ``insert_transfers``.
+        channels: the channels of messages, see ``insert_transfers``.
 
     Returns:
-        The program that runs, once checked.
+        The lowered program, to be checked.
 
     Raises:
         ScheduleError: ``check`` finds problems in a program without transfers.
@@ -57,7 +57,7 @@ def lower(
 
 
 def reduce_gradients(program: Program) -> Program:
-    """Put a REDUCE_GRAD right after the last step that makes a weight gradient of each stage.
+    """Insert a REDUCE_GRAD right after the last weight gradient of each stage.
 
         before   0F0 0F1 0B0 0B1        after   0F0 0F1 0B0 0B1 0REDUCE_GRAD
 
@@ -70,7 +70,7 @@ def reduce_gradients(program: Program) -> Program:
         The program with one REDUCE_GRAD per stage that has a weight gradient.
 
     Raises:
-        ScheduleError: the program has a REDUCE_GRAD already.
+        ScheduleError: the program already has a REDUCE_GRAD.
 
     Example:
         >>> from penstock.schedule.text import format_csv, parse_csv
@@ -94,15 +94,15 @@ def reduce_gradients(program: Program) -> Program:
 def _with_reductions(steps: tuple[Step, ...], num_stages: int) -> tuple[Step, ...]:
     last = last_steps(steps, WEIGHT_GRADS, num_stages)
     reduced = list(steps)
-    # From the end, so that the places further in front stay where they are. Of stages whose last
-    # weight gradients share a block, the lower is reduced first.
+    # From the end, so that earlier positions stay valid. If the last weight gradients of two stages
+    # share a pair, the lower stage is reduced first.
     for stage, index in sorted(last.items(), key=lambda item: (item[1], item[0]), reverse=True):
         reduced.insert(index + 1, action(stage, Op.REDUCE_GRAD))
     return tuple(reduced)
 
 
 def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Program:
-    """Put UNSHARD before a stage is needed, and RESHARD when others are needed sooner.
+    """Insert UNSHARD before a stage is needed, and RESHARD when other stages are needed sooner.
 
         before, at most 1   0F0 2F0 2B0 0B0
         after               0UNSHARD 0F0 0RESHARD 2UNSHARD 2F0 2B0 2RESHARD 0UNSHARD 0B0 0RESHARD
@@ -113,14 +113,14 @@ def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Progr
 
     Args:
         program: any program without UNSHARD and RESHARD.
-        max_unsharded_stages: the most stages of a rank whose parameters are whole at a time; an
-            overlapped block that computes on more holds as many as it needs.
+        max_unsharded_stages: the most stages of a rank that are unsharded at a time; an overlapped
+            pair that computes on more stages unshards them all.
 
     Returns:
         The program; every stage is resharded at its end.
 
     Raises:
-        ScheduleError: the program has sharding already, or ``max_unsharded_stages`` is below 1.
+        ScheduleError: the program already has sharding, or ``max_unsharded_stages`` is below 1.
 
     Example:
         >>> from penstock.schedule.text import format_csv, parse_csv
@@ -145,7 +145,7 @@ def _with_sharding(steps: tuple[Step, ...], most: int) -> tuple[Step, ...]:
     present: tuple[int, ...] = ()
     for step, wanted in zip(steps, _windows(steps, most), strict=True):
         if wanted != present:
-            # Letting go first keeps within the limit.
+            # Resharding first keeps within the limit.
             sharded += [action(s, Op.RESHARD) for s in present if s not in wanted]
             sharded += [action(s, Op.UNSHARD) for s in wanted if s not in present]
             present = wanted
@@ -155,7 +155,7 @@ def _with_sharding(steps: tuple[Step, ...], most: int) -> tuple[Step, ...]:
 
 
 def _windows(steps: tuple[Step, ...], most: int) -> list[tuple[int, ...]]:
-    """For each step the stages that this and the following steps compute on, nearest first."""
+    """For each step, the stages of this and the following steps, nearest first."""
     windows: list[tuple[int, ...]] = []
     upcoming: tuple[int, ...] = ()
     for step in reversed(steps):

@@ -1,16 +1,16 @@
-"""Places transfers where a pair of ranks has one channel for both directions.
+"""Place transfers if a pair of ranks has one channel for both directions.
 
-Over such a channel (``Channels(per_pair=True)``) a posted receive holds up the sends after it until
-its message is there. So both ends must have the messages of both directions in one order, and no
-receive may stand before a send that its message depends on. A replay of the program gives such an
-order: every step takes as long as it computes something (F, I and W one unit each), starts as soon
-as it can, and a message stands, at both ends, where it is sent.
+On such a channel (``Channels(per_pair=True)``) a posted receive blocks later sends until its
+message arrives. So both ends must have the messages of both directions in the same order, and no
+receive may precede a send that its message depends on. A replay of the program gives such an order.
+F, I and W take one unit each, every step starts as soon as possible, and both ends order messages
+by the time of sending.
 
     rank 0   0F0 0F1 .   .   0B0 0B1     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     rank 1   .   1F0 1B0 --- 1F1 1B1     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
-A rank that waits for a message waits for an action that is earlier in the replay, whatever the
-true costs: ranks can't wait in a circle, even where sends wait for receives.
+A rank that waits for a message waits for an earlier action of the replay, whatever the true costs.
+So there is no deadlock, even if sends wait for receives.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _UNITS = {
 def in_one_order(
     computed: IndexedProgram, sends: Sequence[Sequence[tuple[int, int, int]]]
 ) -> list[list[int]]:
-    """For each rank its ids with transfers, the messages of a pair in one order at both ends.
+    """For each rank its ids with transfers, in the same order at both ends of each pair of ranks.
 
     Args:
-        computed: a program without transfers that runs to its end.
-        sends: by row of computations: the offset to each send and to its receive, and the
+        computed: a program without transfers and deadlocks.
+        sends: by row of computations: for each send, its offset, its receive's offset and the
             receiving rank.
     """
     index, width = computed.index, computed.index.num_microbatches
@@ -48,7 +48,7 @@ def in_one_order(
     replay = replay_of(computed, index.required(), durations=units)
     ended = replay.play()
     assert ended, "only a program that runs to its end is given transfers"
-    # For each rank its transfers: time, the message (for ties), the transfer.
+    # For each rank its transfers: the time, the message (to break ties), the transfer.
     transfers: list[list[tuple[float, int, int]]] = [[] for _ in computed.queues]
     for rank, queue in enumerate(computed.queues):
         for step in queue:
@@ -69,7 +69,7 @@ def _merged(
     starts: list[float],
     transfers: list[tuple[float, int, int]],
 ) -> list[int]:
-    """The steps of a rank, each behind the transfers of messages sent until it starts."""
+    """The steps of a rank, each after the transfers of messages sent before its start."""
     merged: list[int] = []
     placed = 0
     first = 0
