@@ -105,7 +105,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, differentiable; another tensor as it is."""
+    """The local part of a DTensor, differentiable; any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor
@@ -114,7 +114,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, a collective over its mesh; another tensor as it is."""
+    """The full tensor of a DTensor, in a collective over its mesh; any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor
@@ -157,7 +157,7 @@ def from_local(part: Tensor, meta: DTensorMeta, mesh: Any) -> Tensor:
 
 
 def unknown_mesh(meta: DTensorMeta) -> Any:
-    """Refuse a DTensor whose mesh is not known here.
+    """Refuse a DTensor whose mesh is unknown on this rank.
 
     Raises:
         BoundaryError: always.

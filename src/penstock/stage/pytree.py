@@ -1,4 +1,4 @@
-"""Pytrees: containers opened into leaves, put together again, and described as JSON.
+"""Pytrees: containers flattened into leaves, unflattened, and described as JSON.
 
     container                                 opened
     tuple, list, dict, named tuple, …         as optree opens them
@@ -7,8 +7,8 @@
     other mappings (UserDict, BatchEncoding)  by their items, if their class takes a dict of them
     all else                                  not opened: a leaf
 
-A dataclass is made again by its constructor, so that ``self.rows = len(self.x)`` of a part of a
-batch is the part's own. A container that its class does not make again is refused.
+A dataclass is rebuilt by its constructor, so that ``self.rows = len(self.x)`` is right for a part
+of a batch. A container that its class cannot rebuild is refused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
 
 def as_args(output: Any) -> tuple[Any, ...]:
     """A stage's output as the positional arguments of the next stage."""
-    # Named tuples, torch.return_types and torch.Size are tuples too, but one value each.
+    # Named tuples, torch.return_types and torch.Size are tuples too, but count as one argument.
     if type(output) is tuple:
         return output
     return tuple(output) if type(output) is list else (output,)
@@ -253,7 +253,7 @@ def _mapping_parts(cls: type[Any]) -> tuple[_Open, _Make]:
             pass
         if _holds_tensor(items) or _holds_tensor(attributes):
             raise _refused(cls, "called with a dict of its items, its class makes another one")
-        return (), value  # settings, say: one value, which can't be sent
+        return (), value  # for example settings: one value, which can't be sent
 
     def make(children: Sequence[Any], context: Any) -> Any:
         if not isinstance(context, tuple):
@@ -400,7 +400,7 @@ def _decode(node: Any) -> Any:
     if node is None:
         return None
     if isinstance(node, int):
-        return object()  # a leaf to optree
+        return object()  # optree treats a bare object as a leaf
     items = node["items"]
     if "open" in node:
         return _decode_outline(_find_class(node["open"]), node["context"], items)

@@ -1,8 +1,8 @@
 """Restore what a forward depends on, so that it can be run again with the same result.
 
-Random numbers and buffers: dropout draws the same mask, and a BatchNorm layer counts a microbatch
-once. Tensors that the forward writes into are restored from copies. The first forward copies all
-buffers and inputs; later ones copy only those that it was seen to write into.
+Restores random generators and buffers, so that dropout draws the same mask, and BatchNorm counts a
+microbatch once. Tensors that the forward writes into are restored from copies. The first forward
+copies all buffers and inputs; later forwards copy only those written by the first one.
 """
 
 from __future__ import annotations

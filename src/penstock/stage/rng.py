@@ -3,10 +3,10 @@
     microbatch 0    seed(step, 0) ─► stage 0 draws ── state ──► stage 1 draws ── state ──► ...
     microbatch 1    seed(step, 1) ─► stage 0 draws ── state ──► stage 1 draws ── state ──► ...
 
-Whatever the schedule and wherever the stages, each microbatch draws the numbers of the plain loop
-with ``microbatch_rng`` around each microbatch's forward. The state of the generator crosses a
-boundary as one more tensor (5056 bytes on the CPU, 16 on CUDA). After each forward the user's
-generator is as it was before.
+Independent of schedule and placement, each microbatch draws the numbers of the plain loop with
+``microbatch_rng`` around each microbatch's forward. The generator's state crosses a boundary as an
+additional tensor (5056 bytes on the CPU, 16 on CUDA). After each forward the user's generator is
+restored.
 """
 
 from __future__ import annotations

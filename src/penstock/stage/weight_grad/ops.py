@@ -51,7 +51,7 @@ aten: Any = torch.ops.aten
 
 
 def plain_activation(value: object) -> bool:
-    """True if the rules apply to ``value``: a dense real tensor, no subclass."""
+    """True if the rules apply to ``value``: a dense real tensor that is not a subclass."""
     return (
         type(value) is Tensor
         and value.layout is torch.strided
@@ -61,7 +61,7 @@ def plain_activation(value: object) -> bool:
 
 
 def lowered(x: Tensor) -> Tensor:
-    """``x`` in the dtype of autocast, as autograd would save it."""
+    """Cast ``x`` to the dtype of autocast, as autograd would save it."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
         return x
@@ -196,7 +196,7 @@ def einsum(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def broadcast_free(terms: list[str], args: Args) -> bool:
-    """True if every index has one size: einsum broadcasts a size of one."""
+    """True if every index has the same size in all operands, so that einsum broadcasts nothing."""
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, args[1:], strict=False):
         for index, size in zip(term, operand.shape, strict=False):
@@ -303,8 +303,8 @@ def padding_sizes(padding: Any, weight: Tensor, dilation: list[int]) -> list[int
 def norm(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``F.layer_norm`` and the like, whose weight gradients are not deferred.
 
-    They fall out of the pass that computes the input's gradient: deferred, they would read the
-    same tensors again and hold them until W, to save I a small sum. A proxy takes them in I.
+    The kernel of the input's gradient computes them too. Deferred, they would read the same tensors
+    again and keep these until W, to save I a small sum. A proxy receives them in I.
     """
     if type(args[0]) is not Tensor or deferred.expression(args[0]) is not None:
         return generic(deferred, func, args, kwargs)
@@ -366,7 +366,7 @@ def embed(
 def differentiate(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad`` inside a forward: right if it adds nothing to a graph.
 
-    ``torch.func.grad`` and the like come here too: nothing of theirs was deferred.
+    Also handles ``torch.func.grad`` and the like, in which nothing was deferred.
     """
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
     given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,9 +1,8 @@
 """The weight gradient rule of each operation that is deferred to W.
 
-A rule is given what the forward kept (``saved``, ``extra``), the weights and the gradient of the
-operation's result, and returns a fresh tensor per weight: the numbers that autograd itself
-computes on CPU in float32, bit for bit. Rules run under no_grad. They know neither when they are
-called nor what becomes of the gradients.
+The arguments of a rule are the forward's saved values (``saved``, ``extra``), the weights and the
+gradient of the operation's result. A rule returns a fresh tensor per weight, equal to autograd's
+bit for bit on the CPU in float32. Rules run under no_grad.
 
 Shapes: B batch or experts, M rows (all leading dimensions as one), K inputs, N outputs.
 """
@@ -103,7 +102,7 @@ def einsum_grads(saved: Tensor, equation: str, weights: Weights, grad: Tensor) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvConfig:
-    """How a convolution was called, and which of weight and bias want a gradient.
+    """The arguments of a convolution, and the need of gradients for weight and bias.
 
     Args:
         weight: its weight, detached.
