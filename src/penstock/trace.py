@@ -19,7 +19,7 @@ class Span:
 
     Args:
         rank: the rank that ran it.
-        action: what ran.
+        action: the action.
         start: start time, in the trace's unit, from the step's start.
         end: end time.
     """

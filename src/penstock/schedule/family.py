@@ -25,7 +25,7 @@ _NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
 
 
 class Arrangement(Enum):
-    """How a family lays its stages on ranks (drawn in ``penstock.schedule.placement``)."""
+    """The placement of stages on ranks (drawn in ``penstock.schedule.placement``)."""
 
     LINEAR = "linear"
     LOOPED = "looped"

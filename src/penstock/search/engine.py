@@ -81,7 +81,7 @@ def search(
             steps with a barrier before the optimizer; or ``"span"``, the longest such time of a
             single rank, for steps without a barrier.
         placements: the placements to search; None for loops, and waves if ``virtual`` is even.
-        time_limit_s: how long to search, in seconds.
+        time_limit_s: the time limit of the search, in seconds.
         seed: the random seed. The same seed finds the same program unless the time limit cuts the
             search short, as on slow or busy machines (see ``SearchResult.reproducible``).
         exact: if True, improves small steps with OR-Tools CP-SAT (``penstock[search]``).

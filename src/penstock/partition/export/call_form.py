@@ -170,7 +170,7 @@ class OutputForm:
 
     Attributes:
         dropped: the types of leaves that no stage can send (such as caches); None replaces them.
-        has_loss: whether the model computes its loss itself: a scalar, called ``loss``.
+        has_loss: True if the model computes its loss itself: a scalar, called ``loss``.
     """
 
     def __init__(self, output: Any) -> None:

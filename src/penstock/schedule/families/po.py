@@ -50,7 +50,7 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
 
     Args:
         virtual: stages per rank; of an odd number, the greater half.
-        ahead: how many computations a reload is asked for ahead of its backward.
+        ahead: the number of computations between a reload and its backward.
 
     Raises:
         ScheduleError: ``ahead`` is below 1.
@@ -76,7 +76,7 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
     """GIS, all activations offloaded but those that are needed again at once.
 
     Args:
-        ahead: how many computations a reload is asked for ahead of its backward.
+        ahead: the number of computations between a reload and its backward.
 
     Raises:
         ScheduleError: ``ahead`` is below 1.

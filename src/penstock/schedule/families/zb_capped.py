@@ -88,9 +88,9 @@ def zb_capped(
 
     Args:
         limit: the most activations that a rank may hold, at least ``ranks``.
-        forward: what a forward costs: one number, or one per stage.
-        input_grad: what an input gradient costs, likewise.
-        weight_grad: what a weight gradient costs, likewise.
+        forward: the cost of a forward: one number, or one per stage.
+        input_grad: the cost of an input gradient, one number or one per stage.
+        weight_grad: the cost of a weight gradient, one number or one per stage.
 
     Raises:
         ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
