@@ -413,7 +413,10 @@ def test_a_good_csv_runs(text: str) -> None:
             "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n",
             r"1RECV_F0 is posted as number 0 of the messages from rank 0, which sends 0SEND_F1",
         ),
-        ("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n", "0RECV_B0 is missing: 0B0 on rank 0 needs"),
+        (
+            "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n",
+            "0RECV_B0 is missing: rank 0 needs the input gradient of stage 1",
+        ),
     ],
 )
 def test_programs_from_text(text: str, said: str) -> None:
