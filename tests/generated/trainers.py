@@ -150,7 +150,9 @@ class Common:
             self.scaler.unscale_(self.optimizer)
         params = [param for _, param in self.named_parameters()]
         if how == "value":
-            nn.utils.clip_grad_value_(params, 0.01)
+            # Torch refuses a rank on which no parameter has a gradient.
+            if with_grad := [param for param in params if param.grad is not None]:
+                nn.utils.clip_grad_value_(with_grad, 0.01)
             self.share_grads()
             return {}
         norm = self.clip_by_norm(*CLIPS[how])
