@@ -79,7 +79,7 @@ def _section(each: Family) -> str:
         twice = "[weights are there twice](schedules.md#two-copies-of-the-weights)"
         facts[-1] += f" and direction, so that {twice}"
     if each.splits_sequences:
-        facts.append("a model has to [take sequences in pieces](sequences.md)")
+        facts.append("a model has to [take sequences in chunks](sequences.md)")
     if each.rule:
         facts.append(each.rule)
     facts += [f"`{name}=`: {what}" if what else f"`{name}=`" for name, what in each.options.items()]

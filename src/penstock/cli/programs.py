@@ -118,13 +118,13 @@ def _print_timeline(result: Simulation) -> None:
     program, console = result.program, stdout()
     coloured = console.color_system is not None
     shaded = console.color_system in ("256", "truecolor")
-    pieces = f" of {program.num_splits} pieces" if program.num_splits > 1 else ""
+    chunks = f" of {program.num_splits} chunks" if program.num_splits > 1 else ""
     sizes = numbers_of(
         rank=program.num_ranks,
         stage=program.num_stages,
         microbatch=program.num_whole_microbatches,
     )
-    console.print(f"[bold]{program.name}[/], {sizes}{pieces}\n")
+    console.print(f"[bold]{program.name}[/], {sizes}{chunks}\n")
     drawn = timeline(result.trace, width=console.width, colour=coloured, shaded=shaded)
     console.print(drawn, end="")
     if coloured:

@@ -2,7 +2,7 @@
 
     nn.Sequential, a list    layer by layer             sequential.py
     any other model          by module                  forward/by_module.py
-    if that fails            by torch.export            export/pipeline.py, with a warning
+    if that fails            by torch.export            export/pipe.py, with a warning
 
 Cutting by module comes first, since it runs the model's own code for inputs of any shape. Export is
 for models whose top-level code can't run on several stages. This module only chooses the method and

@@ -245,7 +245,7 @@ class Engine:
         facts = {
             "the number of microbatches": self.num_microbatches,
             "the number of stages": self.program.num_stages,
-            "the number of pieces of a sequence": self.program.num_splits,
+            "the number of chunks of a sequence": self.program.num_splits,
             "the program": self._digest,
             "dynamic_shapes": self.config.dynamic_shapes,
             "microbatch_rng": self.config.microbatch_rng,

@@ -160,7 +160,7 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
     _pair_function: PairFunction | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Receives are always posted as late as possible, which changes no result.
+        # The program places receives one computation ahead of their use; see insert_transfers.
         kwargs.pop("defer_pp_recv", None)
         super().__init__(*args, **kwargs)
 

@@ -14,7 +14,10 @@ __all__ = ["Op", "Action", "Overlap", "Step", "action"]
 
 
 class Op(Enum):
-    """The kind of an action; the value is torch's text for it."""
+    """The kind of an action; the value is torch's text for it.
+
+    ``docs/architecture.md`` lists the places that a new op needs.
+    """
 
     FORWARD = "F"
     FULL_BACKWARD = "B"

@@ -2,11 +2,13 @@
 
     stage s returns      crosses as             stage s+1 is called with
     (hidden, mask)       the leaves, in order   hidden, mask
-    [hidden, mask]       likewise               hidden, mask
+    [hidden, mask]       the leaves, in order   hidden, mask
+    (hidden, None)       hidden alone           hidden, None
     hidden               (hidden,)              hidden
     {"h": hidden}        ({"h": hidden},)       the dict
 
-A ``BoundarySpec`` describes the tree, and each leaf's shape, dtype and need of a gradient. The
+A ``BoundarySpec`` describes the tree, and each leaf's shape, dtype and need of a gradient. None is
+structure of the tree, not a leaf: it is described once and sends nothing. The
 sender makes it of the first value that crosses, sends it as JSON (never pickled objects), and
 checks later values against it.
 """

@@ -15,7 +15,8 @@ from penstock.stage.dtensor import DTensorMeta, dtensor_meta, local_part
 
 __all__ = ["Plain", "TensorMeta", "decode_leaf", "encode_leaf", "plain_tag"]
 
-Plain: TypeAlias = Any  # a leaf that is no tensor
+# A leaf that is no tensor: a number, a string, a dtype, a device. None is structure, no leaf.
+Plain: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
