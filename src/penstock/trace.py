@@ -57,7 +57,7 @@ class Trace:
         return {part: block for block in self.blocks for part in block.parts}
 
     def _busy(self) -> float:
-        # Where the actions of a pair overlap, their common time counts once.
+        # The common time of overlapped actions counts once.
         busy = 0.0
         reached: dict[int, float] = {}
         for s in self.spans:

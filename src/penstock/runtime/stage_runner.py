@@ -56,7 +56,7 @@ class StageRunner:
             change how their forward runs.
         transport: its rank's connection.
         acknowledged: for each action that waits for a message, how many of this rank's messages
-            to the sender have arrived by then (see ``schedule.acknowledgements``).
+            to the sender have arrived by then (see ``schedule.channels``).
         dual_streams: the two streams that its actions run on, where overlapped pairs need them.
 
     Attributes:

@@ -103,7 +103,7 @@ class StepSync:
         conditions = self._share_conditions(step)
         self._check_targets(step)
         ids = self._shape_ids(step, conditions)
-        # Where inputs enter on several ranks, equal ids do not say that shapes are equal.
+        # If inputs enter on several ranks, equal ids do not imply equal shapes.
         digest = self._shapes.digest(ids) if self._compares_inputs else 0
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
             shared = transport.broadcast_ints([digest, *ids], self._first_rank)
