@@ -32,13 +32,16 @@ __all__ = ["Outcome", "run_ranks"]
 
 Work = Callable[..., Any]
 
-# With torch's compiler and its sharded wrappers, which half of all models need.
+# DistributedDataParallel and torch.export import torch's compiler, which takes seconds.
 _IMPORTED = (
     "penstock.assembly",
     "penstock.partition.export.capture",
     "penstock.pipeline",
+    "penstock.schedule.families.table",
     "penstock.training.checkpoint",
+    "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.export",
 )
 # A file of this name signals that all ranks have finished.
 OVER = "over"
