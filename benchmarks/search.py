@@ -140,7 +140,7 @@ def _best_closed_form(costs: Costs, found: SearchResult, limit: int, virtual: in
     """The makespan of the best schedule of the catalog within the limit."""
     program, values = found.program, []
     for family in schedules():
-        if family.copies > 1 or family.name == "forward-only":
+        if family.num_directions > 1 or family.name == "forward-only":
             continue
         try:
             closed = build(

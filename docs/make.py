@@ -75,7 +75,7 @@ def _section(each: Family) -> str:
     result = simulate(program)
     figures = re.sub(r"\[/?[a-z ]*\]", "", f"{figures_text(result)}; {peaks_text(result)}")
     facts = [f"stages lie {each.arrangement.value}", f"{each.virtuals_text} per rank"]
-    if each.copies > 1:
+    if each.num_directions > 1:
         twice = "[weights are there twice](schedules.md#two-copies-of-the-weights)"
         facts[-1] += f" and direction, so that {twice}"
     if each.splits_sequences:

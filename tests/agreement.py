@@ -25,10 +25,10 @@ __all__ = ["BIDIRECTIONAL", "TRAINING", "ROUNDING", "Twins", "virtuals"]
 TRAINING = tuple(
     each.name
     for each in penstock.schedules()
-    if each.name != "forward-only" and each.copies == 1 and not each.splits_sequences
+    if each.name != "forward-only" and each.num_directions == 1 and not each.splits_sequences
 )
 # Those with a copy of the weights for each of two directions, which are summed apart.
-BIDIRECTIONAL = tuple(each.name for each in penstock.schedules() if each.copies > 1)
+BIDIRECTIONAL = tuple(each.name for each in penstock.schedules() if each.num_directions > 1)
 # For the cases, each with its reason, where float32 terms are summed in another order.
 ROUNDING = Tolerance(relative=2e-6, absolute=1e-12)
 

@@ -30,7 +30,7 @@ def placements(draw: st.DrawFn, *, max_ranks: int = 4, max_stages: int = 6) -> P
     more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=max_stages - num_ranks))
     stage_ranks = draw(st.permutations([*range(num_ranks), *more]))
     copies = 2 if len(stage_ranks) % 2 == 0 and draw(st.booleans()) else 1
-    return Placement(num_ranks=num_ranks, stage_ranks=tuple(stage_ranks), copies=copies)
+    return Placement(num_ranks=num_ranks, stage_ranks=tuple(stage_ranks), num_directions=copies)
 
 
 @st.composite
@@ -59,8 +59,8 @@ def computed_programs(
             ``max_microbatches``.
     """
     placement = draw(placements(max_ranks=max_ranks, max_stages=max_stages))
-    num_microbatches = draw(st.integers(placement.copies, max_microbatches))
-    num_splits = draw(st.integers(1, max_splits)) if placement.copies == 1 else 1
+    num_microbatches = draw(st.integers(placement.num_directions, max_microbatches))
+    num_splits = draw(st.integers(1, max_splits)) if placement.num_directions == 1 else 1
     num_microbatches *= num_splits
     if backward is None:
         backward = draw(st.booleans())

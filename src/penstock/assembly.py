@@ -26,7 +26,7 @@ from penstock.partition.ties import SharedBuffers, Tie, find_ties, refuse_shared
 from penstock.runtime.comm.process_group import from_first_rank
 from penstock.runtime.config import PipelineSpec
 from penstock.schedule.program import Program
-from penstock.schedule.resolve import choose_program, copies_of
+from penstock.schedule.resolve import choose_program, directions_of
 from penstock.schedule.text import load_csv
 from penstock.stage.wrappers import plain_name
 
@@ -91,7 +91,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
         )
     program = choose_program(
         schedule,
-        num_stages=_num_stages(model, where, copies_of(schedule)),
+        num_stages=_num_stages(model, where, directions_of(schedule)),
         n_microbatches=spec.n_microbatches,
         ranks=spec.ranks,
         virtual=spec.virtual,

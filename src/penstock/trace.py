@@ -39,22 +39,22 @@ class Trace:
         num_ranks: number of ranks, including ranks without a span.
         unit: the unit of times: ``"s"`` for a measured step, ``"1"`` for abstract costs.
         spans: all spans, by rank and then by start.
-        blocks: the program's overlapped pairs; each of their actions has a span of its own.
+        overlapped_pairs: the program's overlapped pairs; each of their actions has its own span.
     """
 
     name: str
     num_ranks: int
     unit: str
     spans: tuple[Span, ...]
-    blocks: tuple[Overlap, ...] = ()
+    overlapped_pairs: tuple[Overlap, ...] = ()
 
     def compute(self, rank: int) -> tuple[Span, ...]:
         """The spans on ``rank`` that compute (F, B, I, W), by start."""
         return tuple(s for s in self.spans if s.rank == rank and s.action.op in COMPUTE)
 
-    def block_of(self) -> dict[Action, Overlap]:
-        """By action, the overlapped pair that contains it."""
-        return {part: block for block in self.blocks for part in block.parts}
+    def pair_of(self) -> dict[Action, Overlap]:
+        """By action, its overlapped pair."""
+        return {part: pair for pair in self.overlapped_pairs for part in pair.parts}
 
     def _busy(self) -> float:
         # The common time of overlapped actions counts once.

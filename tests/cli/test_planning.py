@@ -27,7 +27,7 @@ def test_every_schedule_is_listed_with_its_rules(
     for each in schedules():
         (rules,) = re.findall(rf"^ {each.name} +(.+?)   ", said.out, re.M)
         assert each.arrangement.value in rules and f"{each.virtuals_text} per rank" in rules
-        assert ("per rank and direction" in rules) == (each.copies > 1)
+        assert ("per rank and direction" in rules) == (each.num_directions > 1)
         assert each.rule in rules
         for option in each.options:
             assert f"{option}=" in rules

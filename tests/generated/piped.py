@@ -205,7 +205,7 @@ class Piped(Common):
     def _given(self, batch: Batch, *, target: bool) -> tuple[Any, dict[str, Any]]:
         """What this rank passes."""
         # In two directions, both ends are first and last.
-        stages, every = self.pipe.stages, self.case.all_inputs or self.now.family.copies > 1
+        stages, every = self.pipe.stages, self.case.all_inputs or self.now.family.num_directions > 1
         first = every or any(stage.is_first for stage in stages)
         last = every or any(stage.is_last for stage in stages)
         kwargs = dict(batch.kwargs) if first or self.case.recipe.way == "captured" else {}

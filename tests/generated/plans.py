@@ -69,13 +69,13 @@ class Plan:
     @property
     def sums_in_order(self) -> bool:
         """Whether each parameter's gradients are summed in the order of microbatches."""
-        alone = self.order is None and self.family.copies == 1 and self.pieces == 1
+        alone = self.order is None and self.family.num_directions == 1 and self.pieces == 1
         return alone and (self.beside is None or self.beside.sums_in_order)
 
     @property
     def num_copies(self) -> int:
         """Of the model, at most."""
-        return max(plan.family.copies for plan in (self, self.beside) if plan is not None)
+        return max(plan.family.num_directions for plan in (self, self.beside) if plan is not None)
 
     def program(self) -> Program:
         """What is played."""
@@ -140,7 +140,7 @@ def draw_plan(draws: Draws, *, way: str, ranks: int | None = None) -> Plan:
     num, microbatches = each.nearest(num, draws.number(1, MOST_MICROBATCHES))
     virtual = draws.one_of(fitting)
     plan = Plan(schedule=each.name, ranks=num, virtual=virtual, microbatches=microbatches)
-    stages = range(plan.num_model_stages * each.copies)
+    stages = range(plan.num_model_stages * each.num_directions)
     if draws.takes("any-order", 0.12):
         plan = replace(plan, order=draws.number(0, 999))
     if draws.chance(0.1):
@@ -161,7 +161,7 @@ def with_given(draws: Draws, plan: Plan, *, way: str) -> Plan:
     if not plan.kept and not plan.merged and plan.order is None and plan.pieces == 1:
         forms += ["name", "name"]
         # Layers cut anywhere may not be what is measured, and are refused then.
-        if way == "by module" and plan.family.copies == 1 and draws.has("auto"):
+        if way == "by module" and plan.family.num_directions == 1 and draws.has("auto"):
             forms += ["auto", "auto"]
     return replace(plan, given=draws.one_of(forms)) if draws.takes("forms", 0.3) else plan
 

@@ -28,7 +28,7 @@ def draw_recipe(draws: Draws, way: str, plans: Sequence[Plan], replicas: str) ->
     num = max(plan.num_model_stages for plan in plans) + draws.number(0, 3)
     if way == "pieces":
         return Recipe(seed=draws.number(0, 999), way=way, units=("",) * max(4, num), double=True)
-    in_turn = all(plan.order is None and plan.family.copies == 1 for plan in plans)
+    in_turn = all(plan.order is None and plan.family.num_directions == 1 for plan in plans)
     names = [
         name
         for name, unit in UNITS.items()

@@ -239,7 +239,7 @@ def rank_loads(
             loads[rank] += crossing
             loads[placement.rank_of(after)] += crossing
             crossed += crossing
-    return [load / placement.copies for load in loads], crossed / placement.copies
+    return [load / placement.num_directions for load in loads], crossed / placement.num_directions
 
 
 placements = st.sampled_from(

@@ -29,7 +29,7 @@ WAYS = {"recompute": recompute, "offload": offload}
 def test_any_program_trains_right(program: Program, data: st.DataObject) -> None:
     stages = data.draw(st.sets(st.integers(0, program.num_stages - 1), min_size=1))
     others = set(range(program.num_stages)) - stages
-    assume(program.placement.copies == 1)
+    assume(program.placement.num_directions == 1)
     program = offload(recompute(program, stages=stages), stages=others)
     both = Twins(mlp(program.num_stages), F.mse_loss, schedule=program, tolerance=ROUNDING)
     for step in range(2):

@@ -61,7 +61,7 @@ def _is_well_formed(program: Program) -> bool:
 
 def _passing(program: Program, stage: int) -> range:
     """The microbatches of the copy that the stage belongs to."""
-    copies = program.placement.copies
+    copies = program.placement.num_directions
     first = stage // (program.num_stages // copies)
     return range(first, program.num_microbatches, copies)
 

@@ -31,7 +31,7 @@ def numbers(name: str) -> list[tuple[int, int, int]]:
     each = family(name)
     virtuals = [v for v in (1, 2, 3, 4) if each.virtuals is None or v in each.virtuals]
     # Of two copies of the model, numbers are even.
-    even = each.copies > 1
+    even = each.num_directions > 1
     ranks, microbatches = (8, 32) if even else (4, 18 // len(virtuals))
     small = product(range(1, ranks + 1), range(1, microbatches + 1), virtuals)
     taken = {(*each.nearest(p, m), v): None for p, m, v in small}
@@ -261,7 +261,7 @@ def test_stages_lie_as_the_catalog_says(each: Family) -> None:
         Arrangement.BIDIRECTIONAL: bidirectional(ranks),
     }[each.arrangement]
     assert program.placement == expected
-    assert program.placement.copies == each.copies
+    assert program.placement.num_directions == each.num_directions
     assert program.name == each.name
     assert program.num_whole_microbatches == microbatches
     assert (program.num_splits > 1) == each.splits_sequences

@@ -274,7 +274,7 @@ def test_two_copies_of_a_model_must_be_told() -> None:
     with pytest.raises(ScheduleError, match=r"in 2 copies .* asked for .* in 1 copy .*BIDIR"):
         penstock.build("mine", ranks=2, microbatches=4)
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(mine)
-    assert penstock.build("mine", ranks=2, microbatches=4).placement.copies == 2
+    assert penstock.build("mine", ranks=2, microbatches=4).placement.num_directions == 2
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(one_at_a_time)
     with pytest.raises(ScheduleError, match=r"in 1 copy of the model, asked for .* in 2 copies"):
         penstock.build("mine", ranks=2, microbatches=4)

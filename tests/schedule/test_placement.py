@@ -21,7 +21,7 @@ def test_shapes() -> None:
     assert looped(2, 2).stage_ranks == (0, 1, 0, 1)
     assert v_shape(2).stage_ranks == (0, 1, 1, 0)
     assert wave(2, 2).stage_ranks == (0, 1, 1, 0, 0, 1, 1, 0)
-    assert bidirectional(2) == Placement(num_ranks=2, stage_ranks=(0, 1, 1, 0), copies=2)
+    assert bidirectional(2) == Placement(num_ranks=2, stage_ranks=(0, 1, 1, 0), num_directions=2)
 
 
 def test_any_sequence_of_ranks_is_kept_as_a_tuple() -> None:
@@ -34,18 +34,23 @@ def test_any_sequence_of_ranks_is_kept_as_a_tuple() -> None:
     [
         (0, (), 1, "num_ranks=0; give at least 1 rank"),
         (-1, (), 1, "num_ranks=-1; give at least 1 rank"),
-        (2, 0, 1, "ranks 0, num_ranks=2, copies=1: expected a rank for each stage"),
-        (2, (0, 1.0), 1, r"ranks \(0, 1.0\), num_ranks=2, copies=1: expected a rank for each"),
-        ("2", (0, 1), 1, "num_ranks='2', copies=1: expected a rank for each stage"),
-        (2, (0, 1), "1", "num_ranks=2, copies='1': .* and whole numbers"),
-        (2, (0, 1), 1.0, "num_ranks=2, copies=1.0: .* and whole numbers"),
+        (2, 0, 1, "ranks 0, num_ranks=2, num_directions=1: expected a rank for each stage"),
+        (
+            2,
+            (0, 1.0),
+            1,
+            r"ranks \(0, 1.0\), num_ranks=2, num_directions=1: expected a rank for each",
+        ),
+        ("2", (0, 1), 1, "num_ranks='2', num_directions=1: expected a rank for each stage"),
+        (2, (0, 1), "1", "num_ranks=2, num_directions='1': .* and whole numbers"),
+        (2, (0, 1), 1.0, "num_ranks=2, num_directions=1.0: .* and whole numbers"),
     ],
 )
 def test_what_is_no_placement_is_refused(
     num_ranks: Any, stage_ranks: Any, copies: Any, message: str
 ) -> None:
     with pytest.raises(ScheduleError, match=message):
-        Placement(num_ranks=num_ranks, stage_ranks=stage_ranks, copies=copies)
+        Placement(num_ranks=num_ranks, stage_ranks=stage_ranks, num_directions=copies)
 
 
 def test_a_model_in_two_directions() -> None:
@@ -60,7 +65,7 @@ def test_a_model_in_two_directions() -> None:
 
 @given(placements())
 def test_neighbours_follow_the_model_within_a_copy(placement: Placement) -> None:
-    for copy in range(placement.copies):
+    for copy in range(placement.num_directions):
         stage, path = placement.entries[copy], []
         while True:
             path.append(stage)
@@ -71,7 +76,7 @@ def test_neighbours_follow_the_model_within_a_copy(placement: Placement) -> None
             stage = after
         assert stage == placement.exits[copy]
         assert [placement.model_stage(s) for s in path] == list(range(placement.num_model_stages))
-        assert {placement.copy_of(s) for s in path} == {copy}
+        assert {placement.direction_of(s) for s in path} == {copy}
         assert placement.neighbour(path[0], -1) is None
 
 
@@ -84,7 +89,7 @@ def test_the_first_stage_of_a_copy_waits_for_nothing() -> None:
 @pytest.mark.parametrize("copies", [0, 2, 3])
 def test_copies_have_as_many_stages_each(copies: int) -> None:
     with pytest.raises(ScheduleError, match=f"7 stages can't be {copies} copies of a model"):
-        Placement(num_ranks=7, stage_ranks=tuple(range(7)), copies=copies)
+        Placement(num_ranks=7, stage_ranks=tuple(range(7)), num_directions=copies)
 
 
 def chimera() -> Program:
@@ -96,7 +101,7 @@ def test_copies_are_seen_in_a_csv_and_kept_in_json() -> None:
     assert parse_csv(format_csv(program), name="chimera") == program
     assert from_json(to_json(program)) == program
     one_way = build("zbv", ranks=2, microbatches=4)
-    assert parse_csv(format_csv(one_way)).placement.copies == 1
+    assert parse_csv(format_csv(one_way)).placement.num_directions == 1
     # What was written before there were copies has one.
     assert from_json(to_json(one_way).replace('"copies": 1, ', "")) == one_way
 
@@ -120,7 +125,7 @@ def test_each_copy_takes_a_microbatch() -> None:
     steps = (action(0, Op.FORWARD, 0),)
     lonely = Program(
         name="lonely",
-        placement=Placement(num_ranks=1, stage_ranks=(0, 0), copies=2),
+        placement=Placement(num_ranks=1, stage_ranks=(0, 0), num_directions=2),
         num_microbatches=1,
         ranks=(steps,),
     )

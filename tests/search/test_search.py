@@ -103,7 +103,7 @@ def test_blocks_that_overlap_are_found_and_beat_no_bound(
     costs = Costs(overlap=1)
     found = search(costs, ranks=ranks, microbatches=microbatches, time_limit_s=0.5)
     assert_sound(found, costs)
-    assert found.program.blocks and found.value == best
+    assert found.program.overlapped_pairs and found.value == best
     assert found.bound <= best
 
 
@@ -125,7 +125,7 @@ def test_no_schedule_of_the_catalog_within_the_limit_is_better(
     assert_sound(found, costs)
     compared = 0
     for family in schedules():
-        if family.copies > 1 or family.name == "forward-only":
+        if family.num_directions > 1 or family.name == "forward-only":
             continue
         try:
             program = build(family.name, ranks=5, microbatches=12, virtual=virtual)
@@ -333,7 +333,7 @@ def test_no_schedule_of_the_catalog_is_better_at_any_costs(
     found = search(costs, ranks=ranks, microbatches=2 * ranks, memory_limit=most, time_limit_s=0.3)
     assert_sound(found, costs)
     for family in schedules():
-        if family.copies > 1 or family.name == "forward-only":
+        if family.num_directions > 1 or family.name == "forward-only":
             continue
         try:
             program = build(family.name, ranks=ranks, microbatches=2 * ranks, virtual=seed)

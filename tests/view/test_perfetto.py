@@ -98,4 +98,4 @@ def test_blocks_are_told_and_read_back() -> None:
     told = {e["name"]: e["args"].get("block") for e in events_of(trace, "X")}
     assert told["0F3"] == told["3B1"] == "(0F3;3B1)OVERLAP_F_B"
     assert told["0F0"] is None
-    assert from_perfetto(to_perfetto(trace)).block_of() == trace.block_of() != {}
+    assert from_perfetto(to_perfetto(trace)).pair_of() == trace.pair_of() != {}

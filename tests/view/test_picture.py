@@ -115,7 +115,7 @@ def test_blocks_are_framed_and_copies_drawn_beside_the_compute(tmp_path: Path) -
     trace = trace_of("dualpipev")
     draw(trace, tmp_path / "t.svg")
     svg = (tmp_path / "t.svg").read_text()
-    assert svg.count(f"stroke: {FRAME}") == len(trace.blocks) + 1
+    assert svg.count(f"stroke: {FRAME}") == len(trace.overlapped_pairs) + 1
     assert "run as one block" in words(svg)
     offloading = simulate(build("po-f", ranks=2, microbatches=4), Costs(offload=0.5, reload=0.25))
     draw(offloading.trace, tmp_path / "t.svg")

@@ -63,7 +63,7 @@ def test_a_plus_joins_the_parts_of_a_block() -> None:
     trace = trace_of("dualpipev", microbatches=4)
     text = timeline(trace, width=120)
     assert " 3+1  " in text.plain
-    assert text.plain.count("+") == len(trace.blocks)
+    assert text.plain.count("+") == len(trace.overlapped_pairs)
     assert "+ joins a block" in legend(trace).plain
     assert "block" not in legend(trace_of("1f1b")).plain
 

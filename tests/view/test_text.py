@@ -69,7 +69,7 @@ def test_a_width_without_room_for_anything_is_refused() -> None:
 def test_parts_of_a_block_are_joined() -> None:
     trace = trace_of("dualpipev", ranks=2, microbatches=4)
     assert " 0F3+3B1 --- " in to_text(trace, width=200)
-    assert to_text(trace, width=200).count("+") == len(trace.blocks) == 6
+    assert to_text(trace, width=200).count("+") == len(trace.overlapped_pairs) == 6
     assert "F+B." in to_text(trace, width=60)
 
 

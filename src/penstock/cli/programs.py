@@ -63,7 +63,7 @@ def schedules(
 
 
 def _rules(each: Family) -> str:
-    where = "rank" if each.copies == 1 else "rank and direction"
+    where = "rank" if each.num_directions == 1 else "rank and direction"
     rules = [f"{each.arrangement.value}, {each.virtuals_text} per {where}"]
     if each.rule:
         rules.append(each.rule)

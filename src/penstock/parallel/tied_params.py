@@ -95,7 +95,7 @@ class SharedParams:
         # By stage, the shared names: of each tie, then of each stage's copies.
         self._groups = [_places_of(tie, placement) for tie in ties]
         self._num_ties = len(self._groups)
-        size, copies = placement.num_model_stages, placement.copies
+        size, copies = placement.num_model_stages, placement.num_directions
         if copies > 1:
             self._groups += [{i + copy * size: "" for copy in range(copies)} for i in range(size)]
         self._placement = placement
@@ -145,7 +145,7 @@ class SharedParams:
                 places = (
                     f"{group[stage]} of stage {stage}"
                     for stage in sorted(group)
-                    if placement.copy_of(stage) == 0
+                    if placement.direction_of(stage) == 0
                 )
                 how = "placed together"
                 if self._transport is not None and len(ranks) > 1:
@@ -361,7 +361,7 @@ def _places_of(tie: Tie, placement: Placement) -> dict[int, str]:
                 f"the tie {dict(tie)} names stage {stage}; there are stages 0 to "
                 f"{placement.num_stages - 1}"
             )
-        for copy in range(placement.copies):
+        for copy in range(placement.num_directions):
             place = placement.model_stage(stage) + copy * placement.num_model_stages
             if group.setdefault(place, name) != name:
                 raise PartitionError(

@@ -318,7 +318,7 @@ class Engine:
                 transport.end()
             spans = [span for each in gathered for span in decode_spans(each)]
         trace = merge_spans(self.program.name, self.program.num_ranks, spans)
-        return replace(trace, blocks=self._last.program.blocks)
+        return replace(trace, overlapped_pairs=self._last.program.overlapped_pairs)
 
     def close(self) -> None:
         """Stop the transports' threads."""

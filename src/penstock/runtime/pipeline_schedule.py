@@ -140,7 +140,7 @@ class PipelineSchedule:
         if self.schedule_name is None:
             return None
         num_ranks = 1 if self._group is None else self._group.size()
-        num_stages, copies = self._stages[0].num_stages, family(self.schedule_name).copies
+        num_stages, copies = self._stages[0].num_stages, family(self.schedule_name).num_directions
         if num_stages % (copies * num_ranks):
             times = f"{copies} times " if copies > 1 else ""
             raise ScheduleError(

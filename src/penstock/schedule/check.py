@@ -211,15 +211,15 @@ def _sizes(program: Program) -> Iterator[str]:
         yield f"steps for {ranks}, but the placement has {program.placement.num_ranks}"
     if program.num_microbatches < 1:
         yield f"{microbatches}; a step takes at least one"
-    elif program.num_microbatches < program.placement.copies:
-        copies = number_of(program.placement.copies, "copy")
+    elif program.num_microbatches < program.placement.num_directions:
+        copies = number_of(program.placement.num_directions, "copy")
         yield f"{microbatches} for {copies} of the model; each copy takes at least one"
     if program.num_splits < 1 or program.num_microbatches % program.num_splits:
         yield (
             f"{microbatches} for num_splits={program.num_splits}: each sequence is so many of "
             "them, at least one"
         )
-    elif program.num_splits > 1 and program.placement.copies > 1:
+    elif program.num_splits > 1 and program.placement.num_directions > 1:
         yield (
             "sequences are split and the model is there in several copies; the chunks of one "
             "sequence go through the same stages"

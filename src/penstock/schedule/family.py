@@ -79,7 +79,7 @@ class Family:
     nearest: Callable[[int, int], tuple[int, int]] = _unchanged
 
     @property
-    def copies(self) -> int:
+    def num_directions(self) -> int:
         """The number of copies of the model that its ranks hold (see ``Placement``)."""
         return 2 if self.arrangement is Arrangement.BIDIRECTIONAL else 1
 

@@ -67,9 +67,14 @@ class ActionIndex:
     num_splits: int = 1
 
     @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(_OPS) * self.placement.num_stages
+
+    @property
     def size(self) -> int:
         """Number of ids; every id is smaller."""
-        return len(_OPS) * self.placement.num_stages * self.num_microbatches
+        return self.num_rows * self.num_microbatches
 
     def row(self, op: Op, stage: int) -> int:
         """The row of an op and a stage."""
@@ -255,8 +260,8 @@ def _index_rank(
     starts = {op: {s: index.id(op, s) for s in held} for op in Op}
     each = {op: {} if op in WHOLE_STAGE else starts[op] for op in Op}
     whole = {op: starts[op] if op in WHOLE_STAGE else {} for op in Op}
-    num_microbatches, directions = program.num_microbatches, program.placement.copies
-    direction = {s: program.placement.copy_of(s) for s in held}
+    num_microbatches, directions = program.num_microbatches, program.placement.num_directions
+    direction = {s: program.placement.direction_of(s) for s in held}
 
     def find(act: Action) -> int | None:
         microbatch = act.microbatch
@@ -320,7 +325,7 @@ def fault_of(step: Step, rank: int, program: Program) -> str | None:
                 f"{program.num_microbatches - 1}"
             )
         elif not placement.passes(act.microbatch, act.stage):
-            copy = act.microbatch % placement.copies
+            copy = act.microbatch % placement.num_directions
             return (
                 f"microbatch {act.microbatch} does not go through stage {act.stage}, but through "
                 f"copy {copy} of the model (stages {placement.entries[copy]} to "

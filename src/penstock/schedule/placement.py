@@ -8,7 +8,7 @@
 
 Values between neighbouring stages on the same rank (the turn of a V) need no message.
 
-    bidirectional  P=4     copies=2: the model's 4 stages twice, once per direction
+    bidirectional  P=4     num_directions=2: the model's 4 stages twice, once per direction
     rank 0         0 7     down   0 → 1 → 2 → 3    even microbatches enter at stage 0
     rank 1         1 6
     rank 2         2 5
@@ -37,8 +37,9 @@ class Placement:
     Args:
         num_ranks: number of ranks, at least 1; each must hold at least one stage.
         stage_ranks: for each stage, from 0, the rank that holds it; any sequence, kept as a tuple.
-        copies: the number of copies of the model. The stages of the second copy follow those of the
-            first, and microbatch m passes only copy m mod ``copies``.
+        num_directions: the number of copies of the model, one per direction. The stages of the
+            second copy follow those of the first, and microbatch m passes only copy
+            m mod ``num_directions``.
 
     Raises:
         ScheduleError: a rank is out of range or holds no stage, or the copies have different
@@ -47,33 +48,33 @@ class Placement:
 
     num_ranks: int
     stage_ranks: tuple[int, ...]
-    copies: int = 1
+    num_directions: int = 1
 
     def __post_init__(self) -> None:
+        ranks, ways = self.stage_ranks, self.num_directions
         try:
             object.__setattr__(self, "num_ranks", index(self.num_ranks))
-            object.__setattr__(self, "stage_ranks", tuple(map(index, self.stage_ranks)))
-            object.__setattr__(self, "copies", index(self.copies))
+            object.__setattr__(self, "stage_ranks", tuple(map(index, ranks)))
+            object.__setattr__(self, "num_directions", index(ways))
         except TypeError as error:
             raise ScheduleError(
-                f"placement of stages on ranks {self.stage_ranks!r}, num_ranks="
-                f"{self.num_ranks!r}, copies={self.copies!r}: expected a rank for each stage, as "
-                "(0, 1, 1, 0), and whole numbers"
+                f"placement of stages on ranks {ranks!r}, num_ranks={self.num_ranks!r}, "
+                f"num_directions={ways!r}: expected a rank for each stage, as (0, 1, 1, 0), and "
+                "whole numbers"
             ) from error
         if self.num_ranks < 1:
             raise ScheduleError(f"placement on num_ranks={self.num_ranks}; give at least 1 rank")
-        held = set(self.stage_ranks)
-        wanted = set(range(self.num_ranks))
-        if held != wanted:
+        used, wanted = set(self.stage_ranks), set(range(self.num_ranks))
+        if used != wanted:
             raise ScheduleError(
                 f"placement {self.stage_ranks} on {number_of(self.num_ranks, 'rank')}: "
-                f"ranks without a stage {sorted(wanted - held)}, "
-                f"ranks that do not exist {sorted(held - wanted)}"
+                f"ranks without a stage {sorted(wanted - used)}, "
+                f"ranks that do not exist {sorted(used - wanted)}"
             )
-        if self.copies < 1 or len(self.stage_ranks) % self.copies:
+        if ways < 1 or self.num_stages % ways:
             raise ScheduleError(
-                f"placement {self.stage_ranks}: {number_of(len(self.stage_ranks), 'stage')} can't "
-                f"be {number_of(self.copies, 'copy')} of a model; each copy has as many stages"
+                f"placement {self.stage_ranks}: {number_of(self.num_stages, 'stage')} can't be "
+                f"{number_of(ways, 'copy')} of a model; each copy has as many stages"
             )
 
     @property
@@ -84,19 +85,19 @@ class Placement:
     @property
     def num_model_stages(self) -> int:
         """Number of stages of the model, that is, of one copy."""
-        return len(self.stage_ranks) // self.copies
+        return len(self.stage_ranks) // self.num_directions
 
     def model_stage(self, stage: int) -> int:
         """The index of ``stage`` within its copy of the model."""
         return stage % self.num_model_stages
 
-    def copy_of(self, stage: int) -> int:
+    def direction_of(self, stage: int) -> int:
         """The copy of the model that ``stage`` belongs to, from 0."""
         return stage // self.num_model_stages
 
     def passes(self, microbatch: int, stage: int) -> bool:
         """True if ``microbatch`` passes ``stage``."""
-        return microbatch % self.copies == self.copy_of(stage)
+        return microbatch % self.num_directions == self.direction_of(stage)
 
     def neighbour(self, stage: int, offset: int) -> int | None:
         """The stage ``offset`` further on in the same copy of the model; None past its ends.
@@ -159,4 +160,4 @@ def wave(num_ranks: int, waves: int) -> Placement:
 def bidirectional(num_ranks: int) -> Placement:
     """One stage per rank down, and a second copy up: rank r holds r and 2·num_ranks − 1 − r."""
     down = tuple(range(num_ranks))
-    return Placement(num_ranks=num_ranks, stage_ranks=down + down[::-1], copies=2)
+    return Placement(num_ranks=num_ranks, stage_ranks=down + down[::-1], num_directions=2)

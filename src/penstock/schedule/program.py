@@ -52,7 +52,7 @@ class Program:
         return self.placement.num_stages
 
     @property
-    def blocks(self) -> tuple[Overlap, ...]:
+    def overlapped_pairs(self) -> tuple[Overlap, ...]:
         """The overlapped pairs, rank by rank."""
         return tuple(s for steps in self.ranks for s in steps if isinstance(s, Overlap))
 

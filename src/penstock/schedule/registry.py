@@ -351,8 +351,10 @@ def _verified(family: Family) -> Callable[..., Program]:
             if virtual is None and stages % ranks
             else ranks * (family.default_virtual if virtual is None else virtual)
         )
-        got = _sizes(made.num_ranks, made.num_whole_microbatches, stages, made.placement.copies)
-        asked = _sizes(ranks, microbatches, wanted, family.copies)
+        got = _sizes(
+            made.num_ranks, made.num_whole_microbatches, stages, made.placement.num_directions
+        )
+        asked = _sizes(ranks, microbatches, wanted, family.num_directions)
         if got != asked:
             raise ScheduleError(
                 f"{name} made a program of {got}, asked for {asked}; virtual= and arrangement= of "

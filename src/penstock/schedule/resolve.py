@@ -11,16 +11,16 @@ from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
 
-__all__ = ["DEFAULT_MICROBATCHES", "choose_program", "copies_of"]
+__all__ = ["DEFAULT_MICROBATCHES", "choose_program", "directions_of"]
 
 DEFAULT_MICROBATCHES = 8
 
 
-def copies_of(schedule: str | Program) -> int:
+def directions_of(schedule: str | Program) -> int:
     """The number of copies of the model under a schedule, given by name or as a program."""
     if isinstance(schedule, Program):
-        return schedule.placement.copies
-    return family(schedule).copies
+        return schedule.placement.num_directions
+    return family(schedule).num_directions
 
 
 def choose_program(

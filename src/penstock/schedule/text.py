@@ -221,7 +221,7 @@ def to_json(program: Program) -> str:
         "num_splits": program.num_splits,
         "num_ranks": program.placement.num_ranks,
         "stage_ranks": program.placement.stage_ranks,
-        "copies": program.placement.copies,
+        "copies": program.placement.num_directions,
         "ranks": [[str(step) for step in steps] for steps in program.ranks],
     }
     return json.dumps(document)
@@ -262,7 +262,7 @@ def from_json(text: str) -> Program:
     return Program(
         name=document["name"],
         placement=Placement(
-            num_ranks=num_ranks, stage_ranks=stage_ranks, copies=document["copies"]
+            num_ranks=num_ranks, stage_ranks=stage_ranks, num_directions=document["copies"]
         ),
         num_microbatches=document["num_microbatches"],
         num_splits=document["num_splits"],
@@ -368,7 +368,7 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement
     if len(stage_ranks) % 2:
         return one
     # Each of two copies of the model takes half of the microbatches.
-    two = replace(one, copies=2)
+    two = replace(one, num_directions=2)
     acts = (a for steps in ranks for step in steps for a in step.parts)
     apart = all(a.microbatch is None or two.passes(a.microbatch, a.stage) for a in acts)
     return two if apart else one

@@ -132,7 +132,7 @@ def closed_forms(state: SearchState) -> None:
         # In a small step all schedules are tried, so that no result is worse than any of them.
         if some.size > _SMALL and state.is_late(times=2):
             return
-        if family.copies > 1:
+        if family.num_directions > 1:
             continue
         try:
             program = build(
@@ -427,4 +427,4 @@ def overlapped(problem: SearchProblem, program: Program) -> Program | None:
                 paired.append(step)
         ranks.append(tuple(paired))
     pairs = program.with_ranks(tuple(ranks))
-    return pairs if len(pairs.blocks) > len(program.blocks) else None
+    return pairs if len(pairs.overlapped_pairs) > len(program.overlapped_pairs) else None

@@ -377,7 +377,7 @@ def _refuse_misfits(placements: Sequence[Placement], ranks: int, virtual: int | 
                 f"search: a placement on {number_of(placement.num_ranks, 'rank')}, but "
                 f"ranks={ranks}"
             )
-        if placement.copies != 1:
+        if placement.num_directions != 1:
             raise ScheduleError("search: placements with two copies of the model are not searched")
         if virtual is not None and placement.num_stages != ranks * virtual:
             raise ScheduleError(

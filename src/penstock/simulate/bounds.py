@@ -177,7 +177,7 @@ def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> fl
     sizes, _ = costs.held(num_stages=placement.num_stages)
     held: dict[tuple[int, int], float] = {}
     for stage, rank in enumerate(placement.stage_ranks):
-        copy = placement.copy_of(stage)
+        copy = placement.direction_of(stage)
         if copy < microbatches:
             held[rank, copy] = held.get((rank, copy), 0.0) + sizes[stage]
     return max(held.values())
@@ -247,7 +247,9 @@ def _work(costs: Costs, placement: Placement, microbatches: int) -> list[_Chain]
         stages.append(
             _Chain(
                 rank=rank,
-                count=len(range(placement.copy_of(stage), microbatches, placement.copies)),
+                count=len(
+                    range(placement.direction_of(stage), microbatches, placement.num_directions)
+                ),
                 forward=min(forward[stage], pairs[rank]),
                 input_grad=min(by_input[stage], pairs[rank]),
                 backward=min(full[stage], pairs[rank]),

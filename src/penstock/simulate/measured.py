@@ -33,7 +33,7 @@ def program_of(trace: Trace) -> Program:
         >>> program_of(simulate(program).trace) == program
         True
     """
-    block_of = trace.block_of()
+    block_of = trace.pair_of()
     kept = COMPUTE | COPIES
     played = [span for span in trace.spans if span.action.op in kept]
     lanes = [

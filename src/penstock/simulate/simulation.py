@@ -175,7 +175,7 @@ class Simulation:
         The bounds hold for programs whose overlapped pairs consist of a forward and a backward.
         None for a program with other pairs if ``costs.overlap`` is given.
         """
-        if self.costs.overlap is not None and not all(map(_is_pair, self.program.blocks)):
+        if self.costs.overlap is not None and not all(map(_is_pair, self.program.overlapped_pairs)):
             return None
         return lower_bounds(
             self.costs,
@@ -226,7 +226,7 @@ class Simulation:
             num_ranks=self.program.num_ranks,
             unit="1",
             spans=tuple(self._spans()),
-            blocks=self.program.blocks,
+            overlapped_pairs=self.program.overlapped_pairs,
         )
 
     def _spans(self) -> Iterator[Span]:

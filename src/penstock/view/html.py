@@ -128,7 +128,7 @@ def legend_html(traces: Sequence[Trace]) -> str:
         first, last = shade(colour, 0, 2), shade(colour, 1, 2)
         look = f"background:linear-gradient(90deg,{first} 50%,{last} 50%)"
         chips.append(_chip("a rank's first, last stage", look))
-    if any(trace.blocks for trace in traces):
+    if any(trace.overlapped_pairs for trace in traces):
         chips.append(_chip("run as one block", f"background:#fff;border:2px solid {FRAME}"))
     chips.append(_chip("memory held", "background:#e6c68b"))
     return (

@@ -165,7 +165,7 @@ def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
 
 def _blocks(trace: Trace, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
     """The spans of each overlapped pair."""
-    block_of = trace.block_of()
+    block_of = trace.pair_of()
     found: dict[tuple[int, Overlap], list[Span]] = {}
     for span in spans if block_of else ():
         block = block_of.get(span.action)

@@ -52,7 +52,7 @@ def to_perfetto(trace: Trace) -> str:
             f"the trace's unit is {trace.unit!r}, expected one of {', '.join(map(repr, _SCALE))}"
         )
     events = _lane_names(trace)
-    block_of = trace.block_of()
+    block_of = trace.pair_of()
     events += [_complete_event(span, scale, block_of.get(span.action)) for span in trace.spans]
     events += _arrows(trace, scale)
     document = {
@@ -117,7 +117,7 @@ def _read(document: dict[str, Any]) -> Trace:
         num_ranks=num_ranks,
         unit=header["unit"],
         spans=tuple(spans),
-        blocks=tuple(blocks),
+        overlapped_pairs=tuple(blocks),
     )
 
 

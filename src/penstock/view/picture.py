@@ -179,7 +179,7 @@ def _draw_legend(figure: Figure, traces: Sequence[Trace]) -> None:
         Patch(facecolor=colour_of(op), label=name_of(op)) for op in Op if op in used
     ]
     patches.append(Patch(facecolor="white", edgecolor="#bbbbbb", label="idle"))
-    if any(trace.blocks for trace in traces):
+    if any(trace.overlapped_pairs for trace in traces):
         patches.append(Patch(facecolor="white", edgecolor=FRAME, label="run as one block"))
     figure.legend(handles=patches, loc="lower right", ncols=len(patches), fontsize=8, frameon=False)
 

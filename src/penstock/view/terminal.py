@@ -57,7 +57,7 @@ def legend(trace: Trace, *, shaded: bool = True) -> Text:
     for name, style in first.items():
         text.append("  ", style)
         text.append(f" {name}   ")
-    if trace.blocks:
+    if trace.overlapped_pairs:
         text.append("+ joins a block   ")
     return text
 

@@ -120,7 +120,7 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     # Cells with colours alone are easier to see if wide.
     if not labelled:
         label_width = max(1, room // max(1, count)) if brief else 1
-    block_of = trace.block_of()
+    block_of = trace.pair_of()
     return Grid(
         heads=tuple(head.ljust(margin) for head in heads),
         rows=tuple(_cells(lane, times, label, label_width, block_of) for lane in lanes),

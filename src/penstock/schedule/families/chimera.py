@@ -1,24 +1,20 @@
 """Chimera: two 1F1B pipelines in opposite directions, each in the other's bubbles.
 
 P = 4, M = 4 (tF = tB = tW = 1). Even microbatches go down through stages 0 to 3, odd ones (lower
-case) up through stages 4 to 7, which are the model's stages 0 to 3 again: every rank holds two
-stages, and the weights are there twice:
+case) up through stages 4 to 7, a second copy of the model: every rank holds two stages.
 
     rank 0  F0 F2 .. f1 b1 -- f3 b3 -- .. B0 -- .. .. B2 --
     rank 1  .. F0 f1 F2 f3 .. b1 -- B0 -- b3 -- B2 -- .. ..
     rank 2  .. f1 F0 f3 F2 .. B0 -- b1 -- B2 -- b3 -- .. ..
     rank 3  f1 f3 .. F0 B0 -- F2 B2 -- .. b1 -- .. .. b3 --
 
-Each direction is 1F1B, which holds at most P/2 activations per stage (P - s on the s-th, where that
-is less). Both are laid over each other in slots of one forward or one backward: a rank runs what
-is ready, of two steps the older microbatch's.
+Each direction is 1F1B that holds at most P/2 activations per stage (P - s on stage s, where that is
+less). In slots of one forward or one backward, a rank runs the oldest ready microbatch.
 
-The bubble is (P - 2)·max(tF, tB + tW) for M = P, where 1F1B's is (P - 1)(tF + tB + tW), and for any
-multiple of P where forwards and backwards take equally long. Ranks hold P/2 + 1 activations (the
-outermost) to P (those in the middle) at their peaks. After a step the gradients of the two copies
-are summed, once for each of the P/2 pairs of ranks that hold the same stages.
-
-P even, M ≥ 2.
+The bubble is (P - 2)·max(tF, tB + tW) for M = P, and for any multiple of P where forwards and
+backwards take equally long; 1F1B's is (P - 1)(tF + tB + tW). Ranks hold P/2 + 1 activations (the
+outermost) to P (those in the middle). After a step the gradients of both copies are summed, once
+for each of the P/2 pairs of ranks that hold the same stages. P even, M ≥ 2.
 
 Source: arXiv:2107.06925, sec. 3.1 and 3.3 (direct concatenation).
 """
@@ -47,15 +43,15 @@ def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
 
 
 def chimera(*, ranks: int, microbatches: int) -> Program:
-    """Both directions, scheduled slot by slot.
+    """Two 1F1B pipelines in opposite directions, each in the other's bubbles.
 
     Example:
         >>> " ".join(map(str, chimera(ranks=2, microbatches=4).ranks[0]))
         '0F0 3F1 3B1 0B0 0F2 3F3 3B3 0B2'
     """
     placement = bidirectional(ranks)
-    stages, copies = placement.num_stages, placement.copies
-    totals = [-(-(microbatches - placement.copy_of(s)) // copies) for s in range(stages)]
+    stages, ways = placement.num_stages, placement.num_directions
+    totals = [-(-(microbatches - placement.direction_of(s)) // ways) for s in range(stages)]
     scheduler = ListScheduler(
         ranks=placement.stage_ranks * 3,
         needs=kind_needs(placement),
@@ -98,8 +94,8 @@ class _Slots:
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
         """Record the action."""
-        number, stage = divmod(kind, self._placement.num_stages)
-        op = Op.FULL_BACKWARD if number else Op.FORWARD
-        copies, copy = self._placement.copies, self._placement.copy_of(stage)
+        backward, stage = divmod(kind, self._placement.num_stages)
+        op = Op.FULL_BACKWARD if backward else Op.FORWARD
         count = len(self._scheduler.ends[kind]) - 1
-        self.steps[rank].append(action(stage, op, copies * count + copy))
+        microbatch = self._placement.num_directions * count + self._placement.direction_of(stage)
+        self.steps[rank].append(action(stage, op, microbatch))

@@ -1,13 +1,9 @@
-"""Shared parts of the builders: orders of forwards and backwards, and their alternation.
-
-This module knows no family; each family's file combines these parts.
-"""
+"""Shared parts of the builders: orders of forwards and backwards, and their alternation."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
@@ -16,8 +12,6 @@ from penstock.schedule.program import Program
 
 __all__ = [
     "Chunk",
-    "Kind",
-    "Pattern",
     "alternate",
     "alternating",
     "chunks",
@@ -26,29 +20,18 @@ __all__ = [
     "looped_order",
     "phased",
     "program_of",
-    "trailing",
 ]
 
 Chunk: TypeAlias = tuple[int, int]
 """A loop (the index of a stage on its rank) and a microbatch."""
 
-Kind: TypeAlias = tuple[Op, int]
-"""An operation and a loop."""
-
-Pattern: TypeAlias = Sequence[Kind | tuple[Kind, Kind] | Op]
-"""Kinds in order: a pair of kinds is overlapped, and a lone ``Op.WEIGHT_GRAD`` serves any loop."""
-
 
 def program_of(
-    name: str, placement: Placement, microbatches: int, ranks: Iterable[Sequence[Step]]
+    name: str, placement: Placement, microbatches: int, ranks: Iterable[Iterable[Step]]
 ) -> Program:
     """Build the program of these steps."""
-    return Program(
-        name=name,
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(map(tuple, ranks)),
-    )
+    steps = tuple(map(tuple, ranks))
+    return Program(name=name, placement=placement, num_microbatches=microbatches, ranks=steps)
 
 
 def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Action]:
@@ -61,45 +44,41 @@ def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Act
     return [action(stages[loop], op, microbatch) for loop, microbatch in order]
 
 
-def phased(phases: Sequence[tuple[int, Pattern]], *, stages: Sequence[int]) -> list[Step]:
-    """Repeated patterns as steps, each kind with its next microbatch.
-
-    Forwards are counted by loop, and so are full backwards and input gradients. A weight gradient
-    belongs to the rank's oldest input gradient that has none yet.
+def phased(phases: Sequence[tuple[int, str]], *, stages: Sequence[int]) -> list[Step]:
+    """Repeated patterns as steps, each op with its next microbatch.
 
     Args:
-        phases: pairs of a repeat count (below 1 for none) and a pattern.
+        phases: repeat counts (below 1 for none) and patterns. A pattern lists ops with their loop,
+            such as ``F0``; ``F0+B1`` is an overlapped pair, and ``W`` the weight gradient of the
+            rank's oldest input gradient that has none yet.
         stages: the rank's stages.
 
     Example:
-        >>> f, b, i = (Op.FORWARD, 0), (Op.FULL_BACKWARD, 0), (Op.INPUT_GRAD, 0)
-        >>> steps = phased([(1, [f]), (1, [(f, b)]), (2, [i, Op.WEIGHT_GRAD])], stages=(2,))
+        >>> steps = phased([(1, "F0"), (1, "F0+B0"), (2, "I0 W")], stages=(2,))
         >>> [str(step) for step in steps]
         ['2F0', '(2F1;2B0)OVERLAP_F_B', '2I1', '2W1', '2I2', '2W2']
     """
-    forward: dict[int, Iterator[int]] = defaultdict(count)
-    backward: dict[int, Iterator[int]] = defaultdict(count)
+    started: Counter[tuple[bool, int]] = Counter()
     waiting: deque[Chunk] = deque()
 
-    def following(kind: Kind) -> Action:
-        op, loop = kind
-        microbatch = next((forward if op is Op.FORWARD else backward)[loop])
+    def following(text: str) -> Action:
+        op = Op(text[0])
+        if op is Op.WEIGHT_GRAD:
+            loop, microbatch = waiting.popleft()
+        else:
+            loop = int(text[1])
+            microbatch = started[op is Op.FORWARD, loop]
+            started[op is Op.FORWARD, loop] += 1
         if op is Op.INPUT_GRAD:
             waiting.append((loop, microbatch))
         return action(stages[loop], op, microbatch)
 
     steps: list[Step] = []
     for times, pattern in phases:
-        for _ in range(times):
-            for each in pattern:
-                match each:
-                    case Op():
-                        loop, microbatch = waiting.popleft()
-                        steps.append(action(stages[loop], each, microbatch))
-                    case (Op() as op, int() as loop):
-                        steps.append(following((op, loop)))
-                    case (tuple() as first, tuple() as second):
-                        steps.append(Overlap(parts=(following(first), following(second))))
+        cells = [cell.split("+") for cell in pattern.split()]
+        for cell in cells * times:
+            parts = tuple(map(following, cell))
+            steps.append(parts[0] if len(parts) == 1 else Overlap(parts=parts))
     return steps
 
 
@@ -129,8 +108,7 @@ def looped_order(*, virtual: int, groups: Sequence[int]) -> list[Chunk]:
     """
     order, first = [], 0
     for size in groups:
-        for loop in range(virtual):
-            order += [(loop, first + place) for place in range(size)]
+        order += [(loop, first + place) for loop in range(virtual) for place in range(size)]
         first += size
     return order
 
@@ -144,31 +122,10 @@ def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -
         >>> " ".join(map(str, alternate(f, b, warmup=1)))
         '0F0 0F1 0B0 0F2 0B1 0B2'
     """
-    warmup = min(warmup, len(forwards))
-    steady = len(forwards) - warmup
     steps = forwards[:warmup]
-    for pair in zip(forwards[warmup:], backwards[:steady], strict=True):
+    for pair in zip(forwards[warmup:], backwards, strict=False):
         steps += pair
-    return steps + backwards[steady:]
-
-
-def trailing(steps: list[Action], weights: list[Action], *, behind: int) -> list[Action]:
-    """``steps`` with a weight gradient after each input gradient but the first ``behind``.
-
-    Example:
-        >>> ops = (Op.INPUT_GRAD, Op.WEIGHT_GRAD)
-        >>> i, w = (chunks(op, [(0, 0), (0, 1)], stages=(0,)) for op in ops)
-        >>> " ".join(map(str, trailing(i, w, behind=1)))
-        '0I0 0I1 0W0 0W1'
-    """
-    merged, inputs = [], 0
-    for step in steps:
-        merged.append(step)
-        if step.op is Op.INPUT_GRAD:
-            inputs += 1
-            if inputs > behind:
-                merged.append(weights[inputs - 1 - behind])
-    return merged + weights[max(0, inputs - behind) :]
+    return steps + backwards[max(0, len(forwards) - warmup) :]
 
 
 def alternating(
@@ -196,11 +153,21 @@ def alternating(
         stages = placement.stages_of(rank)
         forwards = chunks(Op.FORWARD, order, stages=stages)
         steps = alternate(forwards, chunks(op, backward, stages=stages), warmup=warmup)
-        if behind is not None:
-            weights = chunks(Op.WEIGHT_GRAD, backward, stages=stages)
-            steps = trailing(steps, weights, behind=behind[rank])
-        ranks.append(steps)
+        ranks.append(steps if behind is None else _with_weight_grads(steps, behind[rank]))
     return ranks
+
+
+def _with_weight_grads(steps: list[Action], behind: int) -> list[Action]:
+    """``steps`` with a weight gradient after each input gradient but the first ``behind``."""
+    merged: list[Action] = []
+    waiting: deque[Action] = deque()
+    for step in steps:
+        merged.append(step)
+        if step.op is Op.INPUT_GRAD:
+            waiting.append(action(step.stage, Op.WEIGHT_GRAD, step.microbatch))
+            if len(waiting) > behind:
+                merged.append(waiting.popleft())
+    return [*merged, *waiting]
 
 
 def first_microbatches(
@@ -222,18 +189,11 @@ def first_microbatches(
         >>> " ".join(map(str, program.ranks[0]))
         '0F0 0B0'
     """
-    kept = (tuple(_kept(steps, microbatches)) for steps in ranks)
-    return program_of(name, placement, microbatches, kept)
-
-
-def _kept(steps: Sequence[Step], microbatches: int) -> Iterator[Step]:
-    for step in steps:
-        parts = tuple(
-            part for part in step.parts if part.microbatch is None or part.microbatch < microbatches
-        )
-        if len(parts) == len(step.parts):
-            yield step
-        elif len(parts) > 1:
-            yield Overlap(parts=parts)
-        else:
-            yield from parts
+    ranks_kept = []
+    for steps in ranks:
+        kept: list[Step] = []
+        for step in steps:
+            parts = [part for part in step.parts if (part.microbatch or 0) < microbatches]
+            kept += [step] if len(parts) == len(step.parts) else parts
+        ranks_kept.append(kept)
+    return program_of(name, placement, microbatches, ranks_kept)

@@ -1,41 +1,64 @@
-"""DualPipe: microbatches enter a pipeline at both ends, each end overlapping the other's passes.
+"""DualPipe and DualPipeV: forwards of one direction overlapped with backwards of the other.
 
-P = 4, M = 8 (tF = tB = tW = 1). Even microbatches go down through stages 0 to 3, odd ones (lower
-case) up through stages 4 to 7, which are the model's stages 0 to 3 again: every rank holds two
-stages, and the weights are there twice. ``+`` joins an overlapped pair:
+DualPipeV, P = 2, M = 4 (tF = tB = tW = 1), over a V; lower case is a rank's second stage, ``+``
+joins an overlapped pair:
+
+    rank 0  F0 F1 F2 f0 i0 w0 f1 F3+b1 -- .. f2+B0 -- b2 -- .. f3+B1 -- b3 -- I2 W2 I3 W3
+    rank 1  .. F0 f0 F1 f1 F2 b0 -- f2+B0 -- F3+b1 -- f3+B1 -- b2 -- B2 -- .. i3 I3 w3 W3
+
+DualPipe, P = 4, M = 8. Even microbatches go down through stages 0 to 3, odd ones (lower case) up
+through stages 4 to 7, a second copy of the model: every rank holds two stages.
 
     rank 0  F0 F2 F4 f1 i1 w1 f3 F6+b3 -- .. f5+B0 -- b5 -- .. f7+B2 -- b7 -- I4 W4 I6 W6
     rank 1  .. F0 f1 F2 f3 F4 b1 -- f5+B0 -- F6+b3 -- f7+B2 -- b5 -- B4 -- .. i7 I6 w7 W6
     rank 2  .. f1 F0 f3 F2 f5 B0 -- F4+b1 -- f7+B2 -- F6+b3 -- B4 -- b5 -- .. I6 i7 W6 w7
     rank 3  f1 f3 f5 F0 I0 W0 F2 f7+B2 -- .. F4+b1 -- B4 -- .. F6+b3 -- B6 -- i5 w5 i7 w7
 
-The lower half of the ranks mirrors the upper. Cut along that axis, each half is DualPipeV's V of
-P/2 ranks and M/2 microbatches, with the turn of the V between the two middle ranks.
+The lower half of the ranks mirrors the upper; each half is DualPipeV's V of P/2 ranks and M/2
+microbatches. In the steady state every step is a pair of a forward and a full backward, whose
+messages hide behind the other's compute. On one stream its parts run in turn, which saves the
+waiting for messages; on two streams they share the device.
 
-In the steady state every step is a pair of a forward and a full backward, whose messages hide
-behind the other's compute. On one stream its parts run in turn: what is saved then is the waiting
-for messages, not the time of the compute; on two, side by side, what one leaves of the device is
-the other's.
+Bubbles in chunks, where tF = tB ≥ tW and a pair takes as long as its parts in turn, with F&B the
+pair's time, B the full backward's and W a weight gradient's:
 
-Where tF = tB ≥ tW and a pair takes as long as its parts in turn, the bubble is
-(P/2 - 1)(F&B + B - 3W), F&B being the pair's time, B the full backward's and W that of a weight
-gradient. Each rank holds P + 1 activations at its peak. After a step the gradients of the two
-copies are summed, once for each of the P/2 pairs of ranks that hold the same stages.
+                 activations held   bubble
+    dualpipev    2P + 1             (P - 1)(F&B + B - 3W), for M ≥ 2P; P ≥ 1, M ≥ 1
+    dualpipe     P + 1              (P/2 - 1)(F&B + B - 3W); P and M even, M ≥ 2P
 
-P and M even, M ≥ 2P.
+After a step of DualPipe the gradients of both copies are summed, once for each of the P/2 pairs of
+ranks that hold the same stages.
 
-Source: arXiv:2412.19437, sec. 3.2.1 (DualPipe).
+Source: arXiv:2412.19437, sec. 3.2.1 (DualPipe). DualPipeV is DualPipe cut in half along its axis of
+symmetry: DeepSeek-AI, "DualPipe and DualPipeV", 2025.
 """
 
 from __future__ import annotations
 
 from penstock.schedule.action import Action, Overlap, Step, action
-from penstock.schedule.families.common import phased, program_of
-from penstock.schedule.families.dualpipev import phases
-from penstock.schedule.placement import Placement, bidirectional
+from penstock.schedule.families.common import first_microbatches, phased, program_of
+from penstock.schedule.placement import Placement, bidirectional, v_shape
 from penstock.schedule.program import Program
 
-__all__ = ["dualpipe", "nearest"]
+__all__ = ["dualpipe", "dualpipev", "nearest"]
+
+
+def dualpipev(*, ranks: int, microbatches: int) -> Program:
+    """Forwards of one half of a V overlapped with backwards of the other.
+
+    Example:
+        >>> " ".join(map(str, dualpipev(ranks=1, microbatches=2).ranks[0]))
+        '0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1'
+    """
+    # Below 2P the phases would overlap, so take the first microbatches of a full V.
+    full = max(microbatches, 2 * ranks)
+    steps = [
+        phased(_phases(rank, ranks, full), stages=(rank, 2 * ranks - 1 - rank))
+        for rank in range(ranks)
+    ]
+    return first_microbatches(
+        steps, name="dualpipev", placement=v_shape(ranks), microbatches=microbatches
+    )
 
 
 def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
@@ -50,7 +73,7 @@ def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
 
 
 def dualpipe(*, ranks: int, microbatches: int) -> Program:
-    """The phases of DualPipeV on both halves of the ranks, the halves in opposite directions.
+    """Microbatches enter a pipeline at both ends, each end overlapping the other's passes.
 
     Example:
         >>> " ".join(map(str, dualpipe(ranks=2, microbatches=4).ranks[0]))
@@ -63,19 +86,48 @@ def dualpipe(*, ranks: int, microbatches: int) -> Program:
         # The stage nearer to the entry of its copy is the upper arm of the V.
         stages = (down, up) if rank < ranks // 2 else (up, down)
         place = min(rank, ranks - 1 - rank)
-        steps = phased(phases(place, ranks // 2, microbatches // 2), stages=stages)
-        programs.append(tuple(_numbered(step, placement) for step in steps))
+        steps = phased(_phases(place, ranks // 2, microbatches // 2), stages=stages)
+        programs.append([_renumbered(step, placement) for step in steps])
     return program_of("dualpipe", placement, microbatches, programs)
 
 
-def _numbered(step: Step, placement: Placement) -> Step:
+def _renumbered(step: Step, placement: Placement) -> Step:
     """Renumber a step from microbatches of its own copy to microbatches of both."""
 
-    def numbered(act: Action) -> Action:
-        assert act.microbatch is not None, "a builder computes, which is on a microbatch"
-        copy = placement.copy_of(act.stage)
-        return action(act.stage, act.op, placement.copies * act.microbatch + copy)
+    def renumbered(act: Action) -> Action:
+        microbatch = placement.num_directions * (act.microbatch or 0)
+        return action(act.stage, act.op, microbatch + placement.direction_of(act.stage))
 
     if isinstance(step, Overlap):
-        return Overlap(parts=tuple(map(numbered, step.parts)))
-    return numbered(step)
+        return Overlap(parts=tuple(map(renumbered, step.parts)))
+    return renumbered(step)
+
+
+def _phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, str]]:
+    """The repeat counts and patterns of a rank (see ``phased``), for a full V.
+
+    Args:
+        rank: its position, from 0 at the top of the V to ``ranks`` - 1 at its turn.
+        ranks: ranks of the V.
+        microbatches: at least 2·``ranks``.
+    """
+    above = ranks - 1 - rank
+    # At the turn of the V the first pair runs as two actions, as published: in a pair, the backward
+    # that all other ranks wait for would share its device with a forward.
+    turn = int(above == 0)
+    half, odd = divmod(rank + 1, 2)
+    return [
+        (2 * above, "F0"),
+        (rank + 1, "F0 F1"),
+        (above, "I1 W F1"),
+        (turn, "F0 B1 F1+B0"),
+        (microbatches - ranks - above - turn, "F0+B1 F1+B0"),
+        (above, "B1 F1+B0"),
+        # From the middle of the cool-down on, weight gradients follow once no input gradient is
+        # waiting.
+        (half, "B1 B0"),
+        (odd, "B1 I0"),
+        (half, "I1 I0"),
+        (above, "W I0"),
+        (rank + 1, "W"),
+    ]

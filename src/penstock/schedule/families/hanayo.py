@@ -5,14 +5,12 @@ One wave (V = 2), P = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second
     rank 0  F0 F1 F2 f0 b0 -- f1 b1 -- .. B0 -- .. .. B1 -- f2 b2 -- .. .. .. .. B2 --
     rank 1  .. F0 f0 F1 f1 .. b0 -- B0 -- b1 -- B1 -- F2 f2 .. .. .. b2 -- B2 -- .. ..
 
-W waves put 2W stages on each rank, down and up again W times. P microbatches go together, each
-rank running whatever is ready, backwards and later stages before earlier ones; the next P start
-as soon as memory allows. Where tF = tB = tW = 1 and P ≥ 2 the bubble of M = P microbatches is
-4(P - 1) chunks: the same for any number of waves, so that its share of the step falls as 1 / W.
-Every further P microbatches add 2P - 3 to it. This is what the simulation measures; the paper's
-formula gives other values. Each rank holds at most 2W·min(P, M) activations.
-
-Any P ≥ 1, M ≥ 1 and W ≥ 1; microbatches that don't fill P leave ranks waiting.
+W waves put 2W stages on each rank, down and up again W times. P microbatches go together, each rank
+running whatever is ready, backwards and later stages first; the next P start as soon as memory
+allows. Each rank holds at most 2W·min(P, M) activations. Where tF = tB = tW = 1 and P ≥ 2 the
+bubble of M = P microbatches is 4(P - 1) chunks for any W, so that its share of the step falls as 1
+/ W; every further P microbatches add 2P - 3. These figures are simulated; the paper's formula gives
+others. Any P ≥ 1, M ≥ 1 and W ≥ 1; microbatches that don't fill P leave ranks waiting.
 
 Source: arXiv:2308.15762.
 """
@@ -20,25 +18,24 @@ Source: arXiv:2308.15762.
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, action
+from penstock.schedule.action import Op, action
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import chain_pattern
 from penstock.schedule.family import refuse_sizes
 from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.messages import is_count
-from penstock.schedule.placement import Placement, wave
+from penstock.schedule.placement import wave
 from penstock.schedule.program import Program
 
 __all__ = ["hanayo"]
 
 
 def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = None) -> Program:
-    """Groups of P microbatches over a wave placement.
+    """Waves of stages down and up the ranks, so that a microbatch turns without a message.
 
     Args:
         virtual: stages per rank, twice the number of waves.
-        waves: number of waves; None for what follows from ``virtual``. It overrides ``virtual``
-            where that is the default, 2.
+        waves: number of waves, instead of ``virtual``.
 
     Raises:
         ScheduleError: an odd number of stages per rank, or one that is not twice the waves.
@@ -52,33 +49,23 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
     placement = wave(ranks, waves)
     group = min(ranks, microbatches)
     limit = 2 * waves * group
-    pattern = _pattern(placement, group, limit)
-    groups = range(0, microbatches, group)
-    orders = [
+    stages, backward = placement.num_stages, Op.FULL_BACKWARD
+    gaps = [1] * stages + [2] * (stages - 1)
+    pattern = chain_pattern(placement, gaps=gaps, period=6 * waves, backward=backward)
+    orders = pattern.orders(placement, microbatches=group, backward=backward)
+    # The order of one group: ready actions, by their time in the pattern.
+    once = list_schedule(placement, orders, limit=limit, spare=0, overtake=True).ranks
+    repeated = [
         [
             action(act.stage, act.op, first + (act.microbatch or 0))
-            for first in groups
+            for first in range(0, microbatches, group)
             for act in order
             if first + (act.microbatch or 0) < microbatches
         ]
-        for order in pattern
+        for order in once
     ]
-    scheduled = list_schedule(placement, orders, limit=limit, spare=0)
+    scheduled = list_schedule(placement, repeated, limit=limit, spare=0)
     return program_of("hanayo", placement, microbatches, scheduled.ranks)
-
-
-def _pattern(placement: Placement, group: int, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """The order of one group: ready actions, by their time in the pattern."""
-    num_stages = placement.num_stages
-    backward = Op.FULL_BACKWARD
-    pattern = chain_pattern(
-        placement,
-        gaps=[1] * num_stages + [2] * (num_stages - 1),
-        period=3 * num_stages // placement.num_ranks,
-        backward=backward,
-    )
-    orders = pattern.orders(placement, microbatches=group, backward=backward)
-    return list_schedule(placement, orders, limit=limit, spare=0, overtake=True).ranks
 
 
 def _waves(virtual: int, waves: int | None) -> int:

@@ -25,12 +25,9 @@ from operator import itemgetter
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.families.common import program_of
-from penstock.schedule.list_schedule import list_schedule
-from penstock.schedule.placement import Placement, v_shape
-from penstock.schedule.program import Program
+from penstock.schedule.placement import Placement
 
-__all__ = ["PeriodicPattern", "PeriodicSlots", "chain_pattern", "v_program"]
+__all__ = ["PeriodicPattern", "PeriodicSlots", "chain_pattern"]
 
 # The tolerance for equal times.
 _NEAR = 1e-9
@@ -59,12 +56,12 @@ class PeriodicPattern:
         """For each rank, its forwards and backwards in the order of their starts.
 
         Example:
+            >>> from penstock.schedule.placement import v_shape
             >>> pattern = chain_pattern(v_shape(1), gaps=(1, 1, 1), period=6)
             >>> " ".join(map(str, pattern.orders(v_shape(1), microbatches=2)[0]))
             '0F0 1F0 1I0 0I0 0F1 1F1 1I1 0I1'
         """
-        times, stages = self.times(microbatches), placement.num_stages
-        orders = []
+        times, stages, orders = self.times(microbatches), placement.num_stages, []
         for rank in range(placement.num_ranks):
             timed = sorted(
                 (times[kind][microbatch], kind, microbatch)
@@ -152,6 +149,7 @@ def chain_pattern(
         ScheduleError: the period is too short for the actions of a rank.
 
     Example:
+        >>> from penstock.schedule.placement import v_shape
         >>> chain_pattern(v_shape(2), gaps=(1,) * 7, period=6).starts
         (0, 1, 2, 3, 7, 6, 5, 4)
     """
@@ -184,45 +182,3 @@ def _place(slots: PeriodicSlots, start: float, length: int, pairs: int, period: 
         slots.busy[:] = before
         start = time + 1
     raise ScheduleError(f"a period of {period} is too short for the actions of a rank")
-
-
-def v_program(
-    name: str,
-    *,
-    ranks: int,
-    microbatches: int,
-    legs: tuple[int, int, int, int],
-    turns: tuple[int, int, int] = (1, 1, 1),
-    limit: int,
-    spare: int,
-    backward: Op = Op.INPUT_GRAD,
-    overtake: bool = False,
-) -> Program:
-    """A V-shaped pattern, repeated every six units (two forwards and backwards), then
-    list-scheduled.
-
-    Args:
-        legs: the gaps from rank to rank: of forwards down, forwards up, and backwards along each of
-            these.
-        turns: the gaps between two actions on the same rank: at the foot of the V, at the model's
-            end, and at the foot again.
-        limit: the most activations that a rank may hold.
-        spare: the number of activations that a forward run out of order must leave free.
-        backward: INPUT_GRAD or FULL_BACKWARD.
-        overtake: if True, backwards may also run out of order.
-
-    Example:
-        >>> program = v_program(
-        ...     "v-min", ranks=1, microbatches=2, legs=(1, 1, 1, 1), limit=2, spare=1
-        ... )
-        >>> " ".join(map(str, program.ranks[0]))
-        '0F0 1F0 1I0 0I0 1W0 0F1 0W0 1F1 1I1 0I1 1W1 0W1'
-    """
-    placement = v_shape(ranks)
-    gaps = [legs[0]] * (ranks - 1)
-    for turn, leg in zip(turns, legs[1:], strict=True):
-        gaps += [turn, *[leg] * (ranks - 1)]
-    pattern = chain_pattern(placement, gaps=gaps, period=6, backward=backward)
-    orders = pattern.orders(placement, microbatches=microbatches, backward=backward)
-    scheduled = list_schedule(placement, orders, limit=limit, spare=spare, overtake=overtake)
-    return program_of(name, placement, microbatches, scheduled.ranks)

@@ -1,8 +1,8 @@
 """Seq1F1B: 1F1B over chunks of sequences, for causal models: a smaller bubble, less memory.
 
-A sequence goes through the stages chunk by chunk, and its backward comes back from the last chunk
-to the first, for a chunk's keys and values are used by all chunks after it. So P = 3, M = 2,
-k = 2 (tF = tB = tW = 1 for a chunk; F2 and F3 are the chunks of microbatch 1):
+A sequence goes forward chunk by chunk and backward from the last chunk to the first, since a
+chunk's keys and values are used by all chunks after it. P = 3, M = 2, k = 2 (tF = tB = tW = 1 for a
+chunk; F2 and F3 are the chunks of microbatch 1):
 
     rank 0  F0 F1 F2 F3 .. .. .. .. B1 -- .. B0 -- .. B3 -- B2 --
     rank 1  .. F0 F1 F2 .. .. B1 -- F3 B0 -- .. B3 -- B2 -- .. ..
@@ -30,13 +30,13 @@ __all__ = ["seq1f1b"]
 
 
 def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
-    """P - 2 - r + k forwards of chunks on rank r, then one forward and one backward in turn.
+    """1F1B over chunks of sequences, for causal models: a smaller bubble, less memory.
 
     Args:
-        splits: k, into how many chunks each sequence is split; 1 would be 1F1B.
+        splits: k, the number of chunks per sequence.
 
     Raises:
-        ScheduleError: ``splits`` is no whole number from 2 on.
+        ScheduleError: ``splits`` is not a whole number from 2 on.
 
     Example:
         >>> " ".join(map(str, seq1f1b(ranks=1, microbatches=2).ranks[0]))

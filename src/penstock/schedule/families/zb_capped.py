@@ -1,6 +1,6 @@
 """ZB-1p and ZB-2p: zero bubble for given costs, in the memory of P or of 2P activations.
 
-ZB-1p, P = 3, M = 5 (tF = tB = tW = 1), where no more than ZB-H1 can be had:
+ZB-1p, P = 3, M = 5 (tF = tB = tW = 1), where nothing better than ZB-H1 exists:
 
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
     rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
@@ -12,12 +12,11 @@ ZB-2p, P = 3, M = 6:
     rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
     rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
 
-No closed form is best for all costs. So several are tried, with more and more forwards before the
-first input gradient, from 1F1B's warm-up to the longest that the memory allows; weight gradients
-fill what is idle (``penstock.schedule.list_schedule``). The best of them and of ZB-H1 and
-ZB-H2, where those fit, is taken: by its makespan, then by its span, under the costs that were
-given. What is built depends on the costs alone and is the same on every machine;
-``penstock.search`` takes more time, and finds more. Any P ≥ 1, M ≥ 1.
+No closed form is best for all costs. So several warm-ups are tried, from 1F1B's to the longest that
+the memory allows; weight gradients fill idle time (``penstock.schedule.list_schedule``). The best
+of them and of ZB-H1 and ZB-H2, where those fit, is taken: by its bubble, that is its makespan, then
+by its span. The result depends on the costs alone; ``penstock.search`` takes more time, and finds
+more. Any P ≥ 1, M ≥ 1.
 
 Source: arXiv:2401.10241, sec. 3.
 """
@@ -29,19 +28,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from math import inf
+from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.families.common import alternate, chunks, program_of
-from penstock.schedule.families.zb_h1 import zb_h1
-from penstock.schedule.families.zb_h2 import zb_h2
+from penstock.schedule.families.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.index import index_program
 from penstock.schedule.list_schedule import KIND_OPS, PerStage, Scheduled, list_schedule
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 from penstock.schedule.replay import replay_of
 
-__all__ = ["zb_1p", "zb_2p", "zb_capped"]
+__all__ = ["zb_1p", "zb_2p"]
+
+_Costs: TypeAlias = tuple[PerStage, PerStage, PerStage]
 
 # Candidate warm-ups: forwards before the first input gradient per later rank, and True if idle
 # ranks run more of them.
@@ -49,83 +50,72 @@ _WARMUPS = ((1.0, False), (1.0, True), (1.5, False), (2.0, False), (2.0, True), 
 
 
 def zb_1p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
-    """ZB-1p: the best of several warm-ups that hold P activations at most on each rank.
+    """Zero bubble searched for given costs, in the memory of P activations.
 
     Args:
-        costs: as ``zb_capped`` takes them.
-
-    Example:
-        >>> " ".join(map(str, zb_1p(ranks=2, microbatches=3).ranks[1]))
-        '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
-    """
-    return zb_capped("zb-1p", ranks=ranks, microbatches=microbatches, limit=ranks, **costs)
-
-
-def zb_2p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
-    """ZB-2p: likewise, with 2P activations at most.
-
-    Args:
-        costs: as ``zb_capped`` takes them.
-
-    Example:
-        >>> " ".join(map(str, zb_2p(ranks=2, microbatches=3).ranks[1]))
-        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
-    """
-    return zb_capped("zb-2p", ranks=ranks, microbatches=microbatches, limit=2 * ranks, **costs)
-
-
-def zb_capped(
-    name: str,
-    *,
-    ranks: int,
-    microbatches: int,
-    limit: int,
-    forward: float | Sequence[float] = 1,
-    input_grad: float | Sequence[float] = 1,
-    weight_grad: float | Sequence[float] = 1,
-) -> Program:
-    """The best of several warm-ups that hold ``limit`` activations at most on each rank.
-
-    Args:
-        limit: the most activations that a rank may hold, at least ``ranks``.
-        forward: the cost of a forward: one number, or one per stage.
-        input_grad: the cost of an input gradient, one number or one per stage.
-        weight_grad: the cost of a weight gradient, one number or one per stage.
+        costs: ``forward``, ``input_grad`` and ``weight_grad``, each one number or one per stage;
+            1 by default.
 
     Raises:
         ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
 
     Example:
-        >>> capped = zb_capped("mine", ranks=2, microbatches=3, limit=3)
-        >>> capped.ranks == zb_2p(ranks=2, microbatches=3).ranks
-        True
+        >>> " ".join(map(str, zb_1p(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
     """
-    costs = _costs(name, ranks, forward, input_grad, weight_grad)
+    return _best("zb-1p", ranks, microbatches, ranks, **costs)
+
+
+def zb_2p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
+    """Zero bubble searched for given costs, in the memory of 2P activations.
+
+    Takes the arguments of ``zb_1p``.
+
+    Example:
+        >>> " ".join(map(str, zb_2p(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
+    """
+    return _best("zb-2p", ranks, microbatches, 2 * ranks, **costs)
+
+
+def _best(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    limit: int,
+    *,
+    forward: float | Sequence[float] = 1,
+    input_grad: float | Sequence[float] = 1,
+    weight_grad: float | Sequence[float] = 1,
+) -> Program:
+    costs = (
+        _per_stage(name, "forward", forward, ranks),
+        _per_stage(name, "input_grad", input_grad, ranks),
+        _per_stage(name, "weight_grad", weight_grad, ranks),
+    )
     tries: list[Callable[..., Scheduled]] = [
-        partial(_with_warmup, ranks, microbatches, limit, costs, ahead=ahead, fill=fill)
+        partial(_with_warmup, ranks, microbatches, limit, costs, ahead, fill)
         for ahead, fill in _WARMUPS
     ]
-    by_hand = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
-    tries += [partial(_as_built, builder, ranks, microbatches, costs) for builder in by_hand]
+    published = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
+    tries += [
+        partial(_timed, builder(ranks=ranks, microbatches=microbatches), costs)
+        for builder in published
+    ]
     least = _least(microbatches, costs)
-    best = tries[0]()
+    best = tries[0](within=inf)
     for attempt in tries[1:]:
         if (best.makespan, best.span) <= least:
             break
         # Ties go to the first: the shortest warm-up.
-        best = min(best, attempt(within=best.makespan), key=_merit)
+        found = attempt(within=best.makespan)
+        best = min(best, found, key=lambda each: (each.makespan, each.span))
     return program_of(name, linear(ranks), microbatches, best.ranks)
 
 
-def _merit(found: Scheduled) -> tuple[float, float]:
-    """A sort key, lowest first."""
-    return found.makespan, found.span
-
-
-def _least(microbatches: int, costs: tuple[PerStage, PerStage, PerStage]) -> tuple[float, float]:
-    """A lower bound on the merit: no rank has less work, or starts before the forwards ahead of it.
-    Zeros for times that are not whole numbers, since their sums depend on the order.
-    """
+def _least(microbatches: int, costs: _Costs) -> tuple[float, float]:
+    """A lower bound on makespan and span: no rank has less work, or starts before the forwards
+    ahead of it. Zeros for fractions, since their sums depend on the order."""
     if not all(cost.is_integer() for kind in costs for cost in kind):
         return 0.0, 0.0
     work = [microbatches * sum(each) for each in zip(*costs, strict=True)]
@@ -133,18 +123,10 @@ def _least(microbatches: int, costs: tuple[PerStage, PerStage, PerStage]) -> tup
     return max(start + each for start, each in zip(starts, work, strict=False)), max(work)
 
 
-def _as_built(
-    builder: Callable[..., Program],
-    ranks: int,
-    microbatches: int,
-    costs: tuple[PerStage, PerStage, PerStage],
-    *,
-    within: float,
-) -> Scheduled:
+def _timed(program: Program, costs: _Costs, *, within: float) -> Scheduled:
     """A program of another family, with its times."""
-    program = builder(ranks=ranks, microbatches=microbatches)
     indexed = index_program(program)
-    durations = [0.0] * sum(1 for _ in indexed.index.rows())
+    durations = [0.0] * indexed.index.num_rows
     for op, per_stage in zip(KIND_OPS, costs, strict=True):
         for stage, cost in enumerate(per_stage):
             durations[indexed.index.row(op, stage)] = cost
@@ -164,17 +146,17 @@ def _with_warmup(
     ranks: int,
     microbatches: int,
     limit: int,
-    costs: tuple[PerStage, PerStage, PerStage],
-    *,
+    costs: _Costs,
     ahead: float,
     fill: bool,
-    within: float = inf,
+    *,
+    within: float,
 ) -> Scheduled:
-    chunk = [(0, microbatch) for microbatch in range(microbatches)]
+    order = [(0, microbatch) for microbatch in range(microbatches)]
     orders = [
         alternate(
-            chunks(Op.FORWARD, chunk, stages=(rank,)),
-            chunks(Op.INPUT_GRAD, chunk, stages=(rank,)),
+            chunks(Op.FORWARD, order, stages=(rank,)),
+            chunks(Op.INPUT_GRAD, order, stages=(rank,)),
             warmup=min(limit - 1, math.ceil(ahead * (ranks - 1 - rank))),
         )
         for rank in range(ranks)
@@ -183,17 +165,6 @@ def _with_warmup(
     return list_schedule(
         linear(ranks), orders, limit=limit, spare=spare, costs=costs, within=within
     )
-
-
-def _costs(
-    name: str, ranks: int, *given: float | Sequence[float]
-) -> tuple[PerStage, PerStage, PerStage]:
-    """The costs of all stages."""
-    kinds = ("forward", "input_grad", "weight_grad")
-    forward, input_grad, weight_grad = (
-        _per_stage(name, kind, each, ranks) for kind, each in zip(kinds, given, strict=True)
-    )
-    return forward, input_grad, weight_grad
 
 
 def _per_stage(name: str, kind: str, given: float | Sequence[float], ranks: int) -> PerStage:

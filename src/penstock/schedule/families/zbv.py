@@ -5,31 +5,24 @@ P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, on the way
     rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 ..
     rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
-Each rank starts as soon as its first input comes and is busy until it ends: where tF = tB = tW and
-M ≥ 2P the ranks' own spans have no bubble at all, the makespan one of (P - 1) tF. Each rank holds
-2P activations at its peak, each of half the size of a 1F1B stage's.
-
-Any P ≥ 1, M ≥ 1; below 2P microbatches the V can't be filled, and bubbles appear.
+Where tF = tB = tW and M ≥ 2P the ranks' own spans have no bubble, the makespan one of (P - 1) tF.
+Each rank holds 2P activations at its peak, each of half the size of a 1F1B stage's. Any P ≥ 1,
+M ≥ 1; below 2P microbatches the V isn't full, and bubbles appear.
 
 Source: arXiv:2401.10241, sec. 6 and its appendix on ZB-V.
 """
 
 from __future__ import annotations
 
-from penstock.schedule.action import Op
-from penstock.schedule.families.common import Pattern, first_microbatches, phased
+from penstock.schedule.families.common import first_microbatches, phased
 from penstock.schedule.placement import v_shape
 from penstock.schedule.program import Program
 
 __all__ = ["zbv"]
 
-_F0, _F1 = (Op.FORWARD, 0), (Op.FORWARD, 1)
-_I0, _I1 = (Op.INPUT_GRAD, 0), (Op.INPUT_GRAD, 1)
-_W = Op.WEIGHT_GRAD
-
 
 def zbv(*, ranks: int, microbatches: int) -> Program:
-    """Six phases per rank, from the rank's place in the V.
+    """Zero bubble over a V-shape, in the memory of 1F1B.
 
     Example:
         >>> " ".join(map(str, zbv(ranks=1, microbatches=2).ranks[0]))
@@ -40,15 +33,15 @@ def zbv(*, ranks: int, microbatches: int) -> Program:
     programs = []
     for rank in range(ranks):
         above = ranks - 1 - rank
-        phases: list[tuple[int, Pattern]] = [
-            (2 * above + 1, [_F0]),
-            (rank, [_F1, _F0]),
-            (above + 1, [_F1, _I1, _W]),
-            (full - ranks - above, [_F0, _I0, _W, _F1, _I1, _W]),
-            (above, [_I0, _W, _F1, _I1, _W]),
-            (rank, [_I0, _I1]),
-            (above + 1, [_I0, _W]),
-            (2 * rank, [_W]),
+        phases = [
+            (2 * above + 1, "F0"),
+            (rank, "F1 F0"),
+            (above + 1, "F1 I1 W"),
+            (full - ranks - above, "F0 I0 W F1 I1 W"),
+            (above, "I0 W F1 I1 W"),
+            (rank, "I0 I1"),
+            (above + 1, "I0 W"),
+            (2 * rank, "W"),
         ]
         programs.append(phased(phases, stages=(rank, 2 * ranks - 1 - rank)))
     return first_microbatches(

@@ -12,28 +12,22 @@ GIS-H, P = 3, V = 2, M = 3:
     rank 2  .. .. F0 F1 .. f0 i0 w0 f1 i1 w1 F2 I0 W0 I1 W1 f2 i2 w2 .. I2 W2 .. ..
 
 Forwards and input gradients alternate as in interleaved zero bubble, but each weight gradient
-follows its input gradient at once, so that its activation is gone. Rank r holds g(V - 1) + P - r
-activations at its peak. With a chunk as the unit and groups of g that divide M, P / 2 ≤ g ≤ P, the
-bubble is
+follows its input gradient at once, which frees the activation.
+
+    gis     groups of g = P         bubble (P - 1)(tF + tB)     PV - r activations on rank r
+    gis-h   groups of g = ⌈P / 2⌉   larger                      g(V - 1) + P - r, about half of what
+                                                                interleaved 1F1B holds
+
+Groups of g that divide M, P / 2 ≤ g ≤ P, have in chunks a bubble of
 
     (P - 1)(tF + tB) + (V - 1)((P - g) tF + max(0, (P - g) tB - g tW))
 
-where P · max(tF, tB) ≤ g T and tW ≤ tF + tB, T = tF + tB + tW, and for g = P with any costs. At
-each turn of the loop the first rank waits for a group of forwards to come round, and the last for
-one of input gradients. Where g = P / 2 and tB ≥ tW what a turn costs is (P - g)(tF + tB - tW), as
-published; for other g it is less. Where tB < tW it is (P - g) tF, which no program can avoid in so
-little memory: the first rank has done all forwards that there is room for before the first input
-gradient comes back.
+where P · max(tF, tB) ≤ g(tF + tB + tW) and tW ≤ tF + tB, and for g = P with any costs: at each turn
+of the loop the first rank waits for forwards to come round, and the last for input gradients.
 
-    gis     g = P         bubble (P - 1)(tF + tB)     PV - r activations
-    gis-h   g = ⌈P / 2⌉   larger                      about half of what interleaved 1F1B holds
-
-A group goes through all V loops before the next one starts. Where the groups don't come out even,
-they are made as even as can be, none larger than g and none smaller than ⌈P / 2⌉ but the last,
-and the last is not full: bubbles appear, and the memory stays below.
-
-Any P ≥ 1, V ≥ 1, M ≥ 1 and groups from ⌊P / 2⌋ on: smaller ones would come round before their
-turn has come, and ranks would wait for one another for ever.
+A group goes through all V loops before the next one starts. Groups that don't divide M are made as
+even as can be, none above g and only the last below ⌈P / 2⌉: bubbles appear, and the memory stays
+below. Any P ≥ 1, V ≥ 1, M ≥ 1 and groups from ⌊P / 2⌋ on; smaller groups would deadlock.
 
 Source: arXiv:2503.01328 (generalized interleaved schedule).
 """
@@ -50,7 +44,7 @@ __all__ = ["gis", "gis_h"]
 
 
 def gis(*, ranks: int, microbatches: int, virtual: int, group: int | None = None) -> Program:
-    """Groups of P microbatches, each weight gradient at once.
+    """Interleaved zero bubble in less memory, for a larger bubble.
 
     Args:
         group: the most microbatches that go round together; None for ``ranks``.
@@ -66,11 +60,10 @@ def gis(*, ranks: int, microbatches: int, virtual: int, group: int | None = None
 
 
 def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = None) -> Program:
-    """Groups of ⌈P / 2⌉ microbatches, each weight gradient at once.
+    """GIS in groups of P / 2: about half the memory of interleaved 1F1B.
 
     Args:
-        group: the most microbatches that go round together; None for half of ``ranks``, rounded
-            up.
+        group: as for ``gis``; None for half of ``ranks``, rounded up.
 
     Raises:
         ScheduleError: ``group`` is below half of ``ranks``.

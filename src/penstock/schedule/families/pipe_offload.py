@@ -1,33 +1,30 @@
-"""PO-H and PO-F: interleaved schedules whose activations wait on the host.
+"""PO-H and PO-F: interleaved schedules that offload activations to the host.
 
 PO-H, P = 2, V = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second stage. Copies run beside
-the compute; of rank 0 what F0, F1 and F2 keep is away in the meantime:
+the compute; rank 0 offloads the activations of F0, F1 and F2:
 
     rank 0  F0 F1 f0 .. .. i0 w0 F2 f1 I0 W0 i1 w1 f2 I1 W1 i2 w2 I2 W2
     rank 1  .. F0 F1 f0 i0 w0 I0 W0 F2 f1 i1 w1 I1 W1 f2 i2 w2 I2 W2 ..
 
-One periodic pattern: forwards follow one another down all stages,
-input gradients up again, each weight gradient right after its input gradient, while the stage
-before goes on. An activation of stage s of S = PV lives for 2(S - s) units, or somewhat longer
-where a pass has to wait for another's slot, so that of the V stages of a rank the later ones hold
-theirs but briefly: half of the stages, the earlier ones, hold three quarters of what all hold.
+A periodic pattern: forwards follow one another down all stages, input gradients up again, each
+weight gradient right after its input gradient. An activation of stage s of S = PV lives for about
+2(S - s) units, so the earlier half of the stages holds three quarters of the memory.
 
-PO-F, P = 2, V = 2, M = 3, has nothing to gain from that, and is GIS, whose bubble is smaller, with
-copies put in:
+PO-F, P = 2, V = 2, M = 3, is GIS with copies put in:
 
     rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 .. I0 W0 f2 I1 W1 i2 w2 I2 W2
     rank 1  .. F0 F1 f0 i0 w0 f1 i1 w1 F2 I0 W0 I1 W1 f2 i2 w2 I2 W2 ..
 
-            offloaded                            stay                   bubble, unit costs
-    po-h    the earlier half of a rank's stages  about (V + 2) P / 8    about V(2P - 3), at most 2PV
-    po-f    all stages                           none                   (P - 1)(tF + tB)
+            offloaded                            activations held     bubble, unit costs
+    po-h    the earlier half of a rank's stages  about (V + 2) P / 8  about V(2P - 3), at most 2PV
+    po-f    all stages                           none                 (P - 1)(tF + tB)
 
-beside which at most four are being made, used or copied. Where P ≥ 2 PO-F's bubble is below
-V(P - 1)T, the published bound, at any costs, and PO-H's at equal ones alone: with others its ranks
-may have to wait for one another in the steady state as well. Copies take no compute time, as long
-as an activation is copied there and back while a rank runs one F, one I and one W.
+and at most four more that are being made, used or copied. For P ≥ 2 PO-F's bubble is below the
+published bound V(P - 1)(tF + tB + tW) at any costs, PO-H's at equal costs. Copies are free as long
+as an activation is copied there and back while a rank runs one F, one I and one W. Any P ≥ 1, V ≥
+1, M ≥ 1.
 
-Any P ≥ 1, V ≥ 1, M ≥ 1. Source: arXiv:2503.01328 (PipeOffload).
+Source: arXiv:2503.01328 (PipeOffload).
 """
 
 from __future__ import annotations
@@ -36,7 +33,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.families.gis import gis
+from penstock.schedule.families.common import program_of
+from penstock.schedule.families.generalized_interleaved import gis
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
 from penstock.schedule.passes import offload
 from penstock.schedule.placement import Placement, looped
@@ -46,7 +44,7 @@ __all__ = ["po_f", "po_h"]
 
 
 def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
-    """The activations of the earlier half of each rank's stages are offloaded.
+    """Interleaved, the activations of the earlier stages offloaded to the host.
 
     Args:
         virtual: stages per rank; of an odd number, the greater half.
@@ -62,18 +60,13 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
     placement = looped(ranks, virtual)
     pattern = _pattern(placement, virtual)
     orders = pattern.orders(placement, microbatches=microbatches, backward=Op.FULL_BACKWARD)
-    program = Program(
-        name="po-h",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(tuple(_split(order)) for order in orders),
-    )
+    program = program_of("po-h", placement, microbatches, map(_split, orders))
     earlier = range(ranks * -(-virtual // 2))
     return offload(program, stages=earlier, ahead=ahead)
 
 
 def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
-    """GIS, all activations offloaded but those that are needed again at once.
+    """GIS, all activations offloaded to the host.
 
     Args:
         ahead: the number of computations between a reload and its backward.

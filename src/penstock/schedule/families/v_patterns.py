@@ -1,0 +1,164 @@
+"""V-Min, V-Half, V-ZB and 1F1B-V: periodic patterns over a V-shape, in a part of 1F1B's memory.
+
+P = 2, M = 4 (tF = tB = tW = 1); lower case is a rank's second stage, on the way up. V-Min:
+
+    rank 0  F0 F1 .. f0 i0 f1 w0 I0 i1 F2 W0 w1 I1 f2 i2 F3 W1 w2 I2 f3 i3 W2 w3 I3 W3
+    rank 1  .. F0 f0 F1 f1 i0 I0 w0 W0 i1 F2 I1 f2 w1 W1 i2 F3 I2 f3 w2 W2 i3 I3 w3 W3
+
+V-Half:
+
+    rank 0  F0 F1 .. f0 i0 F2 w0 f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 f3 i3 I2 W1 I3 w3 W2 W3
+    rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 I2 i3 I3 w2 W2 w3 W3
+
+V-ZB:
+
+    rank 0  F0 F1 F2 f0 i0 w0 f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 I3 W2 W3 ..
+    rank 1  .. F0 f0 F1 f1 i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 i3 I3 w2 W2 w3 W3
+
+1F1B-V, with full backwards:
+
+    rank 0  F0 F1 .. f0 b0 -- f1 b1 -- F2 B0 -- f2 b2 -- F3 B1 -- f3 b3 -- .. B2 -- .. .. B3 --
+    rank 1  .. F0 f0 F1 f1 .. b0 -- B0 -- F2 f2 b1 -- B1 -- F3 f3 b2 -- B2 -- b3 -- B3 -- .. ..
+
+A rank repeats two forwards and two backwards every six units. The distance from rank to rank is 1
+on the way down, and as below on the way up. The longer it is, the longer activations live, each of
+half the size of a 1F1B stage's. Bubbles, in chunks, where tF = tB = tW (1F1B's is 6(P - 1)):
+
+              up    activations held      bubble
+    v-min     1     2⌊(P + 4) / 3⌋        4P - 5 at most where 3 divides P - 1, else 4P - 7 (M ≥ P)
+    v-half    2     2⌊(P + 2) / 2⌋        6⌊(P - 1) / 2⌋ - 1, for M ≥ P ≥ 3
+    v-zb      5     2P                    (P - 1) tF, none in the ranks' own spans, for M ≥ 2P
+    1f1b-v    1     2⌊(2P + 2) / 3⌋       5(P - 1) where 3 divides P - 1, 5P - 6 where it divides
+                                          P - 2, for M ≥ P
+
+V-Min suffers most from uneven costs: its ranks have no results in store. ZB-V reaches V-ZB's bubble
+by hand-made phases.
+
+Where 3 divides P, 1F1B-V's shortest pattern takes one activation more than its memory, so ranks
+wait one or two units per microbatch, and from M = 2P on the whole takes longer than 1F1B. With
+``limit=2 * ((2 * P + 2) // 3) + 1`` no rank waits: the bubble is 5P - 3 for M ≥ 2P. The default
+keeps the published memory. Any P ≥ 1, M ≥ 1.
+
+Source: arXiv:2405.15362, sec. 3; the pattern of 1F1B-V is chosen here.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
+from penstock.schedule.families.common import program_of
+from penstock.schedule.families.periodic import chain_pattern
+from penstock.schedule.list_schedule import list_schedule
+from penstock.schedule.messages import is_count, number_of
+from penstock.schedule.placement import v_shape
+from penstock.schedule.program import Program
+
+__all__ = ["one_f_one_b_v", "v_half", "v_min", "v_zb"]
+
+
+def v_min(*, ranks: int, microbatches: int) -> Program:
+    """About a third of 1F1B's memory, by a periodic pattern over a V-shape.
+
+    Example:
+        >>> " ".join(map(str, v_min(ranks=1, microbatches=2).ranks[0]))
+        '0F0 1F0 1I0 0I0 1W0 0F1 0W0 1F1 1I1 0I1 1W1 0W1'
+    """
+    # Unless P = 1 (mod 3), passes down and up would conflict on some rank.
+    turns = (1, 1, 1) if ranks % 3 == 1 else (2, 1, 1)
+    limit = 2 * ((ranks + 4) // 3)
+    return _v_program("v-min", ranks, microbatches, (1, 1, 1, 1), turns, limit, spare=1)
+
+
+def v_half(*, ranks: int, microbatches: int) -> Program:
+    """Half of 1F1B's memory and about half of its bubble, by a periodic pattern over a V-shape.
+
+    Example:
+        >>> " ".join(map(str, v_half(ranks=1, microbatches=1).ranks[0]))
+        '0F0 1F0 1I0 0I0 1W0 0W0'
+    """
+    # For even P, backwards that start at once would conflict with forwards on every rank, and lose
+    # a unit on each; with these turns they conflict with none after the first.
+    turns = (3, 2, 2) if ranks % 2 == 0 else (1, 1, 1)
+    limit = 2 * ((ranks + 2) // 2)
+    return _v_program("v-half", ranks, microbatches, (1, 2, 1, 2), turns, limit, spare=1)
+
+
+def v_zb(*, ranks: int, microbatches: int) -> Program:
+    """Zero bubble by a periodic pattern over a V-shape, in the memory of 1F1B.
+
+    Example:
+        >>> " ".join(map(str, v_zb(ranks=1, microbatches=1).ranks[0]))
+        '0F0 1F0 1I0 0I0 1W0 0W0'
+    """
+    return _v_program("v-zb", ranks, microbatches, (1, 5, 1, 5), (1, 1, 1), 2 * ranks, spare=0)
+
+
+def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) -> Program:
+    """1F1B over a V-shape, with whole backwards, in two thirds of its memory.
+
+    Args:
+        limit: the most activations that a rank may hold; None for 2⌊(2P + 2) / 3⌋. At most one
+            more is used.
+
+    Raises:
+        ScheduleError: ``limit`` is below 2⌊(2P + 2) / 3⌋.
+
+    Example:
+        >>> " ".join(map(str, one_f_one_b_v(ranks=1, microbatches=2).ranks[0]))
+        '0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1'
+    """
+    least = 2 * ((2 * ranks + 2) // 3)
+    limit = least if limit is None else limit
+    if not is_count(limit, least):
+        on = number_of(ranks, "rank")
+        raise ScheduleError(
+            f"1f1b-v on {on}: limit={limit!r} activations do not suffice; give {least} or more, a "
+            "whole number"
+        )
+    conflicts = ranks % 3 == 0
+    fits = limit > least or not conflicts
+    longer = conflicts and fits
+    return _v_program(
+        "1f1b-v",
+        ranks,
+        microbatches,
+        (1, 1, 2, 2),
+        (2 if longer else 1, 1, 2),
+        least + longer,
+        # With too little memory a pattern can continue only if any ready action may run out of
+        # order.
+        spare=1 if fits else 0,
+        overtake=not fits,
+        backward=Op.FULL_BACKWARD,
+    )
+
+
+def _v_program(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    legs: tuple[int, int, int, int],
+    turns: tuple[int, int, int],
+    limit: int,
+    *,
+    spare: int,
+    overtake: bool = False,
+    backward: Op = Op.INPUT_GRAD,
+) -> Program:
+    """A V-shaped pattern, repeated every six units, then list-scheduled.
+
+    Args:
+        legs: the gaps from rank to rank: of forwards down, forwards up, and backwards along each of
+            these.
+        turns: the gaps between two actions on the same rank: at the foot of the V, at the model's
+            end, and at the foot again.
+        limit, spare, overtake: as ``list_schedule`` takes them.
+    """
+    placement = v_shape(ranks)
+    gaps = [legs[0]] * (ranks - 1)
+    for turn, leg in zip(turns, legs[1:], strict=True):
+        gaps += [turn, *[leg] * (ranks - 1)]
+    pattern = chain_pattern(placement, gaps=gaps, period=6, backward=backward)
+    orders = pattern.orders(placement, microbatches=microbatches, backward=backward)
+    scheduled = list_schedule(placement, orders, limit=limit, spare=spare, overtake=overtake)
+    return program_of(name, placement, microbatches, scheduled.ranks)

@@ -1,0 +1,90 @@
+"""ZB-H1, ZB-H2 and interleaved zero bubble: weight gradients fill the gaps of a split backward.
+
+ZB-H1, P = 3, M = 5 (tF = tB = tW = 1), in the memory of 1F1B:
+
+    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+Interleaved zero bubble, P = 2, V = 2, M = 4; lower case is a rank's second stage. ZB-H1 is V = 1:
+
+    rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
+    rank 1  .. F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
+
+ZB-H2, P = 3, M = 6, with no bubble from a rank's first start to its last end, for twice the memory:
+
+    rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 .. ..
+    rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 ..
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+
+Weight gradients trail the input gradients by r on rank r (2r for ZB-H2), so ranks that finish their
+forwards first keep them for the end. Groups of microbatches go round as in interleaved 1F1B, the
+largest of size G. Peaks, and bubbles in chunks, where tW ≤ tF and tW ≤ tB:
+
+                      activations held        bubble
+    interleaved-zb    min(VM, (V - 1)G + P)   (P - 1)(tF + tB - tW), for M ≥ 2P (equal costs: M ≥ P)
+    zb-h1             min(M, P)               the same
+    zb-h2             min(M, 2P - 1)          (P - 1) tF, for M ≥ 2P - 1; the next step's warm-up
+                                              fills it if ranks need not wait for one another
+
+In general ZB-H2's bubble is (P - 1)(tF + max(0, tB - 2 tW)), and (P - 1)(tF + tB - 2 tW) of the
+ranks' own spans, where tW ≤ tF and 2 tW ≤ tF + tB. Any P ≥ 1, V ≥ 1, M ≥ 1.
+
+Source: arXiv:2401.10241, sec. 2.2, over the loops of arXiv:2104.04473, sec. 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.schedule.families.common import alternating, even_groups, program_of
+from penstock.schedule.placement import linear, looped
+from penstock.schedule.program import Program
+
+__all__ = ["interleaved_zb", "zb_h1", "zb_h2"]
+
+
+def zb_h1(*, ranks: int, microbatches: int) -> Program:
+    """1F1B with a split backward, in no more memory.
+
+    Example:
+        >>> " ".join(map(str, zb_h1(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
+    """
+    return replace(interleaved_zb(ranks=ranks, microbatches=microbatches, virtual=1), name="zb-h1")
+
+
+def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
+    """The backward is split, and weight gradients fill the gaps.
+
+    Example:
+        >>> program = interleaved_zb(ranks=2, microbatches=2, virtual=2)
+        >>> " ".join(map(str, program.ranks[1]))
+        '1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1'
+    """
+    placement = looped(ranks, virtual)
+    groups = even_groups(microbatches=microbatches, group=ranks)
+    ahead = (virtual - 1) * max(groups)
+    steps = alternating(
+        placement,
+        groups=groups,
+        warmups=[ahead + ranks - 1 - rank for rank in range(ranks)],
+        behind=range(ranks),
+    )
+    return program_of("interleaved-zb", placement, microbatches, steps)
+
+
+def zb_h2(*, ranks: int, microbatches: int) -> Program:
+    """No bubble from a rank's first start to its last end, for twice the memory.
+
+    Example:
+        >>> " ".join(map(str, zb_h2(ranks=2, microbatches=3).ranks[1]))
+        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
+    """
+    steps = alternating(
+        linear(ranks),
+        groups=(microbatches,),
+        warmups=[2 * (ranks - 1 - rank) for rank in range(ranks)],
+        behind=[2 * rank for rank in range(ranks)],
+    )
+    return program_of("zb-h2", linear(ranks), microbatches, steps)
