@@ -10,7 +10,6 @@ import warnings
 from collections import OrderedDict
 from itertools import accumulate, combinations, count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.blocks import gather, leaf_modules
 from penstock.partition.forward.by_module import split_by_module
 from penstock.partition.profile import profile
-from penstock.partition.profiled_model import Arrivals
+from penstock.partition.profiled_model import ObservedPass, ProfiledModel
 from penstock.schedule.placement import Placement, linear, looped, v_shape
 from tests.real_models import REAL_MODELS
 
@@ -312,15 +311,17 @@ def test_a_gradient_taken_in_the_forward_is_no_arrival() -> None:
 
     A gradient of the first block's output, taken in the second's forward, came before the backward.
     """
-    clock: Any = SimpleNamespace(stamp=map(float, count()).__next__)
-    arrivals = Arrivals(clock)
-    arrivals.enter(0, None)
-    hidden = torch.ones(2, requires_grad=True) * 2
-    arrivals.leave(0, hidden)
-    arrivals.enter(1, None)
-    (taken,) = torch.autograd.grad(hidden.square().sum(), hidden, create_graph=True)
-    arrivals.leave(1, taken)
-    assert arrivals.backward([taken.sum()], [torch.ones(())]) == (1.0, 2.0)
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
+
+    model = nn.Sequential(nn.Linear(2, 2), Inner())
+    profiled = ProfiledModel(model, leaf_modules(model), torch.ones(1, 2), torch.sum)
+    observed = ObservedPass(profiled)
+    observed.forward()
+    profiled.stamp = map(float, count()).__next__  # type: ignore[method-assign]
+    assert observed.backward() == (1.0, 2.0)
 
 
 # --- no trace ----------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import logging
 import platform
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +29,7 @@ from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
 from penstock.partition.forward.by_module import tensors_between
+from penstock.partition.forward.module_state import ModuleSnapshot
 from penstock.partition.huggingface import HFPipelinePlan
 from penstock.partition.plan import Plan
 from penstock.partition.profiled_model import (
@@ -91,27 +91,23 @@ def profile(
     """
     if runs < 1:
         raise PartitionError(f"runs is {runs}, expected at least 1")
-    report = progress if progress is not None else lambda done, total, what: None
     model, name, leaves = _as_model(model_or_stages)
     profiled = ProfiledModel(model, leaves, example, loss_fn)
-    with profiled.attributes_restored():
-        run, measured = _measure(profiled, runs, report)
-    report(runs + 2, runs + 2, "done")
-    medians = [
-        tuple(statistics.median(times) for times in zip(*each, strict=True))
-        for each in zip(*measured[1:], strict=True)
-    ]
+    snapshot = ModuleSnapshot(model)
+    snapshot.hold()
+    try:
+        run, medians = _measure(profiled, runs, progress or (lambda done, total, what: None))
+    finally:
+        snapshot.restore()
     blocks = gather(leaves, run.order)
-    between = _sent_by_module(profiled, blocks) if not is_sequence(model_or_stages) else []
+    sent = _sent_by_block(profiled, run, blocks, by_module=not is_sequence(model_or_stages))
     held = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     loose = [name for name, param in model.named_parameters() if id(param) not in held]
-    costs = []
-    for i, block in enumerate(blocks):
-        sent = between[i] if i < len(between) else None
-        last = i == len(blocks) - 1
-        costs.append(_costs_of(block, () if i else loose, run, medians, sent, is_last=last))
     return Profile(
-        blocks=tuple(costs),
+        blocks=tuple(
+            _costs_of(block, () if i else loose, run, medians, sent[i])
+            for i, block in enumerate(blocks)
+        ),
         model=name,
         machine=_machine(profiled.device),
         example=describe(example),
@@ -120,8 +116,8 @@ def profile(
 
 def _measure(
     profiled: ProfiledModel, runs: int, report: OnProgress
-) -> tuple[ProfileRun, list[tuple[Times, Times, Times]]]:
-    """One run without timing, and the times of several runs after a warm-up."""
+) -> tuple[ProfileRun, list[Times]]:
+    """One run without timing; and the median times of F, I and W over runs after a warm-up."""
     report(0, runs + 2, "which blocks run when")
     with undrawn(profiled.device), torch.enable_grad():
         run = profiled.on_own_state(lambda: run_profiled(profiled))
@@ -132,7 +128,9 @@ def _measure(
         with undrawn(profiled.device), torch.enable_grad():
             measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
     del above
-    return run, measured
+    report(runs + 2, runs + 2, "done")
+    by_op = zip(*measured[1:], strict=True)
+    return run, [tuple(map(statistics.median, zip(*each, strict=True))) for each in by_op]
 
 
 def _hold_memory(profiled: ProfiledModel) -> object:
@@ -165,48 +163,47 @@ Sent: TypeAlias = tuple[int, tuple[str, ...]]
 """The sent bytes, and descriptions of the sent tensors."""
 
 
-def _sent_by_module(profiled: ProfiledModel, blocks: Sequence[Block]) -> list[Sent | None]:
-    """The tensors that stages send if cut by module; None if the model can't be cut by module."""
-    names = [[leaf.name for leaf in block.leaves] for block in blocks]
-    example = profiled.kwargs or profiled.args
-    found: list[Sent | None] = []
-    for metas in tensors_between(profiled.model, names, example, profiled.device):
-        tensors = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas or ()]
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        found.append(None if metas is None else (size, tuple(map(describe, tensors))))
-    return found
+def _sent_by_block(
+    profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Block], *, by_module: bool
+) -> list[Sent]:
+    """The tensors that cross the cut after each block, if cut by module.
+
+    Where that is not possible, the outputs of the block's last module.
+    """
+    place = {name: segment for segment, name in enumerate(run.order)}
+    last = [max(place[leaf.name] for leaf in b.leaves if leaf.name in place) for b in blocks[:-1]]
+    sent: list[Sent] = [(run.output_bytes[i], run.outputs[i]) for i in last]
+    if by_module:
+        names = [[leaf.name for leaf in block.leaves] for block in blocks]
+        example = profiled.kwargs or profiled.args
+        between = tensors_between(profiled.model, names, example, profiled.device)
+        for i, metas in enumerate(between):
+            if metas is not None:
+                found = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas]
+                size = sum(t.numel() * t.element_size() for t in found)
+                sent[i] = size, tuple(map(describe, found))
+    return [*sent, (0, ())]
 
 
 def _costs_of(
-    block: Block,
-    loose: Sequence[str],
-    run: ProfileRun,
-    medians: Sequence[Times],
-    sent: Sent | None,
-    *,
-    is_last: bool,
+    block: Block, loose: Sequence[str], run: ProfileRun, medians: Sequence[Times], sent: Sent
 ) -> BlockCosts:
-    place = {name: segment for segment, name in enumerate(run.order)}
-    segments = [place[leaf.name] for leaf in block.leaves if leaf.name in place]
-    if sent is None:
-        sent = run.output_bytes[max(segments)], run.outputs[max(segments)]
-    sent_bytes, sends = (0, ()) if is_last else sent
+    names = [leaf.name for leaf in block.leaves]
+    segments = [segment for segment, name in enumerate(run.order) if name in names]
     params = {id(p): p for leaf in block.leaves for p in leaf.module.parameters()}.values()
-    forward_s, input_grad_s, weight_grad_s = (
-        sum(times[segment] for segment in segments) for times in medians
-    )
+    forward_s, input_grad_s, weight_grad_s = (sum(t[i] for i in segments) for t in medians)
     return BlockCosts(
-        modules=(*loose, *(leaf.name for leaf in block.leaves)),
+        modules=(*loose, *names),
         kind=block.kind,
         classes=tuple(type(leaf.module).__name__ for leaf in block.leaves),
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
-        activation_bytes=sum(run.kept_bytes[segment] for segment in segments),
+        activation_bytes=sum(run.kept_bytes[i] for i in segments),
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(p.numel() * p.element_size() for p in params),
-        sent_bytes=sent_bytes,
-        sends=sends,
+        sent_bytes=sent[0],
+        sends=sent[1],
     )
 
 
@@ -293,14 +290,14 @@ def measure_model(
     return profile(given, moved, loss_fn=loss)
 
 
-def _zeros(shape: Sequence[int], output: Tensor) -> Tensor:
+def _class_zero(shape: Sequence[int], output: Tensor) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int64, device=output.device)
 
 
 TARGETS: tuple[Callable[[Tensor], tuple[Any, ...]], ...] = (
     lambda output: (),
-    lambda output: (_zeros(output.shape[:-1], output),),
-    lambda output: (_zeros((*output.shape[:1], *output.shape[2:]), output),),
+    lambda output: (_class_zero(output.shape[:-1], output),),
+    lambda output: (_class_zero((*output.shape[:1], *output.shape[2:]), output),),
     lambda output: (torch.zeros_like(output),),
     lambda output: (None,),
 )
@@ -320,43 +317,38 @@ class TargetlessLoss:
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-        self._call: Callable[[Any], Tensor] | None = None
+        self._accepted: int | None = None  # the index of the target; beyond the last if none fits
 
     def __call__(self, output: Any) -> Tensor:
         """The loss of an output; the sum of its tensors if no target fits."""
-        if self._call is None:
-            self._call = self._first_that_works(output)
-        return self._call(output)
+        if self._accepted is None:
+            self._accepted = self._first_accepted(output)
+        if self._accepted < len(TARGETS):
+            return self._loss(output, self._accepted)
+        return torch.stack([t.sum() for t in tensors_of(output) if t.requires_grad]).sum()
 
-    def _with(self, target: Callable[[Tensor], tuple[Any, ...]], output: Any) -> Tensor:
-        loss = self._loss_fn(output, *target(next(_differentiable(output))))
+    def _loss(self, output: Any, target: int) -> Tensor:
+        first = next(tensor for tensor in tensors_of(output) if tensor.requires_grad)
+        loss = self._loss_fn(output, *TARGETS[target](first))
         found = loss[0] if isinstance(loss, tuple) else loss
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
             raise TypeError(f"the loss function returned {type(loss).__name__}, expected a scalar")
         return found
 
-    def _first_that_works(self, output: Any) -> Callable[[Any], Tensor]:
-        for target in TARGETS:
+    def _first_accepted(self, output: Any) -> int:
+        for target in range(len(TARGETS)):
             try:
                 # Nested saved-tensor hooks, so that the profiler's own hooks see only one call.
-                with warnings.catch_warnings(), saved_tensors_hooks(_same, _same):
+                with warnings.catch_warnings(), saved_tensors_hooks(lambda t: t, lambda t: t):
                     warnings.simplefilter("error")  # such as broadcast shapes
-                    self._with(target, output)
+                    self._loss(output, target)
             except Exception as error:  # whatever the user's function raises on a wrong target
                 logger.debug("a target for the loss was refused: %s", error)
             else:
-                return partial(self._with, target)
+                return target
         logger.warning(
             "the loss function takes none of the targets that were tried, so the last stage is "
             "measured without it; to count it, measure with penstock.profile(model, example, "
             "loss_fn=lambda output: ...), and pass the plan as split="
         )
-        return lambda output: torch.stack([t.sum() for t in _differentiable(output)]).sum()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _differentiable(output: Any) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors_of(output) if tensor.requires_grad)
+        return len(TARGETS)

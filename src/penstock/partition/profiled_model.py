@@ -6,14 +6,15 @@
     I         │ head  │ layer 1 │ layer 0 │ embed  │    ... and where a gradient reaches its output
     W         │ head  │ layer 1 │ layer 0 │ embed  │    ... and where its weight gradients come
 
-F is measured on the plain model; I and W on a stage that defers its weight gradients. The model
-runs on parameters that share its memory, which leaves its gradients and hooks untouched, and on
+F is measured on the plain model; I and W on a model that defers its weight gradients. The model
+runs on parameters that share its memory, so that its gradients and hooks stay untouched, and on
 copies of its buffers.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,15 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from penstock._torch_compat import (
-    around_compiled,
-    buffers_of,
-    parameters_of,
-    saved_through,
-)
+from penstock._torch_compat import around_compiled, buffers_of, parameters_of, saved_through
 from penstock.errors import PartitionError
 from penstock.partition.blocks import LeafModule
-from penstock.partition.forward.module_state import ModuleSnapshot
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, as_call, describe, own_loss
 from penstock.stage.pytree import as_args, flatten, tensors_of
@@ -44,7 +39,15 @@ from penstock.stage.weight_grad import (
 )
 from penstock.stage.weight_grad.accumulate import accumulate
 
-__all__ = ["Chained", "ProfileRun", "ProfiledModel", "Times", "measure_times", "run_profiled"]
+__all__ = [
+    "Chained",
+    "ObservedPass",
+    "ProfileRun",
+    "ProfiledModel",
+    "Times",
+    "measure_times",
+    "run_profiled",
+]
 
 T = TypeVar("T")
 Times: TypeAlias = tuple[float, ...]
@@ -97,22 +100,8 @@ class ProfiledModel:
         found: T = functional_call(_Running(self.model), state, (run,), tie_weights=False)
         return found
 
-    @contextmanager
-    def attributes_restored(self) -> Iterator[None]:
-        """Restore the attributes of all modules at exit.
-
-        Attributes may hold ``state``: recurrent layers have a list of their weights.
-        """
-        snapshot = ModuleSnapshot(self.model)
-        snapshot.hold()
-        try:
-            yield
-        finally:
-            snapshot.restore()
-
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the model, within ``on_own_state``; return the roots of the backward, and their
-        gradients."""
+        """Run the model; return the roots of the backward, and their gradients."""
         output = self.model(*self.args, **self.kwargs)
         loss = (self._loss_fn or own_loss)(output)
         has_loss = self._loss_fn is not None or isinstance(loss, Tensor)
@@ -146,8 +135,7 @@ class _Running(nn.Module):
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """The replacement of each tensor of ``model``, under one name per place.
 
-    A shared layer is one place, and must have only one name: with several names,
-    ``functional_call`` would finally restore the replacement instead of the original.
+    ``functional_call`` would leave a replacement in a shared layer that it meets under two names.
     """
     ours: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -164,11 +152,7 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Chained(nn.Module):
-    """Stages in sequence, each called with the previous output.
-
-    Args:
-        stages: the stages; a stage may occur several times.
-    """
+    """Stages in sequence, each called with the previous output; a stage may occur several times."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -184,72 +168,98 @@ class Chained(nn.Module):
         return output
 
 
-# --- segments -----------------------------------------------------------------------------------
-
-OnSegment: TypeAlias = Callable[[int, Any], None]
-
-
-def _ignore(segment: int, value: Any) -> None:
-    """A callback that does nothing."""
-
-
-class _SegmentWatch:
-    """Call back at the first call of each leaf module in one forward.
+class ObservedPass:
+    """One forward and backward of a profiled model, observed by segment.
 
     Args:
-        leaves: the leaf modules.
-        enter: called with the segment's number and ``(args, kwargs)`` before the call.
-        leave: called with the segment's number and the output after the call.
+        profiled: the model.
+        mark: called where a segment begins, before its leaf module runs; the clock by default.
 
     Attributes:
         order: the names of the leaf modules whose segments have begun.
+        marks: per segment, the result of ``mark``.
+        outputs: per segment, the output tensors of its leaf module, if ``keeps_outputs``.
+        keeps_outputs: False to free outputs as training does.
+        begin_s, end_s: the stamps around the forward.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[LeafModule],
-        *,
-        enter: OnSegment = _ignore,
-        leave: OnSegment = _ignore,
-    ) -> None:
+    def __init__(self, profiled: ProfiledModel, mark: Callable[[], Any] | None = None) -> None:
         self.order: list[str] = []
-        self._enter, self._leave = enter, leave
-        self._names: dict[int, list[str]] = {}
-        for leaf in leaves:
-            self._names.setdefault(id(leaf.module), []).append(leaf.name)
-        self._modules = list({id(leaf.module): leaf.module for leaf in leaves}.values())
+        self.marks: list[Any] = []
+        self.outputs: dict[int, list[Tensor]] = {}
+        self.keeps_outputs = False
+        self._profiled = profiled
+        self._mark = mark or profiled.stamp
+        self._names: dict[nn.Module, list[str]] = {}
+        for leaf in profiled.leaves:
+            self._names.setdefault(leaf.module, []).append(leaf.name)
         self._calls: list[int | None] = []
+        self._arrivals: dict[int, float] = {}
+
+    def forward(self) -> None:
+        """Run the forward, within ``on_own_state``."""
+        with self._watching():
+            self.begin_s = self._profiled.stamp()
+            self._roots, self._grads = self._profiled.forward()
+            self.end_s = self._profiled.stamp()
+
+    def backward(self) -> Times:
+        """Run the backward; return the time of each segment's.
+
+        A segment's backward begins when a gradient reaches its output. The time before the first
+        one belongs to the loss, and counts with the last segment.
+        """
+        times = [0.0] * len(self.order)
+        self._arrivals.clear()  # of gradients taken within the forward
+        current, last = len(self.order) - 1, self._profiled.stamp()
+        torch.autograd.backward(self._roots, self._grads)
+        end = self._profiled.stamp()
+        for segment, stamp in self._arrivals.items():
+            times[current] += stamp - last
+            current, last = segment, stamp
+        times[current] += end - last
+        return tuple(times)
+
+    def undeferred(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the backward computes despite deferral."""
+        return find_undeferred(self._roots, self._profiled.parameters)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the calls in this block."""
+    def _watching(self) -> Iterator[None]:
         with ExitStack() as around:
-            for module in self._modules:
+            for module in self._names:
                 # torch.compile would compile the hooks of a module that is compiled in place.
-                if around.enter_context(around_compiled(module, self._before, self._after)):
+                if around.enter_context(around_compiled(module, self._enter, self._leave)):
                     continue
-                hook = module.register_forward_pre_hook(self._before, with_kwargs=True)
+                hook = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 around.callback(hook.remove)
-                around.callback(module.register_forward_hook(self._after).remove)
+                around.callback(module.register_forward_hook(self._leave).remove)
             yield
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # A layer with several places is called by its names in turn.
-        names = self._names[id(module)]
-        if not names:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A layer with several places is called by its names in turn; later calls begin nothing.
+        names = self._names[module]
+        if names:
+            self._calls.append(len(self.order))
+            self.order.append(names.pop(0))
+            self.marks.append(self._mark())
+        else:
             self._calls.append(None)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        segment = self._calls.pop()
+        if segment is None:
             return
-        self._calls.append(len(self.order))
-        self.order.append(names.pop(0))
-        self._enter(len(self.order) - 1, (args, kwargs))
+        tensors = list(tensors_of(output))
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._arrive(segment))  # type: ignore[no-untyped-call]
+        if self.keeps_outputs:
+            self.outputs[segment] = tensors
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = self._calls.pop()
-        if call is not None:
-            self._leave(call, output)
-
-
-# --- one run without a clock --------------------------------------------------------------------
+    def _arrive(self, segment: int) -> None:
+        if segment not in self._arrivals:
+            self._arrivals[segment] = self._profiled.stamp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -273,162 +283,89 @@ class ProfileRun:
 
 def run_profiled(profiled: ProfiledModel) -> ProfileRun:
     """Run the model once; record its leaf modules and the memory that autograd saves for each."""
-    own = {
-        _memory_of(tensor)
-        for tensor in (*profiled.state.values(), *tensors_of((profiled.args, profiled.kwargs)))
-    }
-    kept: list[dict[int, int]] = [{}]
-    outputs: dict[int, list[Tensor]] = {}
-
-    def enter(segment: int, _: Any) -> None:
-        if segment:  # tensors saved before the first segment count as its own
-            kept.append({})
-
-    def leave(segment: int, output: Any) -> None:
-        outputs[segment] = list(tensors_of(output))
+    given = (*profiled.state.values(), *tensors_of((profiled.args, profiled.kwargs)))
+    not_kept = {tensor.untyped_storage().data_ptr() for tensor in given}
+    kept: dict[int, dict[int, int]] = defaultdict(dict)
+    observed = ObservedPass(profiled)
+    observed.keeps_outputs = True
 
     def keep(tensor: Tensor) -> Tensor:
-        if _memory_of(tensor) not in own:
-            kept[-1][_memory_of(tensor)] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in not_kept:
+            # Tensors saved before the first segment count as its own.
+            segment = max(len(observed.order) - 1, 0)
+            kept[segment][storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    watch = _SegmentWatch(profiled.leaves, enter=enter, leave=leave)
     refused = PartitionError(
         "the model differentiates by torch.func (grad, vjp, hessian, ...), under which torch "
         "refuses hooks on saved tensors, so it can't be measured; pass split= as counts or names, "
         "and name a schedule"
     )
-    with watch.watching(), saved_through(keep, lambda tensor: tensor, refused):
-        profiled.forward()
-    if not watch.order:
+    with saved_through(keep, lambda tensor: tensor, refused):
+        observed.forward()
+    if not observed.order:
         raise PartitionError(
             f"a run of the {type(profiled.model).__name__} calls none of "
             f"{abbreviate([leaf.name for leaf in profiled.leaves])}; pass a list of modules, its "
             "blocks"
         )
-    segments = [outputs.get(i, []) for i in range(len(watch.order))]
+    segments = range(len(observed.order))
+    outputs = [observed.outputs.get(i, []) for i in segments]
     return ProfileRun(
-        order=tuple(watch.order),
-        kept_bytes=tuple(sum(each.values()) for each in kept),
-        outputs=tuple(tuple(map(describe, tensors)) for tensors in segments),
-        output_bytes=tuple(sum(t.numel() * t.element_size() for t in each) for each in segments),
+        order=tuple(observed.order),
+        kept_bytes=tuple(sum(kept[i].values()) for i in segments),
+        outputs=tuple(tuple(map(describe, tensors)) for tensors in outputs),
+        output_bytes=tuple(sum(t.numel() * t.element_size() for t in each) for each in outputs),
         undeferred=_undeferred(profiled),
     )
 
 
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _undeferred(profiled: ProfiledModel) -> tuple[nn.Parameter, ...] | None:
-    work = DeferredGrads((), compiled_parts(profiled.model))
+    observed, work = ObservedPass(profiled), DeferredGrads((), compiled_parts(profiled.model))
     try:
         with work:
-            roots, grads = profiled.forward()
-        found = find_undeferred(roots, profiled.parameters)
+            observed.forward()
+        found = observed.undeferred()
         with work:
-            torch.autograd.backward(roots, grads)
+            observed.backward()
         work.accumulate()
     except CannotDeferError:
         return None
     return tuple(found)
 
 
-# --- timed runs ---------------------------------------------------------------------------------
-
-
 def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, Times, Times]:
     """Measure the time of each segment's F, I and W, within ``on_own_state``."""
-    forward, order = _time_forward(profiled)
-    if order != run.order:
+    observed = ObservedPass(profiled)
+    observed.forward()
+    if tuple(observed.order) != run.order:
         raise PartitionError(
-            f"the {type(profiled.model).__name__} runs {len(order)} blocks where it ran "
+            f"the {type(profiled.model).__name__} runs {len(observed.order)} blocks where it ran "
             f"{len(run.order)} before; switch off what drops layers at random, or call eval()"
         )
-    if run.undeferred is not None:
-        return forward, *_time_split_backward(profiled, run.undeferred)
-    arrivals = Arrivals(profiled)
-    with _SegmentWatch(profiled.leaves, enter=arrivals.enter, leave=arrivals.leave).watching():
-        roots, grads = profiled.forward()
-    return forward, arrivals.backward(roots, grads), (0.0,) * len(order)
-
-
-def _time_forward(profiled: ProfiledModel) -> tuple[Times, tuple[str, ...]]:
-    """The time of each segment of a forward, and the order of segments."""
-    stamps: list[float] = []
-    watch = _SegmentWatch(profiled.leaves, enter=lambda *_: stamps.append(profiled.stamp()))
-    with watch.watching():
-        start = profiled.stamp()
-        profiled.forward()
-        end = profiled.stamp()
-    return tuple(b - a for a, b in pairwise([start, *stamps[1:], end])), tuple(watch.order)
+    stamps = [observed.begin_s, *observed.marks[1:], observed.end_s]
+    forward = tuple(b - a for a, b in pairwise(stamps))
+    if run.undeferred is None:
+        return forward, observed.backward(), (0.0,) * len(run.order)
+    del observed
+    return forward, *_time_split_backward(profiled, run.undeferred)
 
 
 def _time_split_backward(
     profiled: ProfiledModel, undeferred: Sequence[nn.Parameter]
 ) -> tuple[Times, Times]:
     """The times of each segment's I and W."""
-    arrivals = Arrivals(profiled)
     work = DeferredGrads(undeferred, compiled_parts(profiled.model))
-    begins: list[int] = []
-
-    def enter(segment: int, given: Any) -> None:
-        arrivals.enter(segment, given)
-        begins.append(len(work.records))
-
-    with work, _SegmentWatch(profiled.leaves, enter=enter, leave=arrivals.leave).watching():
-        roots, grads = profiled.forward()
+    observed = ObservedPass(profiled, mark=lambda: len(work.records))
     with work:
-        input_times = arrivals.backward(roots, grads)
-    records = work.records
+        observed.forward()
+    with work:
+        input_times = observed.backward()
     weight_times = []
-    for begin, end in reversed(list(pairwise([0, *begins[1:], len(records)]))):
-        part = [record for record in records[begin:end] if record and record[5]]
+    for begin, end in reversed(list(pairwise([0, *observed.marks[1:], len(work.records)]))):
+        part = [record for record in work.records[begin:end] if record and record[5]]
         start = profiled.stamp()
         accumulate(part)
         weight_times.append(profiled.stamp() - start)
     return input_times, tuple(reversed(weight_times))
-
-
-class Arrivals:
-    """The times at which gradients reach the outputs of segments, where the segments' backwards
-    begin.
-
-    Args:
-        clock: the profiled model, or another object with ``stamp``.
-    """
-
-    def __init__(self, clock: ProfiledModel) -> None:
-        self._clock = clock
-        self._num_segments = 0
-        self._arrived: dict[int, float] = {}
-
-    def enter(self, segment: int, _: Any) -> None:
-        """Do nothing when a segment begins."""
-        self._num_segments = segment + 1
-
-    def leave(self, segment: int, output: Any) -> None:
-        """Register a hook on the output that a leaf module returned."""
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._arrive(segment))  # type: ignore[no-untyped-call]
-
-    def _arrive(self, segment: int) -> None:
-        if segment not in self._arrived:
-            self._arrived[segment] = self._clock.stamp()
-
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> Times:
-        """Run the backward; return the time of each segment's.
-
-        The time before the first arrival belongs to the loss, and counts with the last segment.
-        """
-        times = [0.0] * self._num_segments
-        self._arrived.clear()  # arrivals of gradients taken within the forward
-        current, last = self._num_segments - 1, self._clock.stamp()
-        torch.autograd.backward(list(roots), list(grads))
-        end = self._clock.stamp()
-        for segment, stamp in self._arrived.items():
-            times[current] += stamp - last
-            current, last = segment, stamp
-        times[current] += end - last
-        return tuple(times)
