@@ -114,12 +114,12 @@ def changed(batch: Batch, **values: Any) -> Batch:
     ("value", "why"),
     [
         (Scaled(torch.ones(4, 1), 2.0), "its constructor takes scale, which is none of its fields"),
-        (Doubled(torch.ones(4, 1)), "makes another x"),
+        (Doubled(torch.ones(4, 1)), "makes another x or none"),
         (Once(torch.ones(4, 1)), r"fails when called with its fields: RuntimeError\('ready alre"),
         (changed(Batch(torch.ones(4, 1)), rows=7), "makes another rows"),
         (
             changed(Batch(torch.ones(4, 1)), extra=[1.0]),
-            "its constructor sets no extra",
+            "makes another extra or none",
         ),
     ],
 )

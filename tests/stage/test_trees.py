@@ -112,7 +112,10 @@ def test_a_context_that_can_not_be_told() -> None:
 
 def test_what_is_told_is_the_same_tree() -> None:
     spec = describe([Tagged({"b": torch.ones(2), "a": 1}, ("x", None, 2.5))])
-    assert BoundarySpec.decode(spec.encode()) == spec
+    decoded = BoundarySpec.decode(spec.encode())
+    assert (decoded.encode(), decoded.leaves) == (spec.encode(), spec.leaves)
+    (tagged,) = decoded.arguments([torch.ones(2)])
+    assert (tagged.value["a"], tagged.tag) == (1, ("x", None, 2.5))
 
 
 class Colour(enum.IntEnum):
@@ -126,10 +129,10 @@ class Name(str):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (np.float64(2.0), r"a numpy\.float64, which can't cross .*; return its \.item\(\)"),
-        (np.int32(2), r"a numpy\.int32, .* return its \.item\(\)"),
-        (Colour.RED, r"a .*Colour, .* return int\(…\) of it"),
-        (Name("x"), r"a .*Name, .* return str\(…\) of it"),
+        (np.float64(2.0), r"a numpy\.float64, which can't cross .*of NumPy's numbers \.item\(\)"),
+        (np.int32(2), r"a numpy\.int32, .*of NumPy's numbers \.item\(\)"),
+        (Colour.RED, r"a .*Colour, .*of an enum's member its \.value"),
+        (Name("x"), r"a .*Name, .* return tensors, numbers, strings"),
         (object(), "a object, .* tensors, numbers, strings, None and containers"),
     ],
 )

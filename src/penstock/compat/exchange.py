@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,15 +23,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-from penstock.stage.aliasing import sharing_memory
-from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.microbatch_state import MicrobatchState
-from penstock.stage.stage import Stage
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import BoundarySpec, TensorMeta, describe, sharing_memory
+from penstock.stage.stage import MicrobatchState, Stage
 
-__all__ = ["ExchangingStage"]
+__all__ = ["ExchangingStage", "ManualState", "Phase"]
 
 _log = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """The progress of a microbatch."""
+
+    EMPTY = "not run"
+    FORWARD = "forward done"
+    INPUT_GRAD = "input gradient done"
+    DONE = "backward done"
+
+
+class ManualState(MicrobatchState):
+    """The state of one microbatch, with its progress and the last stage's output."""
+
+    __slots__ = ("output", "phase")
+
+    def clear(self) -> None:
+        """Reset all fields."""
+        super().clear()
+        self.phase = Phase.EMPTY
+        self.output: Any = None
 
 
 class ExchangingStage(Stage):
@@ -50,16 +69,16 @@ class ExchangingStage(Stage):
         super().__init__(submod, stage_index, num_stages, device, **kw)
         self.has_backward = True
         self.chunks: int | None = None
-        self._states: dict[int, MicrobatchState] = {}
+        self._states: dict[int, ManualState] = {}
         self._has_warned = False
 
-    def _state(self, chunk_id: int) -> MicrobatchState:
+    def _state(self, chunk_id: int) -> ManualState:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
             bound = "or more" if self.chunks is None else f"to {self.chunks - 1}"
             raise StageError(
                 f"stage {self.stage_index}: the microbatch is {chunk_id}, expected 0 {bound}"
             )
-        return self._states.setdefault(chunk_id, MicrobatchState(chunk_id))
+        return self._states.setdefault(chunk_id, ManualState(chunk_id))
 
     # --- messages by hand --------------------------------------------------------------------
 

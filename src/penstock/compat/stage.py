@@ -30,12 +30,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.cause import own_group, publishing_errors
 from penstock.compat.backward import full_backward, input_backward, weight_backward
-from penstock.compat.exchange import ExchangingStage
+from penstock.compat.exchange import ExchangingStage, ManualState, Phase
 from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
 from penstock.parallel.data_parallel import ReplicaStep
 from penstock.stage.boundary import describe, static_spec
-from penstock.stage.microbatch_state import MicrobatchState, Phase
 from penstock.stage.pytree import map_tensors
 from penstock.stage.wrappers import unwrapped
 
@@ -167,7 +166,7 @@ class PipelineStage(ExchangingStage):
         """The stage's name in torch's log."""
         return f"[Stage {self.stage_index}]"
 
-    def _received_args(self, state: MicrobatchState) -> tuple[Any, ...]:
+    def _received_args(self, state: ManualState) -> tuple[Any, ...]:
         if state.received is None:
             raise self._missing(state, "input", "get_fwd_recv_ops() or set_local_fwd_input()")
         tensors, state.received = state.received, None
@@ -213,7 +212,7 @@ class PipelineStage(ExchangingStage):
             self.weight_grad(state)
         self._finish(state, last_backward)
 
-    def _output_grads(self, state: MicrobatchState, loss: Tensor | None) -> Sequence[Tensor | None]:
+    def _output_grads(self, state: ManualState, loss: Tensor | None) -> Sequence[Tensor | None]:
         if self.is_last:
             if loss is None:
                 raise StageError(f"stage {self.stage_index} is the last one: pass its loss")
@@ -252,7 +251,7 @@ class PipelineStage(ExchangingStage):
         self.weight_grad(state)
         self._finish(state, last_backward)
 
-    def _finish(self, state: MicrobatchState, last_backward: bool) -> None:
+    def _finish(self, state: ManualState, last_backward: bool) -> None:
         """Mark a microbatch as done; after the step's last one, reduce replicas if requested."""
         state.phase = Phase.DONE
         self._replica_step.due |= last_backward
@@ -260,7 +259,7 @@ class PipelineStage(ExchangingStage):
         if self._replica_step.due and not any(s.phase in in_flight for s in self._states.values()):
             self._replica_step.end(reduce=True)
 
-    def _expect_phase(self, state: MicrobatchState, expected: Phase, asked: str) -> None:
+    def _expect_phase(self, state: ManualState, expected: Phase, asked: str) -> None:
         if state.phase is not expected:
             raise StageError(
                 f"stage {self.stage_index}, microbatch {state.microbatch}: {asked} is asked for, "
@@ -268,7 +267,7 @@ class PipelineStage(ExchangingStage):
                 f"'{state.phase.value}'"
             )
 
-    def _missing(self, state: MicrobatchState, what: str, methods: str) -> StageError:
+    def _missing(self, state: ManualState, what: str, methods: str) -> StageError:
         return StageError(
             f"stage {self.stage_index}, microbatch {state.microbatch}: no {what} has come; run "
             f"{methods} first"
@@ -356,7 +355,8 @@ class PipelineStage(ExchangingStage):
         for state in self._states.values():
             work = state.work if state.phase is Phase.FORWARD else None
             if work is not None and work.is_reached:
-                self.weight_grad(state)
+                state.work = None
+                work.accumulate()
                 state.phase = Phase.DONE
 
     # --- replicas ----------------------------------------------------------------------------

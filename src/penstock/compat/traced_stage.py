@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from penstock.compat.stage import PipelineStage
 from penstock.errors import StageError
-from penstock.stage.microbatch_state import MicrobatchState
+from penstock.stage.stage import MicrobatchState
 
 __all__ = ["GraphInfo", "TracedStage", "build_stage"]
 

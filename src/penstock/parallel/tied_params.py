@@ -32,9 +32,9 @@ from penstock.parallel.data_parallel import in_buckets
 from penstock.partition.ties import Tie
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.placement import Placement
+from penstock.stage.boundary import TensorMeta
 from penstock.stage.dtensor import local_part
 from penstock.stage.stage import Stage
-from penstock.stage.tensor_meta import TensorMeta
 from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 
 __all__ = ["SharedParams", "owner_of"]

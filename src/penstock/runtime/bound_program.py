@@ -31,8 +31,7 @@ from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram
 from penstock.stage.device_streams import DeviceStreams
-from penstock.stage.microbatch_state import MicrobatchState
-from penstock.stage.stage import Stage
+from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["BoundProgram"]
 

@@ -17,8 +17,8 @@ from penstock.errors import StageError
 from penstock.runtime.config import LossFn
 from penstock.runtime.step import StepState
 from penstock.stage.dtensor import full_tensor, is_dtensor
-from penstock.stage.microbatch_state import MicrobatchState
 from penstock.stage.pytree import map_tensors
+from penstock.stage.stage import MicrobatchState
 
 __all__ = ["LossHead", "needs_target", "scalar_loss"]
 

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.pytree import flatten
+from penstock.stage.pytree import flatten, is_plain
 from penstock.stage.stage import Stage
-from penstock.stage.tensor_meta import plain_tag
 
 __all__ = ["MAX_SHAPES", "ShapeCache", "run_conditions"]
 
@@ -119,6 +118,5 @@ class ShapeCache:
                 parts += (leaf.shape, leaf.dtype)
             else:
                 # An object of another type may be mutated and still be the same object.
-                is_plain = leaf is None or plain_tag(leaf) is not None
-                parts += (type(leaf), leaf if is_plain else self._num_calls)
+                parts += (type(leaf), leaf if is_plain(leaf) else self._num_calls)
         return tuple(parts)

@@ -26,15 +26,13 @@ from penstock.schedule.action import Action, Op
 from penstock.schedule.program import Program
 from penstock.schedule.rules import INPUT_GRADS
 from penstock.stage import device_streams
-from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.microbatch_state import MicrobatchState
+from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
 from penstock.stage.offload import ActivationOffload, CopyStreams
 from penstock.stage.pytree import map_tensors
 from penstock.stage.recompute import Recomputer
 from penstock.stage.rng import RandomStream
 from penstock.stage.sequence_state import detach_state
-from penstock.stage.stage import Stage
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["Neighbor", "StageRunner"]
 

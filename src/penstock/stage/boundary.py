@@ -7,9 +7,8 @@
     hidden               (hidden,)              hidden
     {"h": hidden}        ({"h": hidden},)       the dict
 
-A ``BoundarySpec`` describes the tree, and each leaf's shape, dtype and need of a gradient. None is
-structure of the tree, not a leaf: it is described once and sends nothing. The
-sender makes it of the first value that crosses, sends it as JSON (never pickled objects), and
+None is structure of the tree, not a leaf: it is described once and sends nothing. The sender makes
+a ``BoundarySpec`` of the first value that crosses, sends it as JSON (never pickled objects), and
 checks later values against it.
 """
 
@@ -17,6 +16,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import optree
@@ -24,12 +25,130 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
-from penstock.stage.aliasing import sharing_memory
-from penstock.stage.dtensor import MeshOf, from_local, local_part, unknown_mesh
-from penstock.stage.pytree import as_args, decode_tree, encode_tree, flatten, unflatten
-from penstock.stage.tensor_meta import Plain, TensorMeta, decode_leaf, encode_leaf, plain_tag
+from penstock.stage.dtensor import (
+    DTensorMeta,
+    MeshOf,
+    dtensor_meta,
+    from_local,
+    local_part,
+    unknown_mesh,
+)
+from penstock.stage.pytree import (
+    Plain,
+    as_args,
+    decode_plain,
+    decode_tree,
+    encode_plain,
+    encode_tree,
+    flatten,
+    is_plain,
+    unflatten,
+)
 
-__all__ = ["BoundarySpec", "describe", "static_spec"]
+__all__ = ["BoundarySpec", "TensorMeta", "describe", "sharing_memory", "static_spec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """The shape, dtype and memory format of a tensor that crosses a boundary.
+
+    Args:
+        shape: its shape; of a DTensor, its local part's, as are the dtype and the order.
+        dtype: its dtype.
+        requires_grad: whether its gradient is sent back.
+        order: its dimensions by descending stride, if that is another order (channels last,
+            transposed), so that the memory format is restored; None otherwise.
+        dtensor: the DTensor's description, if it is one.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    order: tuple[int, ...] | None = None
+    dtensor: DTensorMeta | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """The description of ``tensor``."""
+        part = local_part(tensor)
+        return cls(
+            shape=part.shape,
+            dtype=part.dtype,
+            requires_grad=tensor.requires_grad,
+            order=_order_in_memory(part),
+            dtensor=dtensor_meta(tensor),
+        )
+
+    @property
+    def wire_shape(self) -> Sequence[int]:
+        """The shape in which it is sent: contiguous, dimensions by descending stride."""
+        return self.shape if self.order is None else [self.shape[i] for i in self.order]
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """``tensor`` as it is sent: a view if it is dense."""
+        return (tensor if self.order is None else tensor.permute(self.order)).contiguous()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """The received tensor with its memory format restored."""
+        if self.order is None:
+            return tensor
+        return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    def fits(self, tensor: Tensor) -> bool:
+        """True if this describes ``tensor``.
+
+        A tensor that no longer requires grad fits (its producer was frozen since); one that
+        requires grad where none would be sent back does not.
+        """
+        if self.dtensor is not None or type(tensor) is not Tensor:
+            if dtensor_meta(tensor) != self.dtensor:
+                return False
+            tensor = local_part(tensor)
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and (self.requires_grad or not tensor.requires_grad)
+        )
+
+    @property
+    def kind(self) -> str:
+        """``float32 (4, 512)``."""
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+
+    def __str__(self) -> str:
+        """``float32 (4, 512), with gradient``."""
+        shown = f"{self.kind}, {'with' if self.requires_grad else 'no'} gradient"
+        return shown if self.dtensor is None else f"{shown}, {self.dtensor}"
+
+    def encode(self) -> dict[str, Any]:
+        """JSON values, to be read by ``decode``."""
+        return {
+            "shape": self.shape,
+            "dtype": encode_plain(self.dtype),
+            "requires_grad": self.requires_grad,
+            "order": self.order,
+            "dtensor": None if self.dtensor is None else self.dtensor.encode(),
+        }
+
+    @classmethod
+    def decode(cls, data: dict[str, Any]) -> TensorMeta:
+        """Read the values that ``encode`` wrote."""
+        order, dtensor = data["order"], data["dtensor"]
+        return cls(
+            shape=torch.Size(data["shape"]),
+            dtype=decode_plain(data["dtype"]),
+            requires_grad=data["requires_grad"],
+            order=None if order is None else tuple(order),
+            dtensor=None if dtensor is None else DTensorMeta.decode(dtensor),
+        )
+
+
+def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
+    if tensor.layout is not torch.strided or tensor.is_contiguous() or 0 in tensor.stride():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
+    return None if order == tuple(range(tensor.dim())) else order
 
 
 class BoundarySpec:
@@ -40,18 +159,24 @@ class BoundarySpec:
         leaves: for each leaf a ``TensorMeta``, or the plain value itself.
         shared: the pairs of tensors, by index, that shared memory in the sending stage. They
             arrive as separate tensors.
+
+    Attributes:
+        metas: the tensors' descriptions.
+        grad_slots: the indices of the tensors whose gradients are sent back.
+        grad_metas: the descriptions of these gradients.
+        holds_values: whether it holds plain values that may change while all shapes stay the same.
     """
 
     __slots__ = (
+        "_in_order",
+        "_only",
+        "_slots",
         "grad_metas",
         "grad_slots",
         "holds_values",
-        "in_order",
         "leaves",
         "metas",
         "shared",
-        "single",
-        "tensor_leaves",
         "tree",
     )
 
@@ -64,18 +189,16 @@ class BoundarySpec:
         self.tree = tree
         self.leaves = leaves
         self.shared = shared
-        self.tensor_leaves = tuple(i for i, x in enumerate(leaves) if isinstance(x, TensorMeta))
-        self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self.tensor_leaves)
+        self._slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, TensorMeta))
+        self.metas: tuple[TensorMeta, ...] = tuple(leaves[i] for i in self._slots)
         self.grad_slots = tuple(i for i, meta in enumerate(self.metas) if meta.requires_grad)
         self.grad_metas = tuple(self.metas[i] for i in self.grad_slots)
-        # Plain values may change from step to step while all shapes stay the same. (Bytes do not:
-        # stages cut by module send descriptions of shapes as bytes.)
-        self.holds_values = any(isinstance(leaf, _VALUES) for leaf in leaves)
-        self.in_order = all(meta.order is None for meta in self.metas)
+        # Bytes don't change: stages cut by module send descriptions of shapes as bytes.
+        self.holds_values = any(isinstance(x, (bool, int, float, complex, str)) for x in leaves)
+        self._in_order = all(meta.order is None for meta in self.metas)
         # A fast path for the common case of one tensor.
-        self.single = self.metas[0] if len(leaves) == 1 and _is_one_tuple(tree) else None
-        if not self.metas or self.metas[0].dtensor is not None:
-            self.single = None
+        is_one = len(leaves) == 1 and tree.type is tuple and tree.num_nodes == 2
+        self._only = self.metas[0] if is_one and self.metas and not self.metas[0].dtensor else None
 
     def tensors(self, output: Any) -> Sequence[Tensor]:
         """The tensors of a stage's output, in the order in which they are sent.
@@ -83,20 +206,24 @@ class BoundarySpec:
         Raises:
             BoundaryError: the output does not fit this description.
         """
-        if self.single is not None:
-            only = output[0] if type(output) is tuple and len(output) == 1 else output
-            if isinstance(only, Tensor) and self.single.fits(only):
-                return (only,)
+        if self._only is not None:
+            value = output[0] if type(output) is tuple and len(output) == 1 else output
+            if isinstance(value, Tensor) and self._only.fits(value):
+                return (value,)
         leaves, tree = flatten(as_args(output))
         if tree != self.tree:
             raise BoundaryError(f"the output's structure is {tree}, expected {self.tree}{_HINT}")
         for slot, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
             if isinstance(expected, TensorMeta):
-                if not isinstance(leaf, Tensor) or not expected.fits(leaf):
-                    raise _mismatch(slot, expected, leaf)
-            elif isinstance(leaf, Tensor) or not _same_plain(leaf, expected):
-                raise _mismatch(slot, expected, leaf)
-        return [local_part(leaves[i]) for i in self.tensor_leaves]
+                fits = isinstance(leaf, Tensor) and expected.fits(leaf)
+            else:  # by repr, NaN equals NaN
+                alike = type(leaf) is type(expected)
+                fits = alike and (leaf == expected or repr(leaf) == repr(expected))
+            if not fits:
+                got, wanted = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf, expected
+                shown = [str(x) if isinstance(x, TensorMeta) else repr(x) for x in (got, wanted)]
+                raise BoundaryError(f"output {slot} is {shown[0]}, expected {shown[1]}{_HINT}")
+        return [local_part(leaves[i]) for i in self._slots]
 
     def check_static(self, given: BoundarySpec | None, what: str) -> None:
         """Check this spec against the shapes and dtypes that the user gave in advance.
@@ -111,7 +238,7 @@ class BoundarySpec:
                 f"there are {len(self.metas)} {what} tensors, but {what}_args says "
                 f"{len(given.metas)}: {', '.join(meta.kind for meta in given.metas)}"
             )
-        for slot, meta, wanted in zip(self.tensor_leaves, self.metas, given.metas, strict=True):
+        for slot, meta, wanted in zip(self._slots, self.metas, given.metas, strict=True):
             if (meta.shape, meta.dtype) != (wanted.shape, wanted.dtype):
                 raise BoundaryError(
                     f"{what} {slot} is {meta.kind}, expected {wanted.kind} as {what}_args says"
@@ -119,19 +246,19 @@ class BoundarySpec:
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors as they are sent, see ``TensorMeta.pack``."""
-        if self.in_order:
+        if self._in_order:
             return [t.contiguous() for t in tensors]
         return [meta.pack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Restore the memory formats of the received tensors."""
-        if self.in_order:
+        if self._in_order:
             return tensors
         return [meta.unpack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Restore the memory formats of the received gradients."""
-        if self.in_order:
+        if self._in_order:
             return grads
         pairs = zip(self.grad_metas, grads, strict=True)
         return [None if grad is None else meta.unpack(grad) for meta, grad in pairs]
@@ -145,20 +272,20 @@ class BoundarySpec:
             tensors: the received tensors, unpacked.
             mesh_of: finds this rank's mesh of a DTensor.
         """
-        if self.single is not None:
+        if self._only is not None:
             return (tensors[0],)
         leaves = list(self.leaves)
-        for i, tensor, meta in zip(self.tensor_leaves, tensors, self.metas, strict=True):
-            whole = meta.dtensor
-            leaves[i] = tensor if whole is None else from_local(tensor, whole, mesh_of(whole))
-        args: Any = unflatten(self.tree, leaves)
-        return args  # type: ignore[no-any-return]  # as_args made it a tuple
+        for i, tensor, meta in zip(self._slots, tensors, self.metas, strict=True):
+            full = meta.dtensor
+            leaves[i] = tensor if full is None else from_local(tensor, full, mesh_of(full))
+        args: tuple[Any, ...] = unflatten(self.tree, leaves)
+        return args
 
     def encode(self) -> bytes:
         """The spec as JSON, read by ``decode`` on another rank."""
-        leaves = [encode_leaf(leaf) for leaf in self.leaves]
-        told = {"tree": encode_tree(self.tree), "leaves": leaves, "shared": self.shared}
-        return json.dumps(told).encode()
+        leaves = [x.encode() if isinstance(x, TensorMeta) else encode_plain(x) for x in self.leaves]
+        spec = {"tree": encode_tree(self.tree), "leaves": leaves, "shared": self.shared}
+        return json.dumps(spec).encode()
 
     @staticmethod
     def decode(data: bytes) -> BoundarySpec:
@@ -167,25 +294,18 @@ class BoundarySpec:
         Raises:
             BoundaryError: it names a class that this process has not imported.
         """
-        read = json.loads(data)
-        leaves = tuple(decode_leaf(leaf) for leaf in read["leaves"])
-        shared = tuple((one, other) for one, other in read["shared"])
-        return BoundarySpec(decode_tree(read["tree"]), leaves, shared)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, BoundarySpec)
-            and self.tree == other.tree
-            and self.leaves == other.leaves
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+        spec = json.loads(data)
+        leaves = [
+            TensorMeta.decode(leaf) if isinstance(leaf, dict) else decode_plain(leaf)
+            for leaf in spec["leaves"]
+        ]
+        shared = tuple((one, other) for one, other in spec["shared"])
+        return BoundarySpec(decode_tree(spec["tree"]), tuple(leaves), shared)
 
     def __repr__(self) -> str:
         return f"BoundarySpec({self.tree}, {', '.join(map(str, self.leaves))})"
 
 
-_VALUES = (bool, int, float, complex, str)
 _HINT = (
     "; pass dynamic_shapes=True where this may change between microbatches, or between steps for "
     "another reason than what is passed to step() or eval()"
@@ -201,11 +321,7 @@ def describe(output: Any) -> BoundarySpec:
     leaves, tree = flatten(as_args(output))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     described = tuple(_describe_leaf(i, leaf) for i, leaf in enumerate(leaves))
-    return BoundarySpec(tree, described, sharing_memory(tensors) if len(tensors) > 1 else ())
-
-
-def _is_one_tuple(tree: optree.PyTreeSpec) -> bool:
-    return tree.type is tuple and tree.num_children == 1 and tree.children()[0].is_leaf()
+    return BoundarySpec(tree, described, sharing_memory(tensors))
 
 
 def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
@@ -217,36 +333,30 @@ def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
                 "tensors (indices and values, or values and lengths, for instance)"
             )
         return TensorMeta.of(leaf)
-    if plain_tag(leaf) is None:
+    if not is_plain(leaf):
         cls = type(leaf)
         name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
         raise BoundaryError(
-            f"output {slot} is a {name}, which can't cross between stages; {_advice(leaf)}"
+            f"output {slot} is a {name}, which can't cross between stages; return tensors, "
+            "numbers, strings, None and containers of these, classes registered with torch's "
+            "pytree among them (of NumPy's numbers .item(), of an enum's member its .value)"
         )
     return leaf
 
 
-def _advice(leaf: Any) -> str:
-    if type(leaf).__module__ == "numpy" and hasattr(leaf, "item"):
-        return "return its .item(), or a tensor of an array"
-    plain = next((cls for cls in (int, float, complex, str, bytes) if isinstance(leaf, cls)), None)
-    if plain is not None:
-        return f"return {plain.__name__}(…) of it: subclasses of {plain.__name__} would arrive bare"
-    return (
-        "tensors, numbers, strings, None and containers of these can, classes registered with "
-        "torch's pytree among them"
-    )
+def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """The pairs of tensors, by index, that share a storage.
 
-
-def _same_plain(left: Plain, right: Plain) -> bool:
-    # By repr, NaN equals NaN, and 1 differs from True and 1.0.
-    return type(left) is type(right) and (left == right or repr(left) == repr(right))
-
-
-def _mismatch(slot: int, expected: TensorMeta | Plain, got: Any) -> BoundaryError:
-    shown = TensorMeta.of(got) if isinstance(got, Tensor) else repr(got)
-    wanted = expected if isinstance(expected, TensorMeta) else repr(expected)
-    return BoundaryError(f"output {slot} is {shown}, expected {wanted}{_HINT}")
+    Example:
+        >>> h = torch.zeros(2, 6)
+        >>> sharing_memory([h, h[:, :2], h.clone()])
+        ((0, 1),)
+    """
+    if len(tensors) < 2:
+        return ()
+    plain = [(i, t) for i, t in enumerate(tensors) if type(t) is Tensor and not t.is_meta]
+    places = [(i, t.untyped_storage().data_ptr()) for i, t in plain if t.numel()]
+    return tuple((i, j) for (i, here), (j, there) in combinations(places, 2) if here == there)
 
 
 def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:

@@ -20,9 +20,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cached_property
-from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
 import optree
@@ -32,14 +30,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from penstock._torch_compat import pytree_node
 from penstock.errors import BoundaryError
-from penstock.stage.tensor_meta import decode_leaf, encode_leaf, plain_tag
 
 __all__ = [
     "NAMESPACE",
+    "Plain",
     "as_args",
+    "decode_plain",
     "decode_tree",
+    "encode_plain",
     "encode_tree",
     "flatten",
+    "is_plain",
     "map_tensors",
     "same_value",
     "tensors_of",
@@ -49,8 +50,9 @@ __all__ = [
 # The optree namespace in which containers are registered when they are first met.
 NAMESPACE = "penstock"
 
-# (children, context) of a container, and a container of these.
-_Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any]]
+# Opens a container: children, context, and the children's names in paths (None: their indices).
+_Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any, Any]]
+# Makes a container of children and context.
 _Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
 
 
@@ -72,13 +74,13 @@ def flatten(
         is_leaf: whether to leave a container closed.
 
     Raises:
-        BoundaryError: its class does not make a dataclass, or a mapping of tensors, again.
+        BoundaryError: the class of a dataclass, or of a mapping of tensors, can't rebuild it.
     """
     leaves, tree = optree.tree_flatten(value, is_leaf, namespace=NAMESPACE)
-    fresh = [cls for cls in {type(leaf) for leaf in leaves} - _registered if _is_container(cls)]
-    if not fresh:
+    new = [cls for cls in {type(leaf) for leaf in leaves} - _registered if _is_container(cls)]
+    if not new:
         return leaves, tree
-    for cls in fresh:
+    for cls in new:
         _register(cls)
     return flatten(value, is_leaf)
 
@@ -111,7 +113,43 @@ def same_value(left: Any, right: Any) -> bool:
         return False
 
 
-# --- the classes ---------------------------------------------------------------------------------
+# --- plain values --------------------------------------------------------------------------------
+
+# A leaf that is no tensor: a number, a string, a dtype, a device. None is structure, no leaf.
+Plain: TypeAlias = Any
+
+_IN_JSON = (bool, int, float, str)
+# Class → its value as a JSON value, and back.
+_CODECS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    complex: (str, complex),
+    bytes: (bytes.hex, bytes.fromhex),
+    torch.dtype: (lambda dtype: str(dtype).removeprefix("torch."), lambda x: getattr(torch, x)),
+    torch.device: (str, torch.device),
+    torch.Size: (list, torch.Size),
+}
+_DECODERS = {cls.__name__: decode for cls, (_, decode) in _CODECS.items()}
+
+
+def is_plain(value: object) -> bool:
+    """True if a leaf that is no tensor can be sent; subclasses, such as NumPy's floats, can't."""
+    return type(value) in _IN_JSON or type(value) in _CODECS
+
+
+def encode_plain(value: Plain) -> Any:
+    """A plain value as JSON: itself, or ``[class name, value]``."""
+    cls = type(value)
+    return value if cls in _IN_JSON else [cls.__name__, _CODECS[cls][0](value)]
+
+
+def decode_plain(data: Any) -> Plain:
+    """Read a value that ``encode_plain`` wrote."""
+    if not isinstance(data, list):
+        return data
+    name, value = data
+    return _DECODERS[name](value)
+
+
+# --- containers ----------------------------------------------------------------------------------
 
 
 class _Context:
@@ -130,11 +168,8 @@ class _Context:
     def __hash__(self) -> int:
         return hash(type(self.value))
 
-    def __repr__(self) -> str:
-        return repr(self.value)
 
-
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Outline:
     """A container of a registered class, known by its parts; its class is not called."""
 
@@ -143,10 +178,12 @@ class _Outline:
     children: Sequence[Any]
 
 
-# True if unflatten makes outlines; and the outlines of bare instances, by the instances' ids.
-_outlining: ContextVar[bool] = ContextVar("outlining", default=False)
-_outlines: ContextVar[dict[int, _Outline] | None] = ContextVar("outlines", default=None)
+# Its type wants a Collection; optree takes any class.
+_register_node: Any = optree.register_pytree_node
 _registered: set[type[Any]] = set()
+_makers: dict[type[Any], _Make] = {}
+# True while unflatten makes outlines.
+_outlining: ContextVar[bool] = ContextVar("outlining", default=False)
 
 
 def _is_container(cls: type[Any]) -> bool:
@@ -159,49 +196,36 @@ def _is_mapping(cls: type[Any]) -> bool:
 
 def _register(cls: type[Any]) -> None:
     """Let optree open and make containers of a class."""
-    open_, make = _parts_of(cls)
+    open_, _makers[cls] = _functions_of(cls)
 
     def flatten_node(value: Any) -> tuple[Sequence[Any], _Context, Any]:
-        outline = (_outlines.get() or {}).get(id(value))
-        children, context = (outline.children, outline.context) if outline else open_(value)
-        return tuple(children), _Context(context), _entries(cls, len(children), context)
+        children, context, names = open_(value)
+        return tuple(children), _Context(context), names
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
         if _outlining.get():
             return _Outline(cls, context.value, children)
-        return make(children, context.value)
+        return _makers[cls](children, context.value)
 
-    optree.register_pytree_node(
-        cls,
-        flatten_node,
-        unflatten_node,  # type: ignore[arg-type]  # what it makes is no Collection; optree takes it
-        namespace=NAMESPACE,
-    )
+    _register_node(cls, flatten_node, unflatten_node, namespace=NAMESPACE)
     _registered.add(cls)
 
 
-def _entries(cls: type[Any], num_children: int, context: Any) -> Any:
-    """The names in the paths to a container's children; None for their indices."""
-    names = context if dataclasses.is_dataclass(cls) else None
-    if names is None and _is_mapping(cls) and isinstance(context, tuple):
-        names = next(iter(context), None)
-    return names if isinstance(names, tuple) and len(names) == num_children else None
-
-
-def _parts_of(cls: type[Any]) -> tuple[_Open, _Make]:
+def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
     if cls is PackedSequence:
-        return lambda packed: (tuple(packed), None), _make_packed
+        return lambda packed: (tuple(packed), None, None), _make_packed
     # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
     if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         names = tuple(f.name for f in dataclasses.fields(cls))
         return (
-            lambda value: ([getattr(value, name) for name in names], names),
+            lambda value: ([getattr(value, name) for name in names], names, names),
             lambda children, names: cls(**dict(zip(names, children, strict=True))),
         )
     node = pytree_node(cls)
     if node is not None:
-        return node
-    return _dataclass_parts(cls) if dataclasses.is_dataclass(cls) else _mapping_parts(cls)
+        open_, make = node
+        return lambda value: (*open_(value), None), make
+    return _of_dataclass(cls) if dataclasses.is_dataclass(cls) else _of_mapping(cls)
 
 
 def _make_packed(children: Sequence[Any], _: Any) -> PackedSequence:
@@ -209,28 +233,28 @@ def _make_packed(children: Sequence[Any], _: Any) -> PackedSequence:
     return PackedSequence(data, sizes.cpu(), *orders)
 
 
-def _dataclass_parts(cls: type[Any]) -> tuple[_Open, _Make]:
+def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:
     fields = {field.name for field in dataclasses.fields(cls)}
-    taken = tuple(inspect.signature(cls.__init__).parameters)[1:]
+    names = tuple(inspect.signature(cls.__init__).parameters)[1:]
 
-    def open_(value: Any) -> tuple[Sequence[Any], Any]:
-        other = next((name for name in taken if name not in fields), None)
-        if other is not None:
-            raise _refused(cls, f"its constructor takes {other}, which is none of its fields")
-        children = [getattr(value, name, None) for name in taken]
-        again = make(children, taken)
-        for name in dict.fromkeys((*fields, *getattr(value, "__dict__", ()))):
+    def open_(value: Any) -> tuple[Sequence[Any], Any, Any]:
+        if extra := [name for name in names if name not in fields]:
+            raise _refused(cls, f"its constructor takes {extra[0]}, which is none of its fields")
+        children = [getattr(value, name, None) for name in names]
+        again = make(children, names)
+        for name in {*fields, *getattr(value, "__dict__", ())}:
             if isinstance(getattr(cls, name, None), cached_property) or not hasattr(value, name):
                 continue
-            if not hasattr(again, name):
-                raise _refused(cls, f"its constructor sets no {name}")
-            if not _is_same(getattr(value, name), getattr(again, name), made=name not in taken):
-                raise _refused(cls, f"called with its fields, its constructor makes another {name}")
-        return children, taken
+            left, right = getattr(value, name), getattr(again, name, _MISSING)
+            if not _is_same(left, right, made=name not in names):
+                raise _refused(
+                    cls, f"its constructor, called with its fields, makes another {name} or none"
+                )
+        return children, names, names
 
-    def make(children: Sequence[Any], taken: Any) -> Any:
+    def make(children: Sequence[Any], names: Any) -> Any:
         try:
-            return cls(**dict(zip(taken, children, strict=True)))
+            return cls(**dict(zip(names, children, strict=True)))
         except Exception as error:
             raise _refused(
                 cls, f"its constructor fails when called with its fields: {error!r}"
@@ -239,32 +263,35 @@ def _dataclass_parts(cls: type[Any]) -> tuple[_Open, _Make]:
     return open_, make
 
 
-def _mapping_parts(cls: type[Any]) -> tuple[_Open, _Make]:
-    def open_(value: Any) -> tuple[Sequence[Any], Any]:
+def _of_mapping(cls: type[Any]) -> tuple[_Open, _Make]:
+    def open_(value: Any) -> tuple[Sequence[Any], Any, Any]:
         items, attributes = dict(value), getattr(value, "__dict__", {})
         try:
-            made = cls(dict(items))
-            theirs = getattr(made, "__dict__", {})
-            changed = {n: x for n, x in attributes.items() if not _is_same(x, theirs.get(n))}
-            if _is_same(items, dict(made)) and not _holds_tensor(changed):
-                beside = {n: x for n, x in changed.items() if plain_tag(x) is not None}
-                return list(items.values()), (tuple(items), beside)
-        except Exception:  # the constructor takes other arguments
-            pass
-        if _holds_tensor(items) or _holds_tensor(attributes):
+            again = cls(dict(items))
+        except Exception:  # its constructor takes other arguments
+            again = {}
+        made = getattr(again, "__dict__", {})
+        changed = {n: x for n, x in attributes.items() if not _is_same(x, made.get(n, _MISSING))}
+        if _is_same(items, dict(again)) and not _holds_tensor(changed):
+            beside = {n: x for n, x in changed.items() if x is None or is_plain(x)}
+            return list(items.values()), (tuple(items), beside), tuple(items)
+        if _holds_tensor([items, attributes]):
             raise _refused(cls, "called with a dict of its items, its class makes another one")
-        return (), value  # for example settings: one value, which can't be sent
+        return (), value, None  # for example settings: one value, which can't be sent
 
     def make(children: Sequence[Any], context: Any) -> Any:
         if not isinstance(context, tuple):
             return context
         keys, beside = context
         made = cls(dict(zip(keys, children, strict=True)))
-        for name, mine in beside.items():
-            object.__setattr__(made, name, mine)
+        for name, value in beside.items():
+            object.__setattr__(made, name, value)
         return made
 
     return open_, make
+
+
+_MISSING = object()
 
 
 def _is_same(left: Any, right: Any, *, made: bool = False) -> bool:
@@ -272,33 +299,28 @@ def _is_same(left: Any, right: Any, *, made: bool = False) -> bool:
 
     Args:
         left: the attribute of a value.
-        right: that of the value made again.
-        made: whether the constructor makes it: then tensors of one shape agree, and objects of
-            which nothing is known.
+        right: that of the rebuilt value.
+        made: whether the constructor makes it: then tensors of one shape agree, and unknown objects
+            of one class.
     """
-    if left is right:
-        return True
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return list(left) == list(right) and all(
-            _is_same(left[key], right[key], made=made) for key in left
-        )
-    if isinstance(left, (list, tuple)) and type(right) is type(left):
-        return len(left) == len(right) and all(
-            _is_same(mine, other, made=made) for mine, other in zip(left, right, strict=True)
-        )
-    if plain_tag(left) is not None or plain_tag(right) is not None:
-        return type(left) is type(right) and (left == right or repr(left) == repr(right))
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return made and type(left) is type(right) and left.shape == right.shape
-    return made and type(left) is type(right)
+    lefts, tree = optree.tree_flatten(left)
+    rights, other = optree.tree_flatten(right)
+    return tree == other and all(_same_leaf(a, b, made) for a, b in zip(lefts, rights, strict=True))
+
+
+def _same_leaf(left: Any, right: Any, made: bool) -> bool:
+    if left is right or type(left) is not type(right):
+        return left is right
+    if is_plain(left):
+        return bool(left == right) or repr(left) == repr(right)  # NaN equals NaN
+    return made and (not isinstance(left, Tensor) or left.shape == right.shape)
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensor, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, Tensor)
+    leaves = optree.tree_leaves(value)
+    return any(
+        _holds_tensor(dict(x)) if isinstance(x, Mapping) else isinstance(x, Tensor) for x in leaves
+    )
 
 
 def _refused(cls: type[Any], why: str) -> BoundaryError:
@@ -311,7 +333,7 @@ def _refused(cls: type[Any], why: str) -> BoundaryError:
 # --- descriptions for other ranks ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Leaf:
     """The place of the leaf of this index."""
 
@@ -338,21 +360,25 @@ def encode_tree(tree: optree.PyTreeSpec) -> Any:
 
 def _encode(node: Any) -> Any:
     match node:
-        case _Leaf(index):
-            return index
         case None:
             return None
+        case _Leaf(index):
+            return index
         case _Outline(cls, context, children):
-            told = _encode_context(cls, context)
-            items = [_encode(child) for child in children]
-            return {"open": _class_name(cls), "context": told, "items": items}
+            head = {"class": _class_name(cls), "context": _encode_context(cls, context)}
+            return head | {"items": [_encode(child) for child in children]}
         case tuple() if hasattr(node, "_fields") or optree.is_structseq(node):
             return {"class": _class_name(type(node)), "items": [_encode(x) for x in node]}
         case tuple() | list() if type(node) in (tuple, list):
             return {"kind": type(node).__name__, "items": [_encode(x) for x in node]}
         case dict() if type(node) in (dict, OrderedDict):
-            items = [[_encode_key(k), _encode(v)] for k, v in node.items()]
-            return {"kind": type(node).__name__, "items": items}
+            for key in node:
+                if type(key) not in (str, int):
+                    raise BoundaryError(
+                        f"dict key {key!r} can't cross between stages; use str or int keys"
+                    )
+            items = [_encode(value) for value in node.values()]
+            return {"kind": type(node).__name__, "keys": list(node), "items": items}
     raise _not_sent(type(node))
 
 
@@ -363,37 +389,27 @@ def _not_sent(cls: type[Any]) -> BoundaryError:
     )
 
 
-def _encode_key(key: Any) -> Any:
-    if type(key) in (str, int):
-        return key
-    raise BoundaryError(f"dict key {key!r} can't cross between stages; use str or int keys")
-
-
 def _encode_context(cls: type[Any], context: Any) -> Any:
     if type(context) is cls:
         raise _not_sent(cls)
     leaves, tree = flatten(context)
     for leaf in leaves:
-        if plain_tag(leaf) is None:
+        if not is_plain(leaf):
             raise BoundaryError(
                 f"a {cls.__qualname__} can't cross between stages: it is registered with a context "
                 f"that holds a {type(leaf).__qualname__}, expected numbers, strings, None and "
                 "containers of these"
             )
-    return [encode_tree(tree), [encode_leaf(leaf) for leaf in leaves]]
+    return [encode_tree(tree), [encode_plain(leaf) for leaf in leaves]]
 
 
 def decode_tree(data: Any) -> optree.PyTreeSpec:
-    """The structure that ``encode_tree`` wrote.
+    """The structure that ``encode_tree`` wrote, to be unflattened.
 
     Raises:
         BoundaryError: it names a class that this process has not imported.
     """
-    token = _outlines.set({})
-    try:
-        return flatten(_decode(data))[1]
-    finally:
-        _outlines.reset(token)
+    return optree.tree_structure(_decode(data), namespace=NAMESPACE)
 
 
 def _decode(node: Any) -> Any:
@@ -401,45 +417,26 @@ def _decode(node: Any) -> Any:
         return None
     if isinstance(node, int):
         return object()  # optree treats a bare object as a leaf
-    items = node["items"]
-    if "open" in node:
-        return _decode_outline(_find_class(node["open"]), node["context"], items)
-    if "class" in node:
-        cls = _find_class(node["class"])
-        values = [_decode(x) for x in items]
-        # tuple.__new__: the class's own __new__ may check its items, which are none yet.
-        return cls(values) if optree.is_structseq_class(cls) else tuple.__new__(cls, values)
-    match node["kind"]:
-        case "tuple":
-            return tuple(_decode(x) for x in items)
-        case "list":
-            return [_decode(x) for x in items]
-        case "dict":
-            return {key: _decode(value) for key, value in items}
-        case "OrderedDict":
-            return OrderedDict((key, _decode(value)) for key, value in items)
-    raise BoundaryError(f"a boundary's description names an unknown container {node['kind']!r}")
+    if "keys" in node:
+        made = zip(node["keys"], map(_decode, node["items"]), strict=True)
+        return OrderedDict(made) if node["kind"] == "OrderedDict" else dict(made)
+    items = [_decode(item) for item in node["items"]]
+    if "kind" in node:
+        return tuple(items) if node["kind"] == "tuple" else items
+    cls = _find_class(node["class"])
+    if "context" in node:
+        if cls not in _registered:
+            _register(cls)
+        tree, leaves = node["context"]
+        context = unflatten(decode_tree(tree), [decode_plain(leaf) for leaf in leaves])
+        return _Outline(cls, context, items)
+    # tuple.__new__: the class's own __new__ may check its items, which are none yet.
+    return cls(items) if optree.is_structseq_class(cls) else tuple.__new__(cls, items)
 
 
-def _decode_outline(cls: type[Any], context: Any, items: Sequence[Any]) -> Any:
-    if cls not in _registered:
-        _register(cls)
-    tree, leaves = context
-    told: Any = unflatten(decode_tree(tree), [decode_leaf(leaf) for leaf in leaves])
-    bare = _bare(cls)
-    outlines = _outlines.get()
-    assert outlines is not None, "set by decode_tree"
-    outlines[id(bare)] = _Outline(cls, told, [_decode(x) for x in items])
-    return bare
-
-
-def _bare(cls: type[Any]) -> Any:
-    """An instance of a class whose constructor has not run."""
-    for base in cls.__mro__:
-        new = base.__dict__.get("__new__")
-        if isinstance(new, BuiltinFunctionType):
-            return new(cls)
-    raise AssertionError("every class derives from object")
+def _make_outlined(context: _Context, children: Sequence[Any]) -> Any:
+    cls, own = context.value
+    return _Outline(cls, own, children) if _outlining.get() else _makers[cls](children, own)
 
 
 def _class_name(cls: type[Any]) -> str:
@@ -456,22 +453,24 @@ def _find_class(name: str) -> type[Any]:
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
         found = getattr(found, part, None)
-    is_known = isinstance(found, type) and (
-        _is_container(found)
-        or found in _registered
-        or hasattr(found, "_fields")
-        or optree.is_structseq_class(found)
-    )
-    if not is_known:
+    is_tuple = hasattr(found, "_fields") or optree.is_structseq_class(found)
+    if not isinstance(found, type) or not (
+        is_tuple or _is_container(found) or found in _registered
+    ):
         raise BoundaryError(
             f"a stage sends a {name}, a class that this rank can't find; define it at the top "
             "level of a module that every rank imports, and register it there, where it is "
             "registered with torch's pytree"
         )
-    cls: type[Any] = found
-    return cls
+    return found
 
 
+_register_node(
+    _Outline,
+    lambda outline: (outline.children, _Context((outline.cls, outline.context)), None),
+    _make_outlined,
+    namespace=NAMESPACE,
+)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # that it is a named tuple, too
     _register(PackedSequence)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import StageError
-from penstock.stage.pytree import flatten, unflatten
-from penstock.stage.tensor_meta import plain_tag
+from penstock.stage.pytree import flatten, is_plain, unflatten
 from penstock.stage.wrappers import unwrapped
 
 __all__ = ["SequenceState", "detach_state", "takes_state"]
@@ -74,7 +73,7 @@ def detach_state(returned: Any) -> tuple[Any, SequenceState]:
             if value.requires_grad:
                 leaves.append(values[i].requires_grad_())
                 edges.append(get_gradient_edge(value))
-        elif plain_tag(value) is None:
+        elif not is_plain(value):
             # Tensors hidden in it would tie the backwards of both chunks together.
             raise StageError(
                 f"the state holds a {type(value).__qualname__}, expected tensors, numbers, "

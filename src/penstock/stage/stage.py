@@ -1,33 +1,107 @@
 """Forward and backward of one microbatch in one stage.
 
+    RECV_F       F                     SEND_F     RECV_B            B, or I           W
+    received ───►leaves, roots, work,  to_send    received_grads ──►grads_to_send     (work done)
+                 to_send
+
 A forward produces detached tensors to send, and the autograd edges at which the backward starts.
 A stage depends on neither schedules nor messages. All state of a microbatch is in the
-``MicrobatchState`` that the caller passes.
+``MicrobatchState`` that the caller passes; each field is set by one action and cleared by the one
+that consumes it, so that memory is held only for microbatches in flight.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock._torch_compat import run_backward
-from penstock.errors import StageError
-from penstock.stage.aliasing import InputAliases
+from penstock._torch_compat import run_backward, version_of
+from penstock.errors import BoundaryError, StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import DTensorMeta, find_mesh, unknown_mesh
-from penstock.stage.microbatch_state import MicrobatchState
+from penstock.stage.offload import ActivationOffload
 from penstock.stage.pytree import flatten
+from penstock.stage.recompute import RecomputeContext
+from penstock.stage.sequence_state import SequenceState
 
-__all__ = ["Stage"]
+__all__ = ["MicrobatchState", "Stage"]
+
+
+class MicrobatchState:
+    """One microbatch's tensors and graph edges in one stage, between its actions.
+
+    A schedule makes its own states and reuses them from step to step.
+
+    Args:
+        microbatch: its index.
+        in_sequence: whether it is a chunk of a sequence, whose backward returns the gradient of
+            the state that the chunk before has passed on.
+
+    Attributes:
+        received: the activations: a pending receive, then tensors.
+        leaves: the stage's inputs whose gradients are sent back.
+        roots: gradient edges of the outputs that take gradients; None for an output that required
+            grad when its shape was first seen but no longer does.
+        to_send: output tensors; None once sent.
+        received_grads: the gradients of ``to_send``: a pending receive, then tensors.
+        grads_to_send: gradients of ``leaves``.
+        work: after F the ``DeferredGrads`` that recorded it, if any; after I what W calls.
+        recompute: the state to restore when the forward is run again.
+        offload: the saved activations, where they can be moved to the host.
+        sequence: the state passed to the next chunk of a sequence.
+        metadata: the encoded ``out_spec``, to be sent ahead of ``to_send``.
+        grads_present: for each gradient of ``to_send``, whether it is sent at all.
+        in_spec: the boundary spec of the inputs.
+        out_spec: the boundary spec of the outputs.
+    """
+
+    __slots__ = (
+        "grads_present",
+        "grads_to_send",
+        "in_sequence",
+        "in_spec",
+        "leaves",
+        "metadata",
+        "microbatch",
+        "offload",
+        "out_spec",
+        "received",
+        "received_grads",
+        "recompute",
+        "roots",
+        "sequence",
+        "to_send",
+        "work",
+    )
+
+    def __init__(self, microbatch: int, *, in_sequence: bool = False) -> None:
+        self.microbatch = microbatch
+        self.in_sequence = in_sequence
+        self.clear()
+
+    def clear(self) -> None:
+        """Reset all fields to their values before the first action."""
+        self.received: Any = None
+        self.received_grads: Any = None
+        self.leaves: Sequence[Tensor] = ()
+        self.roots: Sequence[GradientEdge | None] = ()
+        self.to_send: Sequence[Tensor] | None = None
+        self.grads_to_send: Sequence[Tensor | None] | None = None
+        self.work: Any = None
+        self.recompute: RecomputeContext | None = None
+        self.offload: ActivationOffload | None = None
+        self.sequence: SequenceState | None = None
+        self.metadata: bytes | None = None
+        self.grads_present: tuple[bool, ...] = ()
+        self.in_spec: BoundarySpec | None = None
+        self.out_spec: BoundarySpec | None = None
 
 
 class Stage:
@@ -91,7 +165,12 @@ class Stage:
         self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
         # The module, the parameters of it that are not deferred, and its compiled parts.
         self._deferral: tuple[nn.Module, list[nn.Parameter] | None, Any] | None = None
-        self._aliases = InputAliases()
+        # The module, and whether it may write into its inputs; None before its first forward.
+        self._writes: tuple[nn.Module, bool] | None = None
+        # Inputs with their versions: those of a module's first forward, and, with their indices,
+        # those that shared memory in the previous stage.
+        self._first: list[tuple[Tensor, int]] = []
+        self._shared: list[tuple[int, int, Tensor, int]] = []
 
     @property
     def is_first(self) -> bool:
@@ -108,16 +187,50 @@ class Stage:
     def enter(
         self, state: MicrobatchState, tensors: Sequence[Tensor], spec: BoundarySpec
     ) -> tuple[Any, ...]:
-        """Make the module's arguments of received tensors; those that take gradients are leaves."""
+        """Make the module's arguments of received tensors; those that take gradients are leaves.
+
+        Autograd refuses in-place writes into leaves (``nn.ReLU(inplace=True)``, ``x.add_(1)``). In
+        the unsplit model the inputs would be none, so the module gets differentiable aliases,
+        unless its first forward has shown that it does not write.
+        """
         state.in_spec = self.inputs_spec = spec
         # In an evaluation there is no graph, though parameters that are sent on require grad.
         grad_slots = spec.grad_slots if torch.is_grad_enabled() else ()
         state.leaves = [tensors[i].requires_grad_() for i in grad_slots]
-        if state.leaves and self._aliases.may_write(self.submod):
-            tensors = self._aliases.of(tensors)
+        writes = self._writes
+        if writes is not None and writes[0] is not self.submod:
+            writes = self._writes = None
+        self._first = []
+        if state.leaves and (writes is None or writes[1]):
+            tensors = [alias(t) if t.requires_grad else t for t in tensors]
+            if writes is None:
+                self._first = [(t, version_of(t)) for t in tensors if t.requires_grad]
         if spec.shared:
-            self._aliases.watch(tensors, spec.shared)
+            pairs = (p for i, j in spec.shared for p in ((i, j), (j, i)))
+            watched = ((i, j, t) for i, j in pairs if not (t := tensors[i]).is_inference())
+            self._shared = [(i, j, t, version_of(t)) for i, j, t in watched]
         return spec.arguments(tensors, self.mesh_of)
+
+    def _check_writes(self) -> None:
+        """Learn from a module's first forward whether it writes into its inputs.
+
+        Raises:
+            BoundaryError: it wrote into an input that shared memory with another one, which
+                arrived as a separate tensor and does not see the write.
+        """
+        first, self._first = self._first, []
+        shared, self._shared = self._shared, []
+        if first:
+            inplace = (getattr(m, "inplace", False) is True for m in self.submod.modules())
+            wrote = any(version_of(t) != version for t, version in first)
+            self._writes = (self.submod, wrote or any(inplace))
+        for one, other, tensor, version in shared:
+            if version_of(tensor) != version:
+                raise BoundaryError(
+                    f"the stage writes into tensor {one} of its inputs in place; it has memory in "
+                    f"common with tensor {other} in the stage before, which would not see the "
+                    "write here: return a clone of one of them there, or don't write in place"
+                )
 
     def mesh_of(self, meta: DTensorMeta) -> Any:
         """The mesh of this stage over which a received DTensor is sharded.
@@ -126,9 +239,8 @@ class Stage:
             BoundaryError: neither ``get_mesh`` nor a parameter determines it.
         """
         if meta.mesh not in self._meshes:
-            names = tuple(name for name, _ in meta.mesh)
             if self.get_mesh is not None:
-                found = self.get_mesh(names, None)
+                found = self.get_mesh(tuple(name for name, _ in meta.mesh), None)
             else:
                 found = find_mesh(meta, self.submod.parameters()) or unknown_mesh(meta)
             self._meshes[meta.mesh] = found
@@ -157,7 +269,8 @@ class Stage:
             output = self._forward_deferring(state, args, kwargs)
         else:
             output = self.submod(*args, **kwargs)
-        self._aliases.check()
+        if self._first or self._shared:
+            self._check_writes()
         return output
 
     def _leaves_all_to_w(self, state: MicrobatchState) -> bool:
@@ -177,14 +290,14 @@ class Stage:
         if known is None or known[0] is not self.submod:
             known = (self.submod, None, compiled_parts(self.submod))
         _, undeferred, compiled = known
-        state.work = work = DeferredGrads(undeferred or (), compiled)
-        with work:
+        state.work = deferred = DeferredGrads(undeferred or (), compiled)
+        with deferred:
             output = self.submod(*args, **kwargs)
         if undeferred is None:
             # Parameters whose gradients I computes anyway: later forwards defer none of their
             # uses, or their hooks would fire twice. A module's uses stay the same.
             undeferred = find_undeferred(flatten(output)[0], self.submod.parameters())
-            work.note_undeferred(undeferred)
+            deferred.note_undeferred(undeferred)
             self._deferral = (self.submod, undeferred, compiled)
         return output
 
@@ -200,10 +313,6 @@ class Stage:
         state.out_spec = self.outputs_spec = spec
         # In an evaluation there are no edges, though views of parameters require grad.
         grad_slots = spec.grad_slots if torch.is_grad_enabled() else ()
-        if grad_slots and len(tensors) == 1 and tensors[0].requires_grad:
-            state.roots = (get_gradient_edge(tensors[0]),)
-            state.to_send = (tensors[0].detach(),)
-            return
         state.roots = [
             get_gradient_edge(t) if (t := tensors[i]).requires_grad else None for i in grad_slots
         ]
@@ -220,50 +329,47 @@ class Stage:
         """
         self._run_backward(state, grads)
         if self.dw_builder is not None:
-            self._weight_runner()()
+            self._built_work()()
 
     def input_grad(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
-        work = state.work
-        if isinstance(work, TorchFunctionMode):  # recorded by the forward
-            held = getattr(work, "undeferred_now", ())
-            with work, work.holding_undeferred() if held else nullcontext():
+        deferred = state.work
+        if deferred is not None:  # recorded by the forward
+            with deferred, deferred.holding_undeferred():
                 self._run_backward(state, grads)
+            state.work = deferred.accumulate
         elif self._leaves_all_to_w(state):
             state.grads_to_send = ()
-            state.work = _Deferred(partial(self._run_backward, state, grads))
+            state.work = partial(self._run_backward, state, grads)
         else:
             self._run_backward(state, grads)
-            state.work = _Deferred(self._weight_runner())
+            state.work = _nothing if self.dw_builder is None else self._built_work()
 
     def weight_grad(self, state: MicrobatchState) -> None:
         """Weight gradients of a microbatch, after its input gradients."""
         work, state.work = state.work, None
-        assert work is not None
-        work.accumulate()
+        work()
 
-    def _weight_runner(self) -> Callable[..., None]:
+    def _built_work(self) -> Callable[..., None]:
         """The user's callable for the weight gradients of the last backward."""
-        if self.dw_builder is None:
-            return _nothing
-        runner = self.dw_builder()
-        if not callable(runner):
+        assert self.dw_builder is not None
+        work = self.dw_builder()
+        if not callable(work):
             raise StageError(
-                f"dw_builder returned {runner!r}, expected a callable that computes the weight "
+                f"dw_builder returned {work!r}, expected a callable that computes the weight "
                 "gradients of the backward before it"
             )
-        return runner
+        return work
 
     def _run_backward(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         roots, state.roots = state.roots, ()
         if len(roots) != 1 or roots[0] is None or grads[0] is None:
             pairs = zip(roots, grads, strict=True)
-            kept = [(r, g) for r, g in pairs if r is not None and g is not None]
-            roots, grads = [r for r, _ in kept], [g for _, g in kept]
+            present = [(r, g) for r, g in pairs if r is not None and g is not None]
+            roots, grads = [r for r, _ in present], [g for _, g in present]
         if roots:
             self._backward_from(roots, grads)
-        leaves = state.leaves
-        state.leaves = ()
+        leaves, state.leaves = state.leaves, ()
         state.grads_to_send = [leaf.grad for leaf in leaves]
 
 
@@ -278,13 +384,24 @@ def _nothing() -> None:
     """The no-op W after I has computed all gradients."""
 
 
-class _Deferred:
-    """A callable that W runs."""
+def alias(leaf: Tensor) -> Tensor:
+    """A differentiable alias of ``leaf`` that may be written into.
 
-    is_reached = False
+    Example:
+        >>> leaf = torch.tensor([-1.0, 2.0], requires_grad=True)
+        >>> alias(leaf).relu_().sum().backward()
+        >>> leaf.grad
+        tensor([0., 1.])
+    """
+    made: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+    return made
 
-    def __init__(self, run: Callable[..., None]) -> None:
-        self._run = run
 
-    def accumulate(self) -> None:
-        self._run()
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()  # the shared version counter shows writes to autograd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]

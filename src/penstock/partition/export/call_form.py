@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.module_state import hidden_tensors_message, hides_tensors
 from penstock.partition.spec import own_loss
-from penstock.stage.pytree import flatten, unflatten
-from penstock.stage.tensor_meta import plain_tag
+from penstock.stage.pytree import flatten, is_plain, unflatten
 
 __all__ = ["CallForm", "OutputForm", "ShapeCheck"]
 
@@ -177,12 +176,11 @@ class OutputForm:
         leaves, self._tree = flatten(output)
         self._slots = [i for i, leaf in enumerate(leaves) if _is_computed(leaf)]
         self._computed = [leaves[i] for i in self._slots]
-        plain = [None if _is_computed(leaf) else plain_tag(leaf) for leaf in leaves]
-        self._leaves = [leaf if plain[i] is not None else None for i, leaf in enumerate(leaves)]
+        self._leaves = [leaf if is_plain(leaf) else None for leaf in leaves]
         opaque = {
             type(leaf).__qualname__
-            for i, leaf in enumerate(leaves)
-            if plain[i] is None and not _is_computed(leaf)
+            for leaf in leaves
+            if not is_plain(leaf) and not _is_computed(leaf)
         }
         self.dropped = tuple(sorted(opaque))
         loss = own_loss(output)

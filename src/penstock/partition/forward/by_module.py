@@ -33,7 +33,7 @@ from penstock.partition.huggingface import install_hooks
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, Split, SplitSpec, as_call
 from penstock.partition.ties import named_tensors, record_ties
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import TensorMeta
 
 __all__ = [
     "ModuleSplit",

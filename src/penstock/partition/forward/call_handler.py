@@ -33,9 +33,9 @@ from penstock.partition.forward.placeholder import (
 )
 from penstock.partition.forward.stage_tree import is_stub
 from penstock.partition.huggingface import capture_since, mark, replay
+from penstock.stage.boundary import TensorMeta
 from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.rng import random_state, set_random_state
-from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["StageCallHandler", "StagePlan", "StopForward"]
 

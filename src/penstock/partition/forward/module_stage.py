@@ -32,8 +32,8 @@ from penstock.partition.forward.placeholder import (
     refs_of,
 )
 from penstock.partition.forward.stage_tree import StageTree, registered_tree, registry_of
+from penstock.stage.boundary import TensorMeta
 from penstock.stage.pytree import flatten, unflatten
-from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["MakePlan", "ModuleStage"]
 

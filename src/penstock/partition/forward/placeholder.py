@@ -36,7 +36,7 @@ from penstock._torch_compat import (
     wrapper_subclass,
 )
 from penstock.errors import PartitionError
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import TensorMeta
 
 __all__ = [
     "NeedsValue",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import TensorMeta
 
 __all__ = ["PendingReceive", "Transport", "empty_tensors"]
 

@@ -30,7 +30,7 @@ from penstock.runtime.agreement import pack_header, unpack_headers
 from penstock.runtime.comm.base import PendingReceive
 from penstock.runtime.failure import FailureReporter, calls_over
 from penstock.runtime.watchdog import Peers, Watchdog, Whom
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import TensorMeta
 
 __all__ = ["C10dTransport", "InFlightSends", "control_group"]
 

@@ -25,7 +25,7 @@ from penstock import _torch_compat
 from penstock.runtime.comm.base import empty_tensors
 from penstock.runtime.comm.c10d import DATA_TAG, C10dTransport, Received
 from penstock.runtime.watchdog import Peers, StoreQuery, Whom
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import TensorMeta
 
 __all__ = ["GlooTransport", "LargeMessage", "break_pairs", "is_closed"]
 

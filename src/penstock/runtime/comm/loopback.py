@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import InternalError, PenstockError
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import TensorMeta
 
 __all__ = ["LoopbackTransport", "loopback"]
 

@@ -48,8 +48,8 @@ from penstock.runtime.comm.c10d import (
 from penstock.runtime.comm.gloo import break_pairs, break_replicas
 from penstock.runtime.watchdog import Peers, Whom, poll
 from penstock.schedule.channels import Channels
+from penstock.stage.boundary import TensorMeta
 from penstock.stage.device_streams import Event, streams_of
-from penstock.stage.tensor_meta import TensorMeta
 
 __all__ = ["NcclTransport", "abort_groups", "as_wire", "channels_of", "pairs_of"]
 

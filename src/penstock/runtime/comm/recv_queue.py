@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.comm.base import PendingReceive, Transport
-from penstock.stage.microbatch_state import MicrobatchState
-from penstock.stage.tensor_meta import TensorMeta
+from penstock.stage.boundary import TensorMeta
+from penstock.stage.stage import MicrobatchState
 
 __all__ = ["DeferredReceive", "RecvQueue"]
 
