@@ -8,9 +8,9 @@ model, split, example ──► modules ──────────┘
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +24,7 @@ from penstock.partition.sequential import is_sequence, with_states
 from penstock.partition.spec import SplitSpec, own_loss
 from penstock.partition.ties import SharedBuffers, Tie, find_ties, refuse_shared_statistics
 from penstock.runtime.comm.process_group import from_first_rank
-from penstock.runtime.config import PipelineSpec
+from penstock.runtime.config import LossFn, PipelineSpec
 from penstock.schedule.program import Program
 from penstock.schedule.resolve import choose_program, directions_of
 from penstock.schedule.text import load_csv
@@ -47,10 +47,9 @@ class Assembly:
         stages: this process's stages, the only part of the model that is kept.
         ties: the parameters that stages share.
         loss_fn: the user's loss function, or the model's own; None if there is neither.
-        takes_model_call: whether the stages accept the model's own call signature.
         forecast: the predicted time of a step, for a program found by search.
-        state_names: the names in the whole model's state; None if the names on other ranks are
-            unknown.
+        state_names: the names in the whole model's state; None if other ranks' are unknown.
+        takes_model_call: whether the stages accept the model's own call signature.
         shared_buffers: the buffers of layers that several stages call, on all ranks; None if the
             stages of other ranks are unknown.
     """
@@ -58,10 +57,10 @@ class Assembly:
     program: Program
     stages: tuple[PipelineStage, ...]
     ties: Sequence[Tie]
-    loss_fn: Callable[..., Any] | None
-    takes_model_call: bool = False
+    loss_fn: LossFn | None
     forecast: Forecast | None
     state_names: frozenset[str] | None
+    takes_model_call: bool = False
     shared_buffers: SharedBuffers | None = None
 
 
@@ -74,8 +73,9 @@ def assemble(spec: PipelineSpec) -> Assembly:
     """
     model, schedule = spec.model, spec.schedule
     _refuse_empty(model)
-    split = spec.split
-    where = None if split is None else SplitSpec.parse(split, sequence=is_sequence(model))
+    where = None
+    if spec.split is not None:
+        where = SplitSpec.parse(spec.split, sequence=is_sequence(model))
     if isinstance(schedule, os.PathLike):
         schedule = load_csv(schedule)
     forecast = None
@@ -97,7 +97,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
         virtual=spec.virtual,
         world=None if spec.group is None else spec.group.size(),
     )
-    if _are_stages(model):
+    if not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model):
         return _of_stages(spec, tuple(model), program, forecast)
     cut = _cut(spec, where, program)
     refuse_shared_statistics(dict(enumerate(cut.modules)))
@@ -114,9 +114,9 @@ def assemble(spec: PipelineSpec) -> Assembly:
         stages=stages,
         ties=[*spec.shared, *find_ties(cut.modules)],
         loss_fn=own_loss if spec.loss_fn is None and cut.has_loss else spec.loss_fn,
-        takes_model_call=cut.whole_call,
         forecast=forecast,
         state_names=_state_names(cut.modules),
+        takes_model_call=cut.whole_call,
         shared_buffers=SharedBuffers(dict(enumerate(cut.modules))),
     )
 
@@ -124,24 +124,20 @@ def assemble(spec: PipelineSpec) -> Assembly:
 def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> ModelCut:
     """Split the model into the modules of all stages."""
     if split is not None and split.auto:
-        split = SplitSpec.parse(_balance(spec, program))
+        from penstock.partition.profile import balanced_plan  # imports the profiler
+
+        def measure() -> str:
+            return balanced_plan(
+                spec.model, program, spec.example, device=spec.device, loss_fn=spec.loss_fn
+            ).to_toml()
+
+        # Measured on one rank only, since times differ between ranks.
+        split = SplitSpec.parse(Plan.from_toml(from_first_rank(spec.group, measure)))
     num = program.placement.num_model_stages
     cut = cut_model(
         spec.model, split, num, example=spec.example, device=spec.device, method=spec.method
     )
     return cut if program.num_splits == 1 else replace(cut, modules=with_states(cut.modules))
-
-
-def _balance(spec: PipelineSpec, program: Program) -> Plan:
-    from penstock.partition.profile import balanced_plan  # imports the profiler
-
-    def measure() -> str:
-        return balanced_plan(
-            spec.model, program, spec.example, device=spec.device, loss_fn=spec.loss_fn
-        ).to_toml()
-
-    # Measured on one rank only, since times differ between ranks.
-    return Plan.from_toml(from_first_rank(spec.group, measure))
 
 
 def _make_stages(
@@ -150,8 +146,9 @@ def _make_stages(
     """Make the stages of this process's ranks."""
     local = _local(program, spec.group)
     mine = [modules[program.placement.model_stage(i)] for i in local]
-    whole = spec.model if isinstance(spec.model, nn.Module) else None
-    materialize(mine, spec.device, spec.init_fn, whole)
+    materialize(
+        mine, spec.device, spec.init_fn, spec.model if isinstance(spec.model, nn.Module) else None
+    )
     return tuple(
         PipelineStage(module, i, program.num_stages, spec.device, group=spec.group)
         for i, module in zip(local, mine, strict=True)
@@ -193,10 +190,6 @@ def _state_names(modules: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(plain_name(m, n) for m in modules for n in m.state_dict())
 
 
-def _are_stages(model: ModelOrStages) -> bool:
-    return not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model)
-
-
 def _refuse_empty(model: object) -> None:
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
         return
@@ -216,7 +209,5 @@ def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> i
         return None if split.auto else split.num_stages
     if isinstance(model, nn.Module):
         return None
-    if _are_stages(model):
-        first: Any = model[0]
-        return int(first.num_stages) // copies
-    return len(model)
+    first = model[0]
+    return first.num_stages // copies if isinstance(first, PipelineStage) else len(model)

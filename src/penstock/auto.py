@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -46,53 +46,49 @@ SEARCH_S = 10.0
 _NUM_LOGGED_STEPS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """The predicted time of a step.
 
     Args:
         step_s: the time with all ranks in parallel.
         alone_s: the time in one process that runs all ranks in turn.
+        device: the device to synchronize.
+        is_alone: whether this process runs all ranks.
     """
 
-    step_s: float
-    alone_s: float
+    def __init__(
+        self, step_s: float, alone_s: float, device: torch.device, *, is_alone: bool
+    ) -> None:
+        self.step_s = step_s
+        self.alone_s = alone_s
+        self._device = device
+        self._is_alone = is_alone
+        self._num_steps = 0
 
     @contextmanager
-    def watch(self, number: int, device: torch.device, *, alone: bool) -> Iterator[None]:
-        """Log the measured and the predicted time of each of the first few steps.
-
-        Args:
-            number: the step, from 0.
-            device: the device to synchronize.
-            alone: whether this process runs all ranks.
-        """
-        if number >= _NUM_LOGGED_STEPS:
-            yield
-            return
+    def watch(self) -> Iterator[None]:
+        """Log the measured and the predicted time of each of the first few steps."""
+        number = self._num_steps
+        self._num_steps += 1
         started = time.perf_counter()
         yield
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        if number >= _NUM_LOGGED_STEPS:
+            return
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         logger.info(
             "auto: step %d took %.4g s, %.4g s were predicted%s%s",
             number,
             time.perf_counter() - started,
-            self.alone_s if alone else self.step_s,
-            " for one process that plays all ranks" if alone else "",
+            self.alone_s if self._is_alone else self.step_s,
+            " for one process that plays all ranks" if self._is_alone else "",
             "; the first step warms up" if number == 0 else "",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """The program and the split chosen for ``"auto"``.
-
-    Args:
-        program: the program to run.
-        split: the split points of the model.
-        forecast: the predicted time of a step.
-    """
+    """The program, the split and the predicted time chosen for ``"auto"``."""
 
     program: Program
     split: SplitSpec | None
@@ -132,13 +128,13 @@ def find_program(spec: PipelineSpec, split: SplitSpec | None, num_stages: int | 
     if group is not None:
         with collective_call(control_group(group), "Pipeline()"):
             link = measure_link(group, spec.device)
-    found = from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link))
-    document = json.loads(found)
-    plan = document["plan"]
+    found = json.loads(from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link)))
+    if found["plan"] is not None:
+        split = SplitSpec.parse(Plan.from_toml(found["plan"]))
     return AutoChoice(
-        program=from_json(document["program"]),
-        split=split if plan is None else SplitSpec.parse(Plan.from_toml(plan)),
-        forecast=Forecast(step_s=document["step_s"], alone_s=document["alone_s"]),
+        program=from_json(found["program"]),
+        split=split,
+        forecast=Forecast(found["step_s"], found["alone_s"], spec.device, is_alone=group is None),
     )
 
 
@@ -159,11 +155,7 @@ def _find(
     costs = costs_of(groups)
     if link is not None:
         costs = replace(costs, latency=link.latency_s, bandwidth=link.bandwidth)
-        logger.info(
-            "auto: messages take %.4g s, and %.4g bytes more a second more",
-            link.latency_s,
-            link.bandwidth,
-        )
+        logger.info("auto: messages take %.4g s, and %.4g bytes/s", *astuple(link))
     result = search(
         costs,
         ranks=ranks,
@@ -181,14 +173,13 @@ def _find(
         result.bound,
         result.peak,
     )
-    return json.dumps(
-        {
-            "program": to_json(result.program),
-            "plan": None if plan is None else plan.to_toml(),
-            "step_s": result.simulation.makespan,
-            "alone_s": result.simulation.busy,
-        }
-    )
+    found = {
+        "program": to_json(result.program),
+        "plan": None if plan is None else plan.to_toml(),
+        "step_s": result.simulation.makespan,
+        "alone_s": result.simulation.busy,
+    }
+    return json.dumps(found)
 
 
 def _sizes(num_stages: int | None, ranks: int | None, virtual: int | None) -> tuple[int, int]:
@@ -217,15 +208,13 @@ def _by_stage(
     if not isinstance(model, nn.Module) and len(blocks) == num_stages:
         return [[block] for block in blocks]
     cut = cut_model(model, split, num_stages, example=spec.example, device=spec.device)
-    names = [[name for name, _ in stage.named_parameters()] for stage in cut.modules]
+    names = [[f"{name}." for name, _ in stage.named_parameters()] for stage in cut.modules]
     groups: list[list[BlockCosts]] = [[] for _ in names]
     stage = 0
     for block in blocks:
         prefixes = tuple(f"{module}." for module in block.modules)
         holders = (
-            s
-            for s in range(stage, num_stages)
-            if any(f"{name}.".startswith(prefixes) for name in names[s])
+            i for i in range(stage, num_stages) if any(n.startswith(prefixes) for n in names[i])
         )
         # A block without parameters belongs to the stage of the block before it.
         stage = next(holders, stage)

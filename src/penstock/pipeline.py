@@ -20,7 +20,7 @@ from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import chosen_device, process_group
-from penstock.runtime.config import PipelineSpec, RunOptions
+from penstock.runtime.config import AllOptions, PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
 from penstock.schedule.program import Program
@@ -57,20 +57,15 @@ class Pipeline:
             about the same number of layers.
         method: ``"module"`` cuts by module, ``"export"`` by torch.export; None tries by module
             first, and warns if it falls back to export.
-            example: one microbatch, a tuple of positional or a dict of keyword arguments. Needed by
-                ``"auto"`` and export. With an example, an unsplittable model raises at once.
-            init_fn: initializes a module of a model on the meta device, of which each rank
-                materializes its own stages. If None, the model's ``_init_weights``, or the modules'
-                ``reset_parameters``.
-            device: the stages' device. By default the CPU, or this process's GPU under torchrun.
+        example: one microbatch, a tuple of positional or a dict of keyword arguments. Needed by
+            ``"auto"`` and export. With an example, an unsplittable model raises at once.
+        init_fn: initializes a module of a model on the meta device, of which each rank
+            materializes its own stages. If None, the model's ``_init_weights``, or the modules'
+            ``reset_parameters``.
+        device: the stages' device. By default the CPU, or this process's GPU under torchrun.
         group: the process group; the default group if None.
-        args_chunk_spec: per positional argument the split dimension as a ``TensorChunkSpec``, or
-            None to replicate the argument to every microbatch (a mask, a table). Without a spec,
-            dimension 0.
-        kwargs_chunk_spec: specs of keyword arguments by name; without a spec, dimension 0.
-        output_merge_spec: specs by which the outputs that ``eval`` returns are merged.
-        scale_grads: divide each microbatch's loss by ``n_microbatches``.
-        options: ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
+        options: ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec``,
+            ``scale_grads``, ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
             ``timeout_s`` and ``shared`` (see ``penstock.runtime.config.RunConfig``). Shared
             parameters are detected automatically unless ``model`` is a list of ``PipelineStage``.
 
@@ -102,11 +97,7 @@ class Pipeline:
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        **options: Unpack[RunOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         from penstock.assembly import assemble  # imports all of partition
 
@@ -129,25 +120,20 @@ class Pipeline:
                     init_fn=init_fn,
                     device=self.device,
                     group=self._group,
-                    shared=options.pop("shared", ()),
+                    shared=options.get("shared", ()),
                 )
             )
         self.num_ranks = made.program.num_ranks
         self.rank = self._group.rank() if self._group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._takes_model_call = made.takes_model_call
-        self._forecast, self._num_steps = made.forecast, 0
+        self._forecast = made.forecast
         self._schedule = ScheduleProgram(
             list(self.stages),
             made.program,
             made.loss_fn,
             transports=None if self._group is not None else list(loopback(self.num_ranks)),
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            shared=made.ties,
-            **options,
+            **{**options, "shared": made.ties},
         )
         self._state = ModelState(
             self.stages, made.program.placement, made.ties, self._group, made.state_names
@@ -178,22 +164,7 @@ class Pipeline:
             StageError: there is no loss to train on.
             PenstockError: this rank or another one failed; see the subclasses.
         """
-        self._check_trains()
-        kwargs.setdefault("return_outputs", False)
-        if target is None and self._takes_model_call:
-            # The model may compute its own loss from labels among its arguments.
-            kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
-        watch = self._forecast.watch if self._forecast is not None else _nothing
-        args, target, kwargs = self._moved(args, target, kwargs)
-        with watch(self._num_steps, self.device, alone=self._group is None):
-            self._schedule.step(*args, target=target, **kwargs)
-        self._num_steps += 1
-        losses = self._schedule.losses
-        assert losses is not None, "a program with a backward has losses"
-        return losses.mean()
-
-    def _check_trains(self) -> None:
-        if not self._schedule.engine.has_backward:
+        if not self.program.has_backward:
             raise ScheduleError(
                 f"step() trains, but {self.program.name} has no backward; call eval(), which "
                 "returns outputs, and given a target leaves the losses in pipe.losses"
@@ -204,6 +175,16 @@ class Pipeline:
                 "computes its loss itself returns it as `loss` for the example= (with labels in "
                 "it, if it needs them); for outputs alone, call eval()"
             )
+        kwargs.setdefault("return_outputs", False)
+        if target is None and self._takes_model_call:
+            # The model may compute its own loss from labels among its arguments.
+            kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
+        args, target, kwargs = self._moved(args, target, kwargs)
+        with nullcontext() if self._forecast is None else self._forecast.watch():
+            self._schedule.step(*args, target=target, **kwargs)
+        losses = self._schedule.losses
+        assert losses is not None, "a program with a backward has losses"
+        return losses.mean()
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run the forward without a graph. Arguments are those of ``step``.
@@ -223,13 +204,13 @@ class Pipeline:
         self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
         """Move the arguments of ``step`` to the stages' device if this process uses them."""
-        engine = self._schedule.engine
+        splitter = self._schedule.splitter
         if self.device.type == "cpu" or is_placed((args, target, kwargs)):
             return args, target, kwargs
         kept = {"losses": kwargs["losses"]} if "losses" in kwargs else {}
         return (
-            moved(args, self.device) if engine.has_first else args,
-            moved(target, self.device) if engine.has_last else target,
+            moved(args, self.device) if splitter.has_first else args,
+            moved(target, self.device) if splitter.has_last else target,
             moved(kwargs, self.device) | kept,
         )
 
@@ -271,8 +252,7 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the unsplit model's names; shared ones once.
 
-        A tied parameter has its name in the earliest stage, as in the unsplit model, even if that
-        stage is on another rank.
+        A tied parameter has its name in the earliest stage, even if that is on another rank.
         """
         return self._state.named_parameters()
 
@@ -330,10 +310,10 @@ class Pipeline:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Explain how to reach an attribute of ``nn.Module``."""
-            told = f"{type(self).__name__!r} object has no attribute {name!r}"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if hasattr(nn.Module, name):
-                told += "; this process's modules, which have it, are pipe.stages[i].submod"
-            raise AttributeError(told, name=name, obj=self)
+                message += "; this process's modules, which have it, are pipe.stages[i].submod"
+            raise AttributeError(message, name=name, obj=self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copying and pickling, since stages are bound to their ranks and processes."""
@@ -341,7 +321,3 @@ class Pipeline:
             "a Pipeline can't be copied or pickled; save pipe.state_dict() and load it into a new "
             "one, and for averages of weights copy pipe.parameters()"
         )
-
-
-def _nothing(*_: object, **__: object) -> nullcontext[None]:
-    return nullcontext()

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock import PipelineStage
-from penstock.runtime import shape_cache as shapes
-from penstock.runtime.shape_cache import ShapeCache, run_conditions
+from penstock.runtime import step_sync as shapes
+from penstock.runtime.step_sync import ShapeCache, run_conditions
 from tests.agreement import Twins
 from tests.models import DIM, features, mlp
 

@@ -26,7 +26,7 @@ from penstock.runtime.overlap import (
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
 from penstock.runtime.step_sync import StepSync
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import Op
 from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram
@@ -53,6 +53,7 @@ class BoundProgram:
         train: True for training, False for evaluation.
 
     Attributes:
+        sync: the start and the end of steps on all ranks.
         runners: the stage runners, by stage.
         executor: runs the bound actions.
     """
@@ -74,7 +75,7 @@ class BoundProgram:
         self._transports = transports
         self._streams = streams
         self._is_alone = len(transports) == program.num_ranks
-        self._sync = StepSync(program, config, stages, transports, train=train)
+        self.sync = StepSync(program, config, stages, transports, train=train)
         self._log_later: str | None = None
         self._pair_function: PairFunction | None = None
         self._dual_streams = self._make_dual_streams()
@@ -93,31 +94,15 @@ class BoundProgram:
         self._pair_function, self._dual_streams, self._log_later = function, None, None
         self.executor = Executor(self._bind(), self._streams)
 
-    def _make_dual_streams(self) -> DualStreams | None:
-        program, config = self.program, self._config
-        if not any(len(step.parts) > 1 for rank in program.ranks for step in rank):
-            return None
-        kind = next(iter(self._stages.values())).device.type
-        reason = why_sequential(program, self._streams, kind, requested=config.overlap)
-        if reason is None and self._streams is not None:
-            return DualStreams(self._streams)
-        if program.placement.entries[0] in self._stages:
-            self._log_later = f"forward and backward of a block run in turn: {reason}"
-        return None
-
     # --- a step ------------------------------------------------------------------------------
-
-    def describe_call(self, step: StepState, num_steps: int) -> str:
-        """Describe the current call, to be compared between ranks."""
-        return self._sync.describe_call(step, num_steps)
 
     def begin(self, step: StepState) -> None:
         """Begin a step on all ranks (see ``StepSync.begin``)."""
-        self._sync.begin(step)
-        forget = self._sync.forgets_shapes
+        self.sync.begin(step)
+        forget = self.sync.forgets_shapes
         resends = [runner.begin(step, forget=forget) for runner in self.runners.values()]
         # Receives that wait for metadata are posted late, so that a bounded sender could deadlock.
-        unbounded = self._config.dynamic_shapes or self._sync.has_new_shapes or any(resends)
+        unbounded = self._config.dynamic_shapes or self.sync.has_new_shapes or any(resends)
         for transport in self._transports:
             transport.allow_unbounded_sends(unbounded)
 
@@ -131,12 +116,24 @@ class BoundProgram:
 
     def end(self, step: StepState) -> Tensor | None:
         """End a step on all ranks; returns the losses (see ``StepSync.end``)."""
-        losses = self._sync.end(step)
+        losses = self.sync.end(step)
         for runner in self.runners.values():
             runner.end()
         return losses
 
     # --- binding -----------------------------------------------------------------------------
+
+    def _make_dual_streams(self) -> DualStreams | None:
+        program, config = self.program, self._config
+        if not program.overlapped_pairs:
+            return None
+        kind = next(iter(self._stages.values())).device.type
+        reason = why_sequential(program, self._streams, kind, requested=config.overlap)
+        if reason is None and self._streams is not None:
+            return DualStreams(self._streams)
+        if program.placement.entries[0] in self._stages:
+            self._log_later = f"forward and backward of a block run in turn: {reason}"
+        return None
 
     def _make_runners(self) -> dict[int, StageRunner]:
         program, placement = self.program, self.program.placement
@@ -152,30 +149,28 @@ class BoundProgram:
         }
         runners: dict[int, StageRunner] = {}
         for transport in self._transports:
-            stages = [self._stages[i] for i in placement.stages_of(transport.rank)]
-            around = [placement.neighbour(s.stage_index, d) for s in stages for d in (-1, 1)]
-            peers = {placement.rank_of(other) for other in around if other is not None}
-            transport.register_peers(peers - {transport.rank})
-            queues = {p: RecvQueue(transport, p, stages[0].device) for p in peers}
+            queues: dict[int, RecvQueue] = {}
             # Within one process no message is in flight: a sent message has arrived.
-            acknowledged: Mapping[Action, int] = (
-                {} if self._is_alone else acknowledgements(program, transport.rank)
-            )
-
-            def neighbor(index: int, offset: int, queues: Mapping[int, RecvQueue]) -> Neighbor:
-                other = placement.neighbour(index, offset)
-                if other is None:
-                    return None
-                same = placement.same_rank(index, other)
-                return states[other] if same else queues[placement.rank_of(other)]
-
-            for stage in stages:
-                index = stage.stage_index
+            acknowledged = {} if self._is_alone else acknowledgements(program, transport.rank)
+            for index in placement.stages_of(transport.rank):
+                stage = self._stages[index]
+                neighbors: list[Neighbor | None] = []
+                for offset in (-1, 1):
+                    other = placement.neighbour(index, offset)
+                    if other is None:
+                        neighbors.append(None)
+                        continue
+                    peer = placement.rank_of(other)
+                    if peer == transport.rank:
+                        neighbors.append(Neighbor(peer, states[other]))
+                        continue
+                    if peer not in queues:
+                        queues[peer] = RecvQueue(transport, peer, stage.device)
+                    neighbors.append(Neighbor(peer, queue=queues[peer]))
                 runners[index] = StageRunner(
                     stage,
                     states[index],
-                    neighbor(index, -1, queues),
-                    neighbor(index, +1, queues),
+                    *neighbors,
                     program=program,
                     config=self._config,
                     train=self.train,
@@ -184,6 +179,7 @@ class BoundProgram:
                     acknowledged=acknowledged,
                     dual_streams=self._dual_streams,
                 )
+            transport.register_peers(queues)
         return runners
 
     def _bind(self) -> list[BoundAction]:

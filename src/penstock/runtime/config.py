@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.partition.spec import Example, Split
     from penstock.schedule.program import Program
 
-__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSpec", "RunConfig", "RunOptions"]
+__all__ = ["AllOptions", "DEFAULT_TIMEOUT_S", "LossFn", "PipelineSpec", "RunConfig", "RunOptions"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -37,6 +37,16 @@ class RunOptions(TypedDict, total=False):
     shared: Sequence[Tie]
 
 
+class AllOptions(RunOptions, total=False):
+    """All options of ``RunConfig`` but ``n_microbatches`` and ``loss_fn``."""
+
+    args_chunk_spec: tuple[Any, ...] | None
+    kwargs_chunk_spec: dict[str, Any] | None
+    output_merge_spec: Any
+    scale_grads: bool
+    backward_requires_autograd: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The run options of a schedule.
@@ -46,11 +56,14 @@ class RunConfig:
         loss_fn: ``loss_fn(output, target)`` returns the mean loss of a microbatch: a scalar
             tensor, or ``(scalar, metrics)``. A function of one argument needs no target. Without
             a loss function, steps run forward only.
-        args_chunk_spec, kwargs_chunk_spec: how positional and keyword arguments are split (see
-            ``split_args_kwargs_into_chunks``); along dimension 0 if None.
-        output_merge_spec: how outputs are merged (see ``merge_chunks``); dimension 0 if None.
+        args_chunk_spec: per positional argument the split dimension as a ``TensorChunkSpec``, or
+            None to replicate the argument to every microbatch. Without a spec, dimension 0.
+        kwargs_chunk_spec: specs of keyword arguments by name; without a spec, dimension 0.
+        output_merge_spec: specs by which outputs are merged (see ``merge_chunks``).
         scale_grads: divide each microbatch's loss by ``n_microbatches``, so that gradients are
             those of the mean loss over the batch.
+        backward_requires_autograd: refuse training steps under ``no_grad``. If False, such steps
+            compute gradients.
         dynamic_shapes: allow shapes to change between the microbatches of a step.
         microbatch_rng: draw random numbers (dropout) as the plain loop does with
             ``penstock.microbatch_rng`` around each forward, independent of the schedule, the split
@@ -61,8 +74,6 @@ class RunConfig:
         sequence_dim: the sequence dimension of inputs, targets and outputs, where the program
             splits sequences (``Program.num_splits``). Tensors with fewer dimensions are replicated
             to every chunk.
-        backward_requires_autograd: refuse training steps under ``no_grad``. If False, such steps
-            compute gradients.
         timeout_s: the limit on a rank's wait for another rank, in seconds.
         shared: parameters that several stages share across processes. Each item maps a stage to the
             parameter's name in it, such as ``{0: "embed.weight", 3: "head.weight"}``. A module's
@@ -80,11 +91,11 @@ class RunConfig:
     kwargs_chunk_spec: dict[str, Any] | None = None
     output_merge_spec: Any = None
     scale_grads: bool = True
+    backward_requires_autograd: bool = True
     dynamic_shapes: bool = False
     microbatch_rng: bool = False
     overlap: bool = False
     sequence_dim: int = 1
-    backward_requires_autograd: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     shared: Sequence[Tie] = ()
 
@@ -101,18 +112,13 @@ class RunConfig:
                 f"loss_fn is {self.loss_fn!r}, expected a callable: loss_fn(output, target)"
             )
 
-    @property
-    def averages_losses(self) -> bool:
-        """True if the loss of a step is the mean over its microbatches."""
-        return self.loss_fn is not None and self.scale_grads
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
     """The arguments of ``Pipeline`` that determine the program and the split."""
 
     model: Any
-    loss_fn: Callable[..., Any] | None
+    loss_fn: LossFn | None
     schedule: str | Program | os.PathLike[str]
     memory_limit: float | None
     n_microbatches: int | None

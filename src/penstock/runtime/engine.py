@@ -7,10 +7,9 @@ process. The public schedules (``runtime/schedules.py``) and ``Pipeline`` are bu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,9 @@ from penstock.runtime.bound_program import BoundProgram
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.nccl import channels_of
 from penstock.runtime.config import RunConfig
-from penstock.runtime.executor import BoundAction
+from penstock.runtime.executor import BoundAction, merge_spans
 from penstock.runtime.microbatch import inputs_digest
 from penstock.runtime.overlap import PairFunction
-from penstock.runtime.profiler import decode_spans, encode_spans, merge_spans, spans_of
-from penstock.runtime.stage_runner import StageRunner
 from penstock.runtime.step import StepState
 from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
@@ -80,74 +77,34 @@ class Engine:
         self.stages = dict(stages)
         self.transports = tuple(transports)
         device = next(iter(self.stages.values())).device if self.stages else torch.device("cpu")
-        self._streams = device_streams.streams_of(device)
         self.failure: PenstockError | None = None
         self._agreed = False
         self._num_steps = 0
-        # A digest of the requested program, since ranks may differ in sharding and in file names.
-        self._digest = digest(to_json(replace(program, name="")))
-        self._check_stages(program)
+        _check_stages(program, self.stages, self.transports)
         self._shared_params = SharedParams(ties, program.placement, self.stages, self.transports)
         # By stage of the model, since copies of a stage are equal.
         number = program.placement.model_stage
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
-        self._replicas = _StageReplicas(self.stages)
         refuse_shared_statistics(modules)
         self.shared_buffers = SharedBuffers(modules)
+        self._wrapped: dict[int, list[object]] = {}
+        self._replicas: dict[int, Replicas | None] = {}
+        self._is_sharded = self._find_replicas()
         self.requested = program
-        self._is_sharded = self._replicas.is_sharded
         self._channels = channels_of(device)
         self.program = _lowered(program, self._is_sharded, self._channels)
-        self.eval_program = check(
-            lower(forward_only(program), channels=self._channels), self._channels
-        )
-        bind = (config, self.stages, self.transports, self._streams)
+        evaluated = check(lower(forward_only(program), channels=self._channels), self._channels)
+        bind = (config, self.stages, self.transports, device_streams.streams_of(device))
         self._train = BoundProgram(self.program, *bind, train=True)
-        self._eval = BoundProgram(self.eval_program, *bind, train=False)
+        self._eval = BoundProgram(evaluated, *bind, train=False)
         self._last = self._train
         # The transports' threads would outlive a garbage-collected engine.
         weakref.finalize(self, _close, self.transports).atexit = False
-
-    def _check_stages(self, program: Program) -> None:
-        placement, given = program.placement, sorted(self.stages)
-        laid = f"{program.name} (stage → rank: {placement.stage_ranks})"
-        for rank in (transport.rank for transport in self.transports):
-            expected = sorted(placement.stages_of(rank))
-            if missing := [i for i in expected if i not in self.stages]:
-                raise ScheduleError(
-                    f"rank {rank} needs the stages {expected} for {laid}, but was given {given}; "
-                    f"missing: {missing}"
-                )
-        ranks = {transport.rank for transport in self.transports}
-        if foreign := [i for i in given if placement.rank_of(i) not in ranks]:
-            raise ScheduleError(
-                f"stages {foreign} lie on other ranks than {sorted(ranks)} in {laid}"
-            )
 
     @property
     def _is_alone(self) -> bool:
         """True if all ranks are in this process."""
         return len(self.transports) == self.program.num_ranks
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches per step."""
-        return self.program.num_microbatches
-
-    @property
-    def has_backward(self) -> bool:
-        """True if the program computes gradients."""
-        return self.program.has_backward
-
-    @property
-    def has_first(self) -> bool:
-        """True if this process has the first stage."""
-        return any(stage in self.stages for stage in self.program.placement.entries)
-
-    @property
-    def has_last(self) -> bool:
-        """True if this process has the last stage."""
-        return any(stage in self.stages for stage in self.program.placement.exits)
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -165,14 +122,18 @@ class Engine:
             PenstockError: this rank failed, or another one did.
         """
         bound = self._last = self._train if train else self._eval
-        call = bound.describe_call(step, self._num_steps)
+        call = bound.sync.describe_call(step, self._num_steps)
         # Ranks with different options may interpret the same call differently.
         self._begin_call(call if self._agreed else "the first step() or eval()")
         self._agree(step, call)
-        self._refresh_replicas()
+        is_sharded = self._find_replicas()
+        if is_sharded is not self._is_sharded:
+            self._is_sharded = is_sharded
+            self.program = _lowered(self.requested, is_sharded, self._channels)
+            self._train.rebind(self.program)
         bound.begin(step)
         if train and self.config.microbatch_rng:
-            self._share_step_seed(bound.runners.values())
+            self._share_step_seed()
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
@@ -190,21 +151,67 @@ class Engine:
         for transport in self.transports:
             transport.begin(f"{call} of schedule {transport.number}")
 
-    def _share_step_seed(self, runners: Iterable[StageRunner]) -> None:
+    def _agree(self, step: StepState, call: str) -> None:
+        """Check before the first step that all ranks have the same program and options.
+
+        Raises:
+            ScheduleError: programs or options differ; raised on every rank.
+        """
+        if self._agreed:
+            return
+        program, config = self.program, self.config
+        # Of the requested program, since ranks may differ in sharding and in file names.
+        text = digest(to_json(replace(self.requested, name="")))
+        facts = {
+            "the number of microbatches": program.num_microbatches,
+            "the number of stages": program.num_stages,
+            "the number of chunks of a sequence": program.num_splits,
+            "the program": text,
+            "dynamic_shapes": config.dynamic_shapes,
+            "microbatch_rng": config.microbatch_rng,
+            "CUDA_DEVICE_MAX_CONNECTIONS=1": self._channels.per_pair,
+            "having a loss_fn": config.loss_fn is not None,
+            "what stages share": self._shared_params.facts,
+            "the first call": call,
+        }
+        inputs = (0, 0) if self._is_alone else inputs_digest(step.args, step.kwargs)
+        agree(facts, self.transports, {"the program": f"{program.name} {text}"}, inputs)
+        self._shared_params.agree()
+        self._agreed = True
+
+    def _find_replicas(self) -> bool:
+        """Find the data-parallel wrappers of the stages; True if parameters are sharded.
+
+        ``fully_shard``, ``replicate`` and DDP may be applied to a module or its submodules before
+        or after its stage is made, and between steps.
+        """
+        # fully_shard and replicate change a module's class in place; DDP wraps it.
+        wrapped: dict[int, list[object]] = {
+            i: [s.submod, *map(type, s.submod.modules())] for i, s in self.stages.items()
+        }
+        if wrapped != self._wrapped:
+            # A module used by two stages (one per direction) is wrapped once.
+            modules: dict[int, nn.Module] = {id(s.submod): s.submod for s in self.stages.values()}
+            found = {key: replicas_of(module) for key, module in modules.items()}
+            self._replicas = {i: found[id(s.submod)] for i, s in self.stages.items()}
+            self._wrapped = wrapped
+        return any(each is not None and each.sharded for each in self._replicas.values())
+
+    def _share_step_seed(self) -> None:
         """Draw a seed on every rank; the first rank's seeds the microbatches' random streams."""
         placement = self.program.placement
         first = placement.rank_of(placement.entries[0])
         seed = draw_step_seed()
         for transport in sorted(self.transports, key=lambda t: t.rank != first):
             (seed,) = transport.broadcast_ints([seed], first)
-        for runner in runners:
+        for runner in self._train.runners.values():
             assert runner.rng is not None
             runner.rng.step_seed = seed
 
     def _run_actions(self, bound: BoundProgram) -> None:
-        replicas = self._replicas.distinct
         for i, runner in bound.runners.items():
-            runner.replicas = self._replicas.by_stage[i]
+            runner.replicas = self._replicas[i]
+        replicas = list({id(r): r for r in self._replicas.values() if r is not None}.values())
         try:
             with torch.set_grad_enabled(bound.train):
                 for each in replicas:
@@ -222,43 +229,9 @@ class Engine:
             for each in replicas:
                 each.end()
 
-    def _refresh_replicas(self) -> None:
-        """Detect changes of the data-parallel wrappers since the last step."""
-        self._replicas.refresh()
-        if self._replicas.is_sharded is not self._is_sharded:
-            self._is_sharded = self._replicas.is_sharded
-            self.program = _lowered(self.requested, self._is_sharded, self._channels)
-            self._train.rebind(self.program)
-
     def run_pairs_by(self, function: PairFunction) -> None:
         """Run the overlapped pairs of training steps by ``function``."""
         self._train.run_pairs_by(function)
-
-    def _agree(self, step: StepState, call: str) -> None:
-        """Check before the first step that all ranks have the same program and options.
-
-        Raises:
-            ScheduleError: programs or options differ; raised on every rank.
-        """
-        if self._agreed:
-            return
-        facts = {
-            "the number of microbatches": self.num_microbatches,
-            "the number of stages": self.program.num_stages,
-            "the number of chunks of a sequence": self.program.num_splits,
-            "the program": self._digest,
-            "dynamic_shapes": self.config.dynamic_shapes,
-            "microbatch_rng": self.config.microbatch_rng,
-            "CUDA_DEVICE_MAX_CONNECTIONS=1": self._channels.per_pair,
-            "having a loss_fn": self.config.loss_fn is not None,
-            "what stages share": self._shared_params.facts,
-            "the first call": call,
-        }
-        inputs = (0, 0) if self._is_alone else inputs_digest(step.args, step.kwargs)
-        shown = {"the program": f"{self.program.name} {self._digest}"}
-        agree(facts, self.transports, shown, inputs)
-        self._shared_params.agree()
-        self._agreed = True
 
     # --- failure -----------------------------------------------------------------------------
 
@@ -307,70 +280,21 @@ class Engine:
         Raises:
             PenstockError: this rank failed, or another one did.
         """
-        placement = self.program.placement
-        spans = spans_of(self._last.executor, placement, self._streams)
+        program = self._last.program
+        encoded = [self._last.executor.encode_spans(program.placement)]
         if not self._is_alone:
             transport = self.transports[0]
             self._refuse_after_failure()
             with _Guard(self):
                 self._begin_call("trace()")
-                gathered = transport.all_gather_bytes(encode_spans(spans))
+                encoded = transport.all_gather_bytes(encoded[0])
                 transport.end()
-            spans = [span for each in gathered for span in decode_spans(each)]
-        trace = merge_spans(self.program.name, self.program.num_ranks, spans)
-        return replace(trace, overlapped_pairs=self._last.program.overlapped_pairs)
+        trace = merge_spans(self.program.name, program.num_ranks, encoded)
+        return replace(trace, overlapped_pairs=program.overlapped_pairs)
 
     def close(self) -> None:
         """Stop the transports' threads."""
         _close(self.transports)
-
-
-class _StageReplicas:
-    """The data-parallel wrappers of the stages' modules.
-
-    ``fully_shard``, ``replicate`` and DDP may be applied to a module or its submodules before or
-    after its stage is made, and between steps.
-
-    Args:
-        stages: this process's stages, by index.
-
-    Attributes:
-        by_stage: the wrapper of each stage; None if neither replicated nor sharded.
-    """
-
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
-        self._stages = stages
-        self._seen: dict[int, list[object]] = {}
-        self.by_stage: dict[int, Replicas | None] = {}
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Find the current wrappers.
-
-        Raises:
-            StageError: a wrapper is unsupported.
-        """
-        # fully_shard and replicate change a module's class in place; DDP wraps it.
-        seen: dict[int, list[object]] = {
-            i: [s.submod, *map(type, s.submod.modules())] for i, s in self._stages.items()
-        }
-        if seen == self._seen:
-            return
-        # A module used by two stages (one per direction) is wrapped once.
-        modules: dict[int, nn.Module] = {id(s.submod): s.submod for s in self._stages.values()}
-        found = {key: replicas_of(module) for key, module in modules.items()}
-        self.by_stage = {i: found[id(stage.submod)] for i, stage in self._stages.items()}
-        self._seen = seen
-
-    @property
-    def distinct(self) -> list[Replicas]:
-        """The distinct wrappers."""
-        return list({id(r): r for r in self.by_stage.values() if r is not None}.values())
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if parameters are sharded, so that the program must gather them."""
-        return any(each.sharded for each in self.distinct)
 
 
 class _Guard:
@@ -385,9 +309,7 @@ class _Guard:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         raised = None if error is None else self._engine.fail(error)
         if raised is not None:
             raise raised from error
@@ -396,6 +318,23 @@ class _Guard:
 def _close(transports: Sequence[Transport]) -> None:
     for transport in transports:
         transport.close()
+
+
+def _check_stages(
+    program: Program, stages: Mapping[int, Stage], transports: Sequence[Transport]
+) -> None:
+    placement, given = program.placement, sorted(stages)
+    laid = f"{program.name} (stage → rank: {placement.stage_ranks})"
+    ranks = [transport.rank for transport in transports]
+    for rank in ranks:
+        expected = sorted(placement.stages_of(rank))
+        if missing := [i for i in expected if i not in stages]:
+            raise ScheduleError(
+                f"rank {rank} needs the stages {expected} for {laid}, but was given {given}; "
+                f"missing: {missing}"
+            )
+    if foreign := [i for i in given if placement.rank_of(i) not in ranks]:
+        raise ScheduleError(f"stages {foreign} lie on other ranks than {ranks} in {laid}")
 
 
 def _lowered(program: Program, sharding: bool, channels: Channels) -> CheckedProgram:

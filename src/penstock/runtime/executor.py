@@ -1,18 +1,29 @@
-"""The loop over bound actions, independent of schedules, stages and messages."""
+"""The loop over bound actions, and the trace of its last run.
+
+It depends on neither stages nor messages. On the CPU an action's time is its wall time; on CUDA it
+is the device's, between two events.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 
 import torch
 
 from penstock._torch_compat import profiler_is_on
 from penstock.schedule.action import Action
+from penstock.schedule.placement import Placement
+from penstock.schedule.text import format_step, parse_action
 from penstock.stage.device_streams import DeviceStreams, Event
+from penstock.trace import Span, Trace
 
-__all__ = ["BoundAction", "Executor"]
+__all__ = ["BoundAction", "Executor", "merge_spans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +52,6 @@ class Executor:
 
     Attributes:
         marks: the clock before the first action and after each one (``time.perf_counter``, s).
-        events: per action of the last step, the events before and after it.
     """
 
     def __init__(
@@ -51,24 +61,21 @@ class Executor:
         self._runs = [action.run for action in actions]
         self._streams = streams
         self.marks: list[float] = []
-        self.events: list[tuple[Event, Event]] = []
-
-    def run(self) -> None:
-        """Run all actions. After an exception, ``failed`` is the action that raised it."""
-        if self._streams is not None:
-            self._run_on_device(self._streams)
-        elif profiler_is_on():
-            self._run_profiled()
-        else:
-            self._run()
+        # Per action of the last step, the events before and after it.
+        self._events: list[tuple[Event, Event]] = []
 
     @property
     def failed(self) -> BoundAction | None:
-        """The action that the last run did not finish."""
+        """The action that raised the last run's exception."""
         done = len(self.marks) - 1
         return self.actions[done] if 0 <= done < len(self.actions) else None
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run all actions."""
+        is_profiled = profiler_is_on()
+        if is_profiled or self._streams is not None:
+            self._run_recorded(is_profiled)
+            return
         clock = perf_counter
         marks = self.marks = [clock()]
         mark = marks.append
@@ -76,33 +83,63 @@ class Executor:
             run()
             mark(clock())
 
-    def _run_profiled(self) -> None:
-        self.marks = [perf_counter()]
-        for action in self.actions:
-            with torch.profiler.record_function(_name(action)):
-                action.run()
-            self.marks.append(perf_counter())
-
-    def _run_on_device(self, streams: DeviceStreams) -> None:
-        if not self.events:
-            self.events = [
+    def _run_recorded(self, is_profiled: bool) -> None:
+        """Run all actions with events of the device, and ranges of torch's profiler."""
+        streams, plain = self._streams, nullcontext()
+        if streams is not None and not self._events:
+            self._events = [
                 (streams.event(timed=True), streams.event(timed=True)) for _ in self.actions
             ]
-        is_profiled = profiler_is_on()
         self.marks = [perf_counter()]
-        for action, (begin, end) in zip(self.actions, self.events, strict=True):
-            if action.prologue is not None:
-                action.prologue()
-            stream = streams.current()
-            streams.mark(begin, stream)
-            if is_profiled:
-                with torch.profiler.record_function(_name(action)):
-                    action.run()
-            else:
-                action.run()
-            streams.mark(end, stream)
+        for i, bound in enumerate(self.actions):
+            if bound.prologue is not None:
+                bound.prologue()
+            stream = None if streams is None else streams.current()
+            if streams is not None:
+                streams.mark(self._events[i][0], stream)
+            name = f"penstock.{'wait ' if bound.is_wait else ''}{bound.action}"
+            with torch.profiler.record_function(name) if is_profiled else plain:
+                bound.run()
+            if streams is not None:
+                streams.mark(self._events[i][1], stream)
             self.marks.append(perf_counter())
 
+    def encode_spans(self, placement: Placement) -> bytes:
+        """The spans of the last run as JSON, in seconds of the wall clock; waits have none."""
+        times = zip(self.actions, self._times(), strict=False)
+        rows = [
+            [placement.rank_of(bound.action.stage), format_step(bound.action), start, end]
+            for bound, (start, end) in times
+            if not bound.is_wait
+        ]
+        return json.dumps(rows).encode()
 
-def _name(bound: BoundAction) -> str:
-    return f"penstock.{'wait ' if bound.is_wait else ''}{bound.action}"
+    def _times(self) -> list[tuple[float, float]]:
+        """Start and end of each finished action."""
+        # Machines share no monotonic clock, but wall clocks are close enough for a timeline.
+        offset = time.time() - perf_counter()
+        streams, finished = self._streams, len(self.marks) - 1
+        if streams is None or finished < 1:
+            return [(begin + offset, end + offset) for begin, end in pairwise(self.marks)]
+        # The host runs ahead of the device: its own marks are launch times.
+        first = self._events[0][0]
+        start = streams.host_time_of(first) + offset
+        return [
+            (start + streams.elapsed_s(first, begin), start + streams.elapsed_s(first, end))
+            for begin, end in self._events[:finished]
+        ]
+
+
+def merge_spans(name: str, num_ranks: int, encoded: Sequence[bytes]) -> Trace:
+    """A trace that begins at zero, of the spans that ``Executor.encode_spans`` returned."""
+    rows = sorted((row for data in encoded for row in json.loads(data)), key=_rank_and_start)
+    origin = min((start for _, _, start, _ in rows), default=0.0)
+    spans = tuple(
+        Span(rank=rank, action=parse_action(text), start=start - origin, end=end - origin)
+        for rank, text, start, end in rows
+    )
+    return Trace(name=name, num_ranks=num_ranks, unit="s", spans=spans)
+
+
+def _rank_and_start(row: Sequence[float]) -> tuple[float, float]:
+    return row[0], row[2]

@@ -74,14 +74,13 @@ class LossHead:
             return torch.ones_like(loss) / self._divisor
         key = (loss.dtype, loss.device)
         if key not in self._seeds:
-            one = torch.ones((), dtype=loss.dtype, device=loss.device)
             # Divided in the loss's own dtype, as (loss / n).backward() would.
-            self._seeds[key] = one / self._divisor
+            self._seeds[key] = torch.ones((), dtype=loss.dtype, device=loss.device) / self._divisor
         return self._seeds[key]
 
 
 def needs_target(loss_fn: LossFn | None) -> bool:
-    """True if ``loss_fn`` accepts a target.
+    """True if ``loss_fn`` requires a target.
 
     Example:
         >>> needs_target(lambda output: output.loss)

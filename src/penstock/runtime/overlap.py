@@ -12,18 +12,17 @@ stream of their tensors. Tensors from the other stream are kept from reuse (``ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.runtime.executor import BoundAction
-from penstock.schedule.action import Action, Op, Step
+from penstock.schedule.action import Op, Step
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.rules import BACKWARDS, SENDS, TRANSFERS
@@ -40,9 +39,6 @@ __all__ = [
 
 PairFunction: TypeAlias = Callable[..., Any]
 """``function(pair, forward, backward)``: the step, and a callable for each of its parts."""
-
-StreamOf: TypeAlias = Mapping[tuple[int, int | None], int]
-"""Stage and microbatch → stream 0 or 1."""
 
 
 def can_overlap(step: Step) -> bool:
@@ -76,7 +72,7 @@ def why_sequential(
 def assign_streams(
     steps: Iterable[Step], placement: Placement
 ) -> dict[tuple[int, int | None], int]:
-    """The stream of each stage's microbatches, from one process's steps in order.
+    """The stream (0 or 1) of each stage's microbatches, from one process's steps in order.
 
     Example:
         >>> from penstock.schedule.registry import build
@@ -105,36 +101,6 @@ class StreamOrder(Enum):
     FORK = "each stream waits for the other: a pair begins"
 
 
-class _Planner:
-    """Plans the synchronization of each action, in execution order."""
-
-    def __init__(self, stream_of: StreamOf) -> None:
-        self._stream_of = stream_of
-        # By stream: True if the other stream has not waited for its latest work.
-        self._ahead = [False, False]
-
-    def stream(self, action: Action) -> int:
-        return self._stream_of.get((action.stage, action.microbatch), 0)
-
-    def order(self, action: Action, *, in_pair: bool, first: bool) -> StreamOrder:
-        """The synchronization of an action; ``first``: the first of its step."""
-        stream = self.stream(action)
-        if action.op in TRANSFERS:
-            # A send may need a copy to make its tensor contiguous.
-            self._ahead[stream] |= action.op in SENDS
-            return StreamOrder.NONE
-        found = StreamOrder.NONE
-        if in_pair:
-            if first and any(self._ahead):
-                found = StreamOrder.FORK
-                self._ahead = [False, False]
-        elif self._ahead[1 - stream]:
-            found = StreamOrder.JOIN
-            self._ahead[1 - stream] = False
-        self._ahead[stream] = True
-        return found
-
-
 class DualStreams:
     """Two streams for the actions of one process, entered around a step.
 
@@ -155,13 +121,24 @@ class DualStreams:
         placement: Placement,
     ) -> list[BoundAction]:
         """All bound actions (by step and part) in order, with their stream switch as prologue."""
-        planner = _Planner(assign_streams(steps, placement))
+        stream_of = assign_streams(steps, placement)
+        # By stream: True if the other stream has not waited for its latest work.
+        ahead = [False, False]
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
             in_pair = can_overlap(step)
             for number, (action, actions) in enumerate(zip(step.parts, parts, strict=True)):
-                order = planner.order(action, in_pair=in_pair, first=number == 0)
-                stream = planner.stream(action)
+                stream = stream_of.get((action.stage, action.microbatch), 0)
+                order = StreamOrder.NONE
+                if action.op in TRANSFERS:
+                    # A send may need a copy to make its tensor contiguous.
+                    ahead[stream] |= action.op in SENDS
+                else:
+                    if in_pair and number == 0 and any(ahead):
+                        order, ahead = StreamOrder.FORK, [False, False]
+                    elif not in_pair and ahead[1 - stream]:
+                        order, ahead[1 - stream] = StreamOrder.JOIN, False
+                    ahead[stream] = True
                 for each in actions:
                     found.append(replace(each, prologue=partial(self._enter, stream, order)))
                     order = StreamOrder.NONE
@@ -190,12 +167,7 @@ class DualStreams:
         self._both = (self._now, self._beside)
         self._streams.follow(self._beside, self._now)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         caller, beside = self._both
         self._streams.switch(caller)
         self._streams.follow(caller, beside)
@@ -216,9 +188,8 @@ def bind_pair(
     """
     parts = [_Part(actions[-1]) for actions in bound]
     waits = [action for actions in bound for action in actions[:-1]]
-    first, *others = (BoundAction(part.action, part.finish) for part in parts)
-    call = BoundAction(first.action, partial(_call, function, pair, parts))
-    return [*waits, call, first, *others]
+    checks = [BoundAction(part.action, part.finish) for part in parts]
+    return [*waits, BoundAction(checks[0].action, partial(_call, function, pair, parts)), *checks]
 
 
 class _Part:

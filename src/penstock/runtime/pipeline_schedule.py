@@ -25,7 +25,6 @@ from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import make_transport
 from penstock.runtime.config import LossFn, RunConfig, RunOptions
 from penstock.runtime.engine import Engine
-from penstock.runtime.sequence_chunks import SequenceChunks
 from penstock.runtime.step import BatchSplitter, StepArgs
 from penstock.schedule.action import Step
 from penstock.schedule.program import Program
@@ -47,19 +46,12 @@ class PipelineSchedule:
 
     Args:
         stages: this rank's stages.
-        n_microbatches: microbatches per step.
-        loss_fn: the loss function (see ``RunConfig``, as for all options).
+        n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads,
+            backward_requires_autograd, options: see ``penstock.runtime.config.RunConfig``.
         program: the program; chosen by the subclass if None.
-        args_chunk_spec, kwargs_chunk_spec: how arguments are split into microbatches.
-        output_merge_spec: how outputs are merged.
-        scale_grads: divide each microbatch's loss by ``n_microbatches``.
-        backward_requires_autograd: refuse training steps under ``no_grad``.
         transports: the ranks of this process, if not its own rank of the stages' group.
-        options: ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
-            ``timeout_s``, ``shared``.
 
     Attributes:
-        has_loss: whether there is a loss function; without one, steps train nothing.
         losses: the last step's losses, shape (microbatches,), on every rank; None without a loss.
         metrics: per microbatch, the metrics of the loss function, on the rank where it ran.
 
@@ -76,13 +68,13 @@ class PipelineSchedule:
         stages: Sequence[PipelineStage],
         n_microbatches: int,
         loss_fn: LossFn | None = None,
-        *,
-        program: Program | None = None,
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
+        *,
+        program: Program | None = None,
         transports: Sequence[Transport] | None = None,
         **options: Unpack[RunOptions],
     ) -> None:
@@ -117,19 +109,10 @@ class PipelineSchedule:
             by_index = {s.stage_index: s for s in stages}
             ties = config.shared or stages[0].ties
             engine = Engine(program, by_index, transports, config, ties)
-            chunks = SequenceChunks(program.num_splits, config.sequence_dim)
-            chunks.prepare(stages, program)
+            self.splitter = BatchSplitter(config, engine.requested, by_index)
         self._engine = engine
         if group is not None:
             _num_made[group.group_name] += 1
-        self._trains = self.has_loss and engine.has_backward
-        self._splitter = BatchSplitter(
-            config,
-            chunks,
-            engine.num_microbatches,
-            has_first=engine.has_first,
-            has_last=engine.has_last,
-        )
         for stage in stages:
             # Facts of the stages, for other schedules over them and for messages by hand.
             stage.ties = ties
@@ -137,22 +120,19 @@ class PipelineSchedule:
 
     def _build(self) -> Program | None:
         """Build the program of this class's schedule, if any."""
-        if self.schedule_name is None:
+        name = self.schedule_name
+        if name is None:
             return None
         num_ranks = 1 if self._group is None else self._group.size()
-        num_stages, copies = self._stages[0].num_stages, family(self.schedule_name).num_directions
-        if num_stages % (copies * num_ranks):
+        num_stages, copies = self._stages[0].num_stages, family(name).num_directions
+        virtual, rest = divmod(num_stages, copies * num_ranks)
+        if rest:
             times = f"{copies} times " if copies > 1 else ""
             raise ScheduleError(
                 f"{num_stages} stages on {num_ranks} ranks: the number of stages must be a "
-                f"multiple of {times}the number of ranks for {self.schedule_name}"
+                f"multiple of {times}the number of ranks for {name}"
             )
-        return build(
-            self.schedule_name,
-            ranks=num_ranks,
-            microbatches=self.n_microbatches,
-            virtual=num_stages // (copies * num_ranks),
-        )
+        return build(name, ranks=num_ranks, microbatches=self.n_microbatches, virtual=virtual)
 
     @classmethod
     def stage_ids(
@@ -176,11 +156,11 @@ class PipelineSchedule:
             >>> ScheduleDualPipe.stage_ids(1, num_ranks=4)
             (1, 6)
         """
-        if cls.schedule_name is None:
+        name, group = cls.schedule_name, default_group()
+        if name is None:
             raise ScheduleError(
                 f"{cls.__name__} plays any program; ask its program.placement.stages_of(rank)"
             )
-        group = default_group()
         if rank is None:
             rank = group.rank() if group is not None else 0
         if num_ranks is None:
@@ -190,10 +170,8 @@ class PipelineSchedule:
                 f"rank {rank} of {num_ranks} ranks does not exist; there are 0 to {num_ranks - 1}"
             )
         # The placement does not depend on the number of microbatches.
-        _, microbatches = family(cls.schedule_name).nearest(num_ranks, num_ranks)
-        program = build(
-            cls.schedule_name, ranks=num_ranks, microbatches=microbatches, virtual=virtual
-        )
+        _, microbatches = family(name).nearest(num_ranks, num_ranks)
+        program = build(name, ranks=num_ranks, microbatches=microbatches, virtual=virtual)
         return program.placement.stages_of(rank)
 
     # --- facts -------------------------------------------------------------------------------
@@ -304,28 +282,28 @@ class PipelineSchedule:
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
         """
-        options = {name: kwargs.pop(name) for name in _STEP_OPTIONS & kwargs.keys()}
+        options = {name: kwargs.pop(name) for name in StepArgs.OPTIONS & kwargs.keys()}
         given = StepArgs(args=args, kwargs=kwargs, target=target, losses=losses, **options)
         return self._run(given, train=False)
 
     def _run(self, given: StepArgs, *, train: bool) -> Any:
-        engine = self.engine
+        engine, splitter = self.engine, self.splitter
         with (
             exclusive_step(engine, self._group),
             engine.guard(),
             nullcontext() if train else torch.no_grad(),
         ):
-            trains = train and self._trains
+            train = train and self.has_loss and engine.requested.has_backward
             needs_grad = self._config.backward_requires_autograd
-            if trains and needs_grad and not torch.is_grad_enabled():
+            if train and needs_grad and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
-            step = self._splitter.split(given)
-            computed = engine.run(step, train=trains)
-        self.losses = self._splitter.merge_losses(computed)
-        self.metrics = step.metrics if engine.has_last else []
+            step = splitter.split(given)
+            computed = engine.run(step, train=train)
+        self.losses = splitter.merge_losses(computed)
+        self.metrics = step.metrics if splitter.has_last else []
         if given.losses is not None:
             given.losses[:] = () if self.losses is None else self.losses.unbind()
-        return self._splitter.merge_outputs(step, merge=given.merge_outputs)
+        return splitter.merge_outputs(step, merge=given.merge_outputs)
 
     def trace(self) -> Trace:
         """The trace of the last step on all ranks. A collective call."""
@@ -337,16 +315,6 @@ class PipelineSchedule:
 
         def __getattr__(self, name: str) -> None:
             raise no_attribute(self, name, OF_SCHEDULE)
-
-
-_STEP_OPTIONS = {
-    "return_outputs",
-    "merge_outputs",
-    "loss_kwargs",
-    "arg_mbs",
-    "kwarg_mbs",
-    "target_mbs",
-}
 
 
 def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:

@@ -1,12 +1,11 @@
-"""The schedules as classes: one rank's stages in, ``step()`` and ``eval()`` out.
+"""The schedules as classes with the names and signatures of torch.distributed.pipelining.
 
     PipelineSchedule
     ├── PipelineScheduleSingle          takes a stage       GPipe, 1F1B, forward only
     └── PipelineScheduleMulti           takes a list        ScheduleProgram
         └── PipelineScheduleRuntime     reads CSV files     Interleaved1F1B, ZBV, ...
 
-Names and signatures are those of torch.distributed.pipelining, so that a user changes only the
-import. The schedules differ only in their programs.
+A user changes only the import. The classes differ only in signatures and programs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv, save_csv
 
 __all__ = [
-    "PipelineSchedule",
     "PipelineScheduleMulti",
     "PipelineScheduleRuntime",
     "PipelineScheduleSingle",
@@ -49,9 +47,6 @@ __all__ = [
 Format = Literal["compute_only", "compute_comms"]
 
 
-# --- kinds of schedules --------------------------------------------------------------------------
-
-
 class PipelineScheduleSingle(PipelineSchedule):
     """A schedule with one stage per rank; its arguments are those of ``PipelineSchedule``."""
 
@@ -67,16 +62,8 @@ class PipelineScheduleSingle(PipelineSchedule):
         **options: Unpack[RunOptions],
     ) -> None:
         self._stage = stage
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            **options,
-        )
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__([stage], n_microbatches, loss_fn, *specs, scale_grads, **options)
 
 
 class PipelineScheduleMulti(PipelineSchedule):
@@ -102,18 +89,10 @@ class PipelineScheduleMulti(PipelineSchedule):
         backward_requires_autograd: bool = True,
         **options: Any,
     ) -> None:
-        # use_full_backward does nothing, as in torch: the program decides.
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            **options,
-        )
+        # use_full_backward has no effect, as in torch: the program decides.
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        flags = (scale_grads, backward_requires_autograd)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, *flags, **options)
         self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
         self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
 
@@ -159,9 +138,8 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
 
     _pair_function: PairFunction | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The program places receives one computation ahead of their use; see insert_transfers.
-        kwargs.pop("defer_pp_recv", None)
+    def __init__(self, *args: Any, defer_pp_recv: bool = False, **kwargs: Any) -> None:
+        # defer_pp_recv has no effect: the program places receives ahead of their use.
         super().__init__(*args, **kwargs)
 
     @property
@@ -195,11 +173,13 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
                 f"{computation_type} can't be given a custom function, only OVERLAP_F_B, a pair "
                 "of a forward and a backward; change the module or the program instead"
             )
-        if not _accepts(custom_function, 3):
+        try:
+            inspect.signature(custom_function).bind("pair", "forward", "backward")
+        except TypeError:
             raise ScheduleError(
                 f"{custom_function!r} does not take (pair, forward, backward), of which it calls "
                 "the last two; torch's functions take (action, ctx) of torch's runtime"
-            )
+            ) from None
         self._pair_function = custom_function
         if self._engine is not None:
             self._engine.run_pairs_by(custom_function)
@@ -208,17 +188,6 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         super()._load(program)
         if self._pair_function is not None:
             self.engine.run_pairs_by(self._pair_function)
-
-
-def _accepts(function: Any, num: int) -> bool:
-    """True if ``function`` accepts ``num`` positional arguments."""
-    try:
-        inspect.signature(function).bind(*range(num))
-    except TypeError:
-        return False
-    except ValueError:  # functions written in C have no signature
-        return callable(function)
-    return True
 
 
 def _check_format(format: str) -> None:
@@ -263,16 +232,9 @@ class ScheduleLoopedBFS(PipelineScheduleRuntime):
         defer_pp_recv: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-            **options,
-        )
+        options |= {"scale_grads": scale_grads, "output_merge_spec": output_merge_spec}
+        options["backward_requires_autograd"] = backward_requires_autograd
+        super().__init__(stages, n_microbatches, loss_fn, **options)
 
 
 class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
@@ -293,18 +255,9 @@ class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
         defer_pp_recv: bool = False,
         **options: Unpack[RunOptions],
     ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-            **options,
-        )
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        flags = (None, scale_grads, backward_requires_autograd)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, *flags, **options)
 
 
 class ScheduleInterleavedZeroBubble(ScheduleInterleaved1F1B):
@@ -361,22 +314,6 @@ class ScheduleProgram(PipelineScheduleMulti):
         )
 
 
-_CLASSES: tuple[type[PipelineSchedule], ...] = (
-    ScheduleForwardOnly,
-    ScheduleGPipe,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    ScheduleDualPipeV,
-    ScheduleDualPipe,
-    ScheduleChimera,
-)
-# torch's get_schedule_class knows the kinds by name, too.
-_KINDS = {cls.__name__.lower(): cls for cls in (PipelineScheduleSingle, PipelineScheduleMulti)}
-
-
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     """The schedule class of this name; case and separators do not count.
 
@@ -387,11 +324,14 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
         >>> get_schedule_class("1f1b").__name__
         'Schedule1F1B'
     """
-    if isinstance(schedule_name, str) and schedule_name.lower() in _KINDS:
-        return _KINDS[schedule_name.lower()]
+    # torch knows the kinds by name, too.
+    for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
+        if str(schedule_name).lower() == kind.__name__.lower():
+            return kind
     name = family(schedule_name).name
-    for cls in _CLASSES:
-        if cls.schedule_name == name:
+    classes = (cls for cls in globals().values() if isinstance(cls, type))
+    for cls in classes:
+        if issubclass(cls, PipelineSchedule) and cls.schedule_name == name:
             return cls
     raise ScheduleError(
         f"{schedule_name!r} has no class of its own; any schedule runs as "

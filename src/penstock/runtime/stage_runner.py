@@ -7,16 +7,17 @@ of a schedule for its stage is in the runner, so that several schedules may shar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
 from penstock.errors import BoundaryError, ScheduleError
 from penstock.parallel.data_parallel import Replicas
-from penstock.runtime.comm.base import Transport
-from penstock.runtime.comm.recv_queue import RecvQueue
+from penstock.runtime.comm.base import PendingReceive, Transport
+from penstock.runtime.comm.recv_queue import Expect, RecvQueue
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction
 from penstock.runtime.loss import LossHead
@@ -36,26 +37,39 @@ from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["Neighbor", "StageRunner"]
 
-# A neighbouring stage: its states where it lies on this rank, or the receives from its rank.
-Neighbor: TypeAlias = "Sequence[MicrobatchState] | RecvQueue | None"
+
+@dataclass(slots=True)
+class Neighbor:
+    """A neighbouring stage, and the metadata of the boundary to it.
+
+    Args:
+        peer: the rank on which it lies.
+        states: its microbatches' states, on this rank.
+        queue: the receives from it, if it lies on another rank.
+        specs: by shape id, the description of the activations.
+        grads: by shape id, for each gradient whether it is sent.
+    """
+
+    peer: int
+    states: Sequence[MicrobatchState] = ()
+    queue: RecvQueue | None = None
+    specs: dict[int, BoundarySpec] = field(default_factory=dict)
+    grads: dict[int, tuple[bool, ...]] = field(default_factory=dict)
 
 
 class StageRunner:
     """Runs the actions of one stage for one program.
 
     Args:
-        stage: the stage.
+        stage, program, config, transport: what it runs, and over which connection.
         states: its microbatches' states.
-        previous, following: its neighbours.
-        program: the program.
-        config: how it runs.
-        train: whether the program trains, or evaluates.
+        previous, following: its neighbours; None for the model's first and last stage.
+        train: True for training, False for evaluation.
         ops: the microbatches for which the program has INPUT_GRAD, RECOMPUTE and OFFLOAD, which
             change how their forward runs.
-        transport: its rank's connection.
         acknowledged: for each action that waits for a message, how many of this rank's messages
             to the sender have arrived by then (see ``schedule.channels``).
-        dual_streams: the two streams that its actions run on, where overlapped pairs need them.
+        dual_streams: the two streams of overlapped pairs, if they are used.
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
@@ -69,8 +83,8 @@ class StageRunner:
         self,
         stage: Stage,
         states: Sequence[MicrobatchState],
-        previous: Neighbor,
-        following: Neighbor,
+        previous: Neighbor | None,
+        following: Neighbor | None,
         *,
         program: Program,
         config: RunConfig,
@@ -83,10 +97,8 @@ class StageRunner:
         self.stage = stage
         self._states = states
         self._is_first, self._is_last = previous is None, following is None
-        self._prev_queue = previous if isinstance(previous, RecvQueue) else None
-        self._next_queue = following if isinstance(following, RecvQueue) else None
-        self._prev_states = None if isinstance(previous, RecvQueue) else previous
-        self._next_states = None if isinstance(following, RecvQueue) else following
+        nothing = Neighbor(transport.rank)
+        self._prev, self._next = previous or nothing, following or nothing
         self._transport = transport
         self._acknowledged = acknowledged
         self._dual_streams = dual_streams
@@ -101,44 +113,31 @@ class StageRunner:
         streams = device_streams.streams_of(stage.device) if self._offloaded else None
         self._copy_streams = CopyStreams(streams) if streams is not None else None
         self.replicas: Replicas | None = None
-        self.rng = _make_rng(stage, program) if train and config.microbatch_rng else None
+        self.rng: RandomStream | None = None
+        if train and config.microbatch_rng:
+            _refuse_static_shapes(stage)
+            self.rng = RandomStream(stage.device, first=self._is_first, last=self._is_last)
         # Between steps an empty step, so that the last step's tensors can be freed.
-        self._no_step = StepState(program.num_microbatches)
-        # By shape id: the specs of inputs and outputs, and which gradients go back and come back.
-        self._in_specs: dict[int, BoundarySpec] = {}
-        self._out_specs: dict[int, BoundarySpec] = {}
-        self._grads_out: dict[int, tuple[bool, ...]] = {}
-        self._grads_in: dict[int, tuple[bool, ...]] = {}
-        self._caches = ((self._in_specs, self._grads_out), (self._out_specs, self._grads_in))
-        self.end()
+        self._step = self._no_step = StepState(program.num_microbatches)
 
     def begin(self, step: StepState, *, forget: bool = False) -> bool:
-        """Begin a step.
+        """Begin a step; returns True if cached metadata was dropped, all of it with ``forget``.
 
-        Metadata that holds plain values is dropped at both ends of a boundary, to be sent again:
-        values do not follow from the inputs' shapes.
-
-        Args:
-            step: its data.
-            forget: drop all that is cached by shape id.
-
-        Returns:
-            Whether metadata has been dropped.
+        Metadata that holds plain values is always dropped, at both ends of a boundary, and sent
+        again, since values do not follow from the inputs' shapes.
         """
         self._step = step
-        self._shape_ids, self._kwargs = step.shape_ids, step.kwargs
         dropped = False
-        for specs, grads in self._caches:
-            for shape_id in [i for i, spec in specs.items() if forget or spec.holds_values]:
-                del specs[shape_id]
-                grads.pop(shape_id, None)
+        for side in (self._prev, self._next):
+            for i in [i for i, spec in side.specs.items() if forget or spec.holds_values]:
+                del side.specs[i]
+                side.grads.pop(i, None)
                 dropped = True
         return dropped
 
     def end(self) -> None:
         """End a step: release its data."""
         self._step = self._no_step
-        self._shape_ids, self._kwargs = self._no_step.shape_ids, self._no_step.kwargs
 
     def reset(self) -> None:
         """Release the state of a failed step."""
@@ -160,58 +159,112 @@ class StageRunner:
             handler = StageRunner._forward_to_offload
         bound = [BoundAction(action, partial(handler, self, state))]
         arrived = self._acknowledged.get(action, 0)
-        if op is Op.FORWARD and self._prev_queue is not None:
-            wait = partial(self._wait_input, state, arrived)
+        if op is Op.FORWARD and self._prev.queue is not None:
+            wait = partial(StageRunner._wait_input, self, state, arrived)
             bound.insert(0, BoundAction(action, wait, is_wait=True))
-        elif op in INPUT_GRADS and self._next_queue is not None:
-            wait = partial(self._wait_grads, state, arrived)
+        elif op in INPUT_GRADS and self._next.queue is not None:
+            wait = partial(StageRunner._wait_grads, self, state, arrived)
             bound.insert(0, BoundAction(action, wait, is_wait=True))
         return bound
 
-    # A stage that is neither replicated nor sharded has nothing to gather or reduce.
-
-    def _unshard(self) -> None:
-        if self.replicas is not None:
-            with self._transport.waiting_for_replicas():
-                self.replicas.unshard()
-
-    def _reshard(self) -> None:
-        if self.replicas is not None:
-            self.replicas.reshard()
-
-    def _reduce_grads(self) -> None:
-        if self.replicas is not None:
-            with self._transport.waiting_for_replicas():
-                self.replicas.reduce_grads()
-
-    # --- forward -----------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------
 
     def _recv_forward(self, state: MicrobatchState) -> None:
-        assert self._prev_queue is not None
-        state.received = self._prev_queue.expect(self._input_metas, state)
+        state.received = self._receive(self._prev.queue, self._input_metas, state)
+
+    def _recv_backward(self, state: MicrobatchState) -> None:
+        state.received_grads = self._receive(self._next.queue, self._grad_metas, state)
+
+    def _receive(
+        self, queue: RecvQueue | None, metas_of: Expect, state: MicrobatchState
+    ) -> PendingReceive:
+        """Post a receive, or defer it until its metadata has come."""
+        assert queue is not None
+        metas = None if queue.deferred else metas_of(state, None)
+        if metas is None:
+            return queue.defer(metas_of, state)
+        return self._transport.receive(queue.peer, metas, self.stage.device)
 
     def _input_metas(
         self, state: MicrobatchState, metadata: bytes | None
     ) -> Sequence[TensorMeta] | None:
-        shape_id = self._shape_ids[state.microbatch]
+        """The cached metadata of the activations, or those of the peer's message."""
+        specs, shape_id = self._prev.specs, self._step.shape_ids[state.microbatch]
         if metadata is not None:
-            state.in_spec = self._in_specs[shape_id] = BoundarySpec.decode(metadata)
-            state.in_spec.check_static(self.stage.static_inputs, "input")
-        elif self._dynamic_shapes or shape_id not in self._in_specs:
+            specs[shape_id] = BoundarySpec.decode(metadata)
+            specs[shape_id].check_static(self.stage.static_inputs, "input")
+        elif self._dynamic_shapes or shape_id not in specs:
             return None
-        else:
-            state.in_spec = self._in_specs[shape_id]
-        return state.in_spec.metas
+        state.in_spec = spec = specs[shape_id]
+        return spec.metas
+
+    def _grad_metas(
+        self, state: MicrobatchState, metadata: bytes | None
+    ) -> Sequence[TensorMeta] | None:
+        """The cached metadata of the gradients, or those of the peer's message."""
+        following, shape_id = self._next, self._step.shape_ids[state.microbatch]
+        if metadata is not None:
+            following.grads[shape_id] = tuple(bool(b) for b in metadata)
+        elif self._dynamic_shapes or shape_id not in following.grads:
+            return None
+        state.grads_present = present = following.grads[shape_id]
+        # A receive may be posted before this step's forward, while the state still has the last
+        # step's spec; with metadata for every message it is posted after it.
+        spec = state.out_spec if self._dynamic_shapes else following.specs[shape_id]
+        assert spec is not None
+        if all(present):
+            return spec.grad_metas
+        return [meta for meta, there in zip(spec.grad_metas, present, strict=True) if there]
 
     def _wait_input(self, state: MicrobatchState, arrived: int) -> None:
         tensors = state.received.wait()
-        assert self._prev_queue is not None and state.in_spec is not None
-        self._transport.release(self._prev_queue.peer, arrived)
+        self._transport.release(self._prev.peer, arrived)
+        assert state.in_spec is not None
         state.received = state.in_spec.unpack(tensors)
+
+    def _wait_grads(self, state: MicrobatchState, arrived: int) -> None:
+        grads = state.received_grads.wait()
+        self._transport.release(self._next.peer, arrived)
+        if len(grads) != len(state.grads_present):
+            received = iter(grads)
+            grads = [next(received) if there else None for there in state.grads_present]
+        assert state.out_spec is not None
+        state.received_grads = state.out_spec.unpack_grads(grads)
+
+    def _send_forward(self, state: MicrobatchState) -> None:
+        assert state.to_send is not None and state.out_spec is not None
+        if state.metadata is not None:
+            self._transport.send_metadata(self._next.peer, state.metadata)
+            state.metadata = None
+        self._transport.send(self._next.peer, state.out_spec.pack(state.to_send))
+        state.to_send = None
+
+    def _send_backward(self, state: MicrobatchState) -> None:
+        peer, grads, spec = self._prev.peer, state.grads_to_send, state.in_spec
+        assert grads is not None and spec is not None
+        state.grads_to_send = None
+        here = tuple(grad is not None for grad in grads)
+        shape_id = self._step.shape_ids[state.microbatch]
+        if self._dynamic_shapes or shape_id not in self._prev.grads:
+            self._prev.grads[shape_id] = here
+            self._transport.send_metadata(peer, bytes(here))
+        elif here != (before := self._prev.grads[shape_id]):
+            # Zeros are not equivalent to a missing gradient: an optimizer skips parameters without
+            # a gradient, but decays parameters with a zero gradient.
+            slot = next(i for i, there in enumerate(here) if there != before[i])
+            now, then = ("a", "none") if here[slot] else ("no", "one")
+            raise BoundaryError(
+                f"input {spec.grad_slots[slot]} has {now} gradient in this microbatch and had "
+                f"{then} in earlier ones; pass dynamic_shapes=True where this may change"
+            )
+        pairs = zip(spec.grad_metas, grads, strict=True)
+        self._transport.send(peer, [meta.pack(grad) for meta, grad in pairs if grad is not None])
+
+    # --- forward -----------------------------------------------------------------------------
 
     def _forward(self, state: MicrobatchState) -> None:
         mb, step = state.microbatch, self._step
-        output = self._run(state, self._arguments(state), self._kwargs[mb])
+        output = self._run(state, self._arguments(state), step.kwargs[mb])
         if self._is_last:
             target = None if step.targets is None else step.targets[mb]
             self._loss_head.run(state, output, target, step)
@@ -224,59 +277,44 @@ class StageRunner:
         if self._is_first:
             assert self._step.args is not None  # checked as the step began
             return self._step.args[state.microbatch]
-        tensors, spec = state.received, state.in_spec
-        state.received = None
-        assert spec is not None
+        tensors, state.received = state.received, None
+        assert state.in_spec is not None
         if self._dual_streams is not None:
             self._dual_streams.keep_alive(tensors)
-        return self.stage.enter(state, tensors, spec)
+        return self.stage.enter(state, tensors, state.in_spec)
 
     def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        mb = state.microbatch
-        defer = mb in self._deferred
+        """Run the module, with the random stream and the sequence's state of the microbatch."""
+        mb, rng = state.microbatch, self.rng if is_grad_enabled() else None
         if state.in_sequence:
             before = self._states[mb - 1].sequence if mb % self._num_splits else None
             kwargs = {**kwargs, "state": None if before is None else before.take()}
-        rng = self.rng
-        if rng is None or not is_grad_enabled():
-            output = self.stage.forward(state, args, kwargs, defer=defer)
-            return self._pass_state(state, output) if state.in_sequence else output
-        args = rng.begin(mb, args)
+        if rng is not None:
+            args = rng.begin(mb, args)
         try:
-            output = self.stage.forward(state, args, kwargs, defer=defer)
-            return rng.end(self._pass_state(state, output) if state.in_sequence else output)
+            output = self.stage.forward(state, args, kwargs, defer=mb in self._deferred)
+            if state.in_sequence:
+                output, sequence = detach_state(output)
+                state.sequence = sequence if (mb + 1) % self._num_splits else None
+            return output if rng is None else rng.end(output)
         finally:
-            rng.leave()
-
-    def _pass_state(self, state: MicrobatchState, returned: Any) -> Any:
-        """Keep the state that a chunk's forward returned for the next chunk; return the output."""
-        output, sequence = detach_state(returned)
-        is_end = (state.microbatch + 1) % self._num_splits == 0
-        state.sequence = None if is_end else sequence
-        return output
+            if rng is not None:
+                rng.leave()
 
     def _pass_on(self, state: MicrobatchState, output: Any) -> None:
-        shape_id = self._shape_ids[state.microbatch]
-        spec = self._out_specs.get(shape_id)
+        following, mb = self._next, state.microbatch
+        shape_id = self._step.shape_ids[mb]
+        spec = following.specs.get(shape_id)
         if spec is None or self._dynamic_shapes:
-            spec = self._out_specs[shape_id] = describe(output)
+            spec = following.specs[shape_id] = describe(output)
             spec.check_static(self.stage.static_outputs, "output")
-            if self._next_states is None:
+            if following.queue is not None:
                 state.metadata = spec.encode()
         self.stage.leave(state, output, spec)
-        if self._next_states is not None:
-            receiver = self._next_states[state.microbatch]
+        if following.queue is None:
+            receiver = following.states[mb]
             receiver.received, receiver.in_spec = state.to_send, spec
             state.to_send = None
-
-    def _send_forward(self, state: MicrobatchState) -> None:
-        queue = self._next_queue
-        assert queue is not None and state.to_send is not None and state.out_spec is not None
-        if state.metadata is not None:
-            self._transport.send_metadata(queue.peer, state.metadata)
-            state.metadata = None
-        self._transport.send(queue.peer, state.out_spec.pack(state.to_send))
-        state.to_send = None
 
     # --- activations that are recomputed or offloaded ----------------------------------------
 
@@ -298,7 +336,7 @@ class StageRunner:
         context, state.recompute = state.recompute, None
         assert context is not None
         mb, step = state.microbatch, self._step
-        args, kwargs = self._arguments(state), self._kwargs[mb]
+        args, kwargs = self._arguments(state), step.kwargs[mb]
         target = None if step.targets is None else step.targets[mb]
         if context.written_inputs:
             args, kwargs, target = map_tensors(context.restore, (args, kwargs, target))
@@ -313,13 +351,8 @@ class StageRunner:
 
     def _forward_to_offload(self, state: MicrobatchState) -> None:
         """Run the forward and record the tensors that autograd saves."""
-        module = self.stage.submod
-        stays = chain(
-            module.parameters(),
-            module.buffers(),
-            state.received or (),
-            self._step.given(state.microbatch),
-        )
+        module, given = self.stage.submod, self._step.given(state.microbatch)
+        stays = chain(module.parameters(), module.buffers(), state.received or (), given)
         state.offload = ActivationOffload(self.stage.device, stays, self._copy_streams)
         with state.offload.collecting():
             self._forward(state)
@@ -329,43 +362,11 @@ class StageRunner:
         state.offload.offload()
 
     def _reload(self, state: MicrobatchState) -> None:
-        offload, state.offload = state.offload, None
-        assert offload is not None
-        offload.reload()
+        assert state.offload is not None
+        state.offload.reload()
+        state.offload = None
 
     # --- backward ----------------------------------------------------------------------------
-
-    def _recv_backward(self, state: MicrobatchState) -> None:
-        assert self._next_queue is not None
-        state.received_grads = self._next_queue.expect(self._grad_metas, state)
-
-    def _grad_metas(
-        self, state: MicrobatchState, metadata: bytes | None
-    ) -> Sequence[TensorMeta] | None:
-        shape_id = self._shape_ids[state.microbatch]
-        if metadata is not None:
-            self._grads_in[shape_id] = tuple(bool(b) for b in metadata)
-        elif self._dynamic_shapes or shape_id not in self._grads_in:
-            return None
-        state.grads_present = present = self._grads_in[shape_id]
-        # A receive may be posted before this step's forward, while the state still has the last
-        # step's spec; with metadata for every message it is posted after it.
-        spec = state.out_spec if self._dynamic_shapes else self._out_specs[shape_id]
-        assert spec is not None
-        if all(present):
-            return spec.grad_metas
-        return [meta for meta, there in zip(spec.grad_metas, present, strict=True) if there]
-
-    def _wait_grads(self, state: MicrobatchState, arrived: int) -> None:
-        tensors = state.received_grads.wait()
-        assert self._next_queue is not None
-        self._transport.release(self._next_queue.peer, arrived)
-        present = state.grads_present
-        if len(tensors) != len(present):
-            received = iter(tensors)
-            tensors = [next(received) if there else None for there in present]
-        assert state.out_spec is not None
-        state.received_grads = state.out_spec.unpack_grads(tensors)
 
     def _backward(self, state: MicrobatchState) -> None:
         self.stage.backward(state, self._take_grads(state))
@@ -389,22 +390,26 @@ class StageRunner:
         return grads
 
     def _pass_back(self, state: MicrobatchState) -> None:
-        if self._is_first:
-            state.grads_to_send = None
-        elif self._prev_states is not None:
-            self._prev_states[state.microbatch].received_grads = state.grads_to_send
+        if self._prev.queue is None:
+            if not self._is_first:
+                self._prev.states[state.microbatch].received_grads = state.grads_to_send
             state.grads_to_send = None
 
-    def _send_backward(self, state: MicrobatchState) -> None:
-        queue, grads = self._prev_queue, state.grads_to_send
-        assert queue is not None and grads is not None
-        state.grads_to_send = None
-        shape_id = self._shape_ids[state.microbatch]
-        present = self._grads_out.get(shape_id)
-        if present is None or self._dynamic_shapes:
-            present = self._grads_out[shape_id] = tuple(g is not None for g in grads)
-            self._transport.send_metadata(queue.peer, bytes(present))
-        self._transport.send(queue.peer, _present_grads(state, grads, present))
+    # --- replicas: none if the stage is neither replicated nor sharded -----------------------
+
+    def _unshard(self) -> None:
+        if self.replicas is not None:
+            with self._transport.waiting_for_replicas():
+                self.replicas.unshard()
+
+    def _reshard(self) -> None:
+        if self.replicas is not None:
+            self.replicas.reshard()
+
+    def _reduce_grads(self) -> None:
+        if self.replicas is not None:
+            with self._transport.waiting_for_replicas():
+                self.replicas.reduce_grads()
 
 
 # Functions, since bound methods in a runner would form reference cycles.
@@ -428,33 +433,9 @@ _OF_MICROBATCH: dict[Op, Callable[[StageRunner, MicrobatchState], None]] = {
 }
 
 
-def _present_grads(
-    state: MicrobatchState, grads: Sequence[Tensor | None], present: tuple[bool, ...]
-) -> list[Tensor]:
-    spec = state.in_spec
-    assert spec is not None
-    sent = []
-    for i, grad, expected in zip(spec.grad_slots, grads, present, strict=True):
-        if (grad is not None) != expected:
-            # Zeros are not equivalent to a missing gradient: an optimizer skips parameters without
-            # a gradient, but decays parameters with a zero gradient.
-            now, before = ("no", "one") if expected else ("a", "none")
-            raise BoundaryError(
-                f"input {i} has {now} gradient in this microbatch and had {before} in earlier "
-                "ones; pass dynamic_shapes=True where this may change"
-            )
-        if grad is not None:
-            sent.append(spec.metas[i].pack(grad))
-    return sent
-
-
-def _make_rng(stage: Stage, program: Program) -> RandomStream:
+def _refuse_static_shapes(stage: Stage) -> None:
     if stage.static_inputs is not None or stage.static_outputs is not None:
         raise ScheduleError(
             f"stage {stage.stage_index}: with microbatch_rng=True the generator's state crosses "
             "boundaries too; leave input_args and output_args out"
         )
-    placement, index = program.placement, stage.stage_index
-    return RandomStream(
-        stage.device, first=index in placement.entries, last=index in placement.exits
-    )

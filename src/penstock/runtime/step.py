@@ -3,19 +3,24 @@
     StepArgs (a whole batch, or ready microbatches)
         └─ BatchSplitter ─► StepState ─(engine)─► StepState with losses and outputs ─► merged
 
-``microbatch.py`` splits tensors, and ``sequence_chunks.py`` splits sequences.
+A program may split each microbatch's sequences into ``num_splits`` chunks, which it counts as
+microbatches. Losses and outputs are joined, so that callers see microbatches alone:
+
+    batch            microbatches              chunks, num_splits = 2
+    (rows, length) ─► (rows/M, length) ─────► (rows/M, length/2), (rows/M, length/2)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import optree
 import torch
 from torch import Tensor
 
+from penstock.errors import ScheduleError
 from penstock.runtime.config import RunConfig
 from penstock.runtime.microbatch import (
     check_ready,
@@ -25,8 +30,11 @@ from penstock.runtime.microbatch import (
     split_call,
     split_tree,
 )
-from penstock.runtime.sequence_chunks import SequenceChunks
-from penstock.stage.pytree import NAMESPACE, flatten, tensors_of
+from penstock.schedule.action import Op
+from penstock.schedule.program import Program
+from penstock.stage.pytree import NAMESPACE, flatten, tensors_of, unflatten
+from penstock.stage.sequence_state import takes_state
+from penstock.stage.stage import Stage
 
 __all__ = ["BatchSplitter", "StepArgs", "StepState", "is_placed", "moved"]
 
@@ -35,11 +43,11 @@ _Tree = TypeVar("_Tree")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArgs:
-    """The arguments of one call of ``PipelineSchedule.step`` or ``eval``, by their names there.
+    """The arguments of one call of ``PipelineSchedule.step`` or ``eval``, by their names there."""
 
-    Raises:
-        TypeError: ``losses`` is no list.
-    """
+    OPTIONS: ClassVar[frozenset[str]] = frozenset(
+        {"return_outputs", "merge_outputs", "loss_kwargs", "arg_mbs", "kwarg_mbs", "target_mbs"}
+    )
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -52,17 +60,21 @@ class StepArgs:
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
 
-    def check(self) -> None:
-        """Refuse ``losses`` that can't be filled.
-
-        Raises:
-            TypeError: it is no list.
-        """
+    def check(self, num_microbatches: int) -> None:
+        """Check the caller's lists: ``losses`` and the ready microbatches."""
         losses: object = self.losses
         if losses is not None and not isinstance(losses, list):
             raise TypeError(
                 f"losses is a {type(losses).__name__}, expected a list, to be filled with the "
                 "microbatches' losses"
+            )
+        ready = {name: getattr(self, name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
+        whole = (bool(self.args), bool(self.kwargs), self.target is not None)
+        check_ready(ready, dict(zip(ready, whole, strict=True)))
+        length = num_chunks(ready)
+        if length is not None and length != num_microbatches:
+            raise ValueError(
+                f"{length} ready microbatches, expected n_microbatches={num_microbatches}"
             )
 
 
@@ -81,18 +93,6 @@ class StepState:
         losses: per microbatch, its loss, on the rank of the last stage.
         metrics: per microbatch, the metrics that the loss function returned beside the loss.
     """
-
-    __slots__ = (
-        "args",
-        "keep_outputs",
-        "kwargs",
-        "loss_kwargs",
-        "losses",
-        "metrics",
-        "outputs",
-        "shape_ids",
-        "targets",
-    )
 
     def __init__(self, num_microbatches: int) -> None:
         self.args: Sequence[tuple[Any, ...]] | None = None
@@ -116,24 +116,30 @@ class BatchSplitter:
 
     Args:
         config: how tensors are split and merged.
-        chunks: how sequences are split further, if they are.
-        num_microbatches: those of the program: all chunks of all microbatches.
+        program: the program, which may split sequences.
+        stages: this process's stages, by index.
+
+    Attributes:
         has_first, has_last: whether inputs enter, and outputs leave, in this process.
+
+    Raises:
+        ScheduleError: the program splits sequences, and a stage's module takes no state, or the
+            program recomputes forwards.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        chunks: SequenceChunks,
-        num_microbatches: int,
-        *,
-        has_first: bool,
-        has_last: bool,
-    ) -> None:
+    def __init__(self, config: RunConfig, program: Program, stages: Mapping[int, Stage]) -> None:
         self._config = config
-        self._chunks = chunks
-        self._num_in_program = num_microbatches
-        self._has_first, self._has_last = has_first, has_last
+        self._num_in_program = program.num_microbatches
+        self._num_splits = program.num_splits
+        self._dim = config.sequence_dim
+        # The loss of a step is the mean over its microbatches.
+        self._averages = config.loss_fn is not None and config.scale_grads
+        self.has_first = any(i in stages for i in program.placement.entries)
+        self.has_last = any(i in stages for i in program.placement.exits)
+        if self._num_splits > 1:
+            _check_takes_chunks(program, stages)
+
+    # --- splitting ---------------------------------------------------------------------------
 
     def split(self, given: StepArgs) -> StepState:
         """The microbatches of one call.
@@ -141,50 +147,71 @@ class BatchSplitter:
         Raises:
             ValueError: the batch can't be split, is given twice, or has another number of ready
                 microbatches.
+            TypeError: ``losses`` or ready microbatches of another type.
         """
-        given.check()
         config, num = self._config, self._config.n_microbatches
-        has_target = given.target is not None
-        ready = {name: getattr(given, name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
-        whole = (bool(given.args), bool(given.kwargs), has_target)
-        check_ready(ready, dict(zip(ready, whole, strict=True)))
-        length = num_chunks(ready)
-        if length is not None and length != num:
-            raise ValueError(f"{length} ready microbatches, expected n_microbatches={num}")
+        given.check(num)
         step = StepState(self._num_in_program)
         step.keep_outputs = given.return_outputs
         step.loss_kwargs = given.loss_kwargs or {}
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
         rows: dict[int, torch.Size] = {}
         target_rows: dict[int, torch.Size] = {}
-        entering = rows if self._has_first else None
-        args, kwargs = split_call(
-            given.args,
-            given.kwargs,
-            num,
-            config.args_chunk_spec,
-            config.kwargs_chunk_spec,
-            entering,
-            rows,
-        )
+        specs = (config.args_chunk_spec, config.kwargs_chunk_spec)
+        seen = (rows if self.has_first else None, rows)
+        args, kwargs = split_call(given.args, given.kwargs, num, *specs, *seen)
         if given.args or given.kwargs or given.arg_mbs or given.kwarg_mbs:
-            step.args = given.arg_mbs or args
-        step.kwargs = given.kwarg_mbs or kwargs
-        step.targets = given.target_mbs
-        if given.target_mbs is None and has_target and self._has_last:
-            step.targets = split_tree(given.target, num, seen=target_rows)
+            step.args = self._split_sequences(given.arg_mbs or args, "input")
+        step.kwargs = self._split_sequences(given.kwarg_mbs or kwargs, "keyword argument")
+        targets = given.target_mbs
+        if targets is None and given.target is not None and self.has_last:
+            targets = split_tree(given.target, num, seen=target_rows)
         check_rows({**target_rows, **rows}, num)
-        even, chunks = config.averages_losses, self._chunks
-        if step.args is not None:
-            step.args = chunks.split(step.args, "input", even=even)
-        step.kwargs = chunks.split(step.kwargs, "keyword argument", even=even)
-        if step.targets is not None:
-            step.targets = chunks.split(step.targets, "target", even=even)
+        if targets is not None:
+            step.targets = self._split_sequences(targets, "target")
         return step
+
+    def _split_sequences(self, trees: Sequence[Any], what: str) -> Sequence[Any]:
+        """The pytrees of the microbatches' sequence chunks."""
+        if self._num_splits == 1:
+            return trees
+        found: list[Any] = []
+        for tree in trees:
+            leaves, treedef = flatten(tree)
+            columns = [self._split_leaf(leaf, what) for leaf in leaves]
+            found += [unflatten(treedef, [c[i] for c in columns]) for i in range(self._num_splits)]
+        return found
+
+    def _split_leaf(self, leaf: Any, what: str) -> Sequence[Any]:
+        num, dim = self._num_splits, self._dim
+        if not self._has_sequence(leaf):
+            return [leaf] * num
+        length = leaf.size(dim)
+        shown = f"a {what} of shape {tuple(leaf.shape)} can't be split"
+        if length < num:
+            raise ValueError(
+                f"{shown} into {num} sequence chunks along dimension {dim}; pass sequences of at "
+                f"least {num} positions, or split them into fewer chunks"
+            )
+        if self._averages and length % num:
+            raise ValueError(
+                f"{shown} evenly into {num} sequence chunks along dimension {dim}, and the mean of "
+                "uneven chunks' losses is not that of the sequence; pad it, or sum in the loss and "
+                "pass scale_grads=False"
+            )
+        return torch.tensor_split(leaf, num, dim=dim)
+
+    def _has_sequence(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and -leaf.dim() <= self._dim < leaf.dim()
+
+    # --- merging -----------------------------------------------------------------------------
 
     def merge_losses(self, losses: Tensor | None) -> Tensor | None:
         """The losses of the batch's microbatches, of those of the program's."""
-        return self._chunks.join_losses(losses, mean=self._config.averages_losses)
+        if self._num_splits == 1 or losses is None:
+            return losses
+        by_microbatch = losses.reshape(-1, self._num_splits)
+        return by_microbatch.mean(1) if self._averages else by_microbatch.sum(1)
 
     def merge_outputs(self, step: StepState, *, merge: bool) -> Any:
         """The outputs that the call returns, merged or as a list; None where there are none.
@@ -192,26 +219,60 @@ class BatchSplitter:
         Raises:
             ValueError: the outputs can't be merged.
         """
-        if not (step.keep_outputs and self._has_last):
+        if not (step.keep_outputs and self.has_last):
             return None
+        num = self._num_splits
         try:
-            outputs = self._chunks.join_outputs(step.outputs)
-            spec = self._config.output_merge_spec
-            return merge_chunks(outputs, spec) if merge else list(outputs)
+            outputs: list[Any] = step.outputs
+            if num > 1:
+                starts = range(0, len(outputs), num)
+                outputs = [self._join_chunks(outputs[i : i + num]) for i in starts]
+            return merge_chunks(outputs, self._config.output_merge_spec) if merge else list(outputs)
         except ValueError as error:
             raise ValueError(
                 f"the step is done, but its outputs can't be merged: {error}; pass "
                 "merge_outputs=False to get a list with each microbatch's, or return_outputs=False"
             ) from error
 
+    def _join_chunks(self, chunks: Sequence[Any]) -> Any:
+        """A microbatch's output: those of its chunks, concatenated along the sequence."""
+        flats = [flatten(chunk) for chunk in chunks]
+        treedef = flats[0][1]
+        if any(tree != treedef for _, tree in flats):
+            raise ValueError("the outputs of sequence chunks differ in structure")
+        columns = zip(*(leaves for leaves, _ in flats), strict=True)
+        return unflatten(treedef, [self._join_leaf(column) for column in columns])
+
+    def _join_leaf(self, column: tuple[Any, ...]) -> Any:
+        if self._has_sequence(column[0]):
+            return torch.cat(column, dim=self._dim)
+        if isinstance(column[0], Tensor):  # such as a value per row: a new last dimension
+            return torch.stack(column, dim=-1)
+        return merge_chunks(column)
+
+
+def _check_takes_chunks(program: Program, stages: Mapping[int, Stage]) -> None:
+    for index, stage in stages.items():
+        if not takes_state(stage.submod):
+            raise ScheduleError(
+                f"stage {index}: {program.name} splits sequences into {program.num_splits} chunks, "
+                f"and the forward of {type(stage.submod).__name__} takes no state; let it take "
+                "state=None, the state that it returned for the chunk before, and return "
+                "(output, state)"
+            )
+    refused = next((a for a in program.actions() if a.op in (Op.RECOMPUTE, Op.OFFLOAD)), None)
+    if refused is not None:
+        raise ScheduleError(
+            f"{refused}: forwards of sequence chunks can't be recomputed or offloaded; use "
+            "checkpointing within the modules, or whole sequences"
+        )
+
+
+# --- devices -------------------------------------------------------------------------------------
+
 
 def is_placed(tree: Any) -> bool:
-    """True if at least one tensor of ``tree`` is not on the CPU.
-
-    Example:
-        >>> is_placed([torch.ones(2), 3]), is_placed({"x": torch.ones(2, device="meta")})
-        (False, True)
-    """
+    """True if at least one tensor of ``tree`` is not on the CPU."""
     return any(tensor.device.type != "cpu" for tensor in tensors_of(tree))
 
 
@@ -224,7 +285,7 @@ def moved(tree: _Tree, device: torch.device) -> _Tree:
     """
 
     def to_device(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
+        if isinstance(node, Tensor):
             return node.to(device, non_blocking=True)
         return node.to(device) if _can_move(node) else node
 

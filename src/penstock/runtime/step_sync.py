@@ -3,12 +3,19 @@
     start   conditions of all ranks ─► shape ids of the first rank's inputs ─► all ranks
     end     losses of the last rank ─► all ranks; no rank leaves before all have finished
 
-Stage runners cache boundary metadata per shape id; plain values among the inputs count as shapes.
+The rank of the first stage assigns an id to the shapes of each microbatch's inputs, and stage
+runners cache boundary metadata by id. Plain values among the inputs count as part of their shapes;
+objects of other types get a new id each step. Metadata also depends on *run conditions*: autocast,
+the modules' training mode, which parameters require grad, and the shapes of keyword arguments on
+other ranks. Equal shapes under other conditions have another id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +24,16 @@ from penstock.errors import StageError, Where
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.loss import needs_target
-from penstock.runtime.shape_cache import ShapeCache, run_conditions
 from penstock.runtime.step import StepState
 from penstock.schedule.program import Program
 from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.pytree import flatten, is_plain
 from penstock.stage.stage import Stage
 
-__all__ = ["StepSync"]
+__all__ = ["MAX_SHAPES", "ShapeCache", "StepSync", "run_conditions"]
 
+# After so many ids all are forgotten, on all ranks at the same step; no id is reused.
+MAX_SHAPES = 4096
 
 # In an order that is the same on every rank. The loss of an evaluation may be a count.
 _DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
@@ -35,10 +44,10 @@ class StepSync:
 
     Args:
         program: the program.
-        config: how it runs.
+        config: the run options.
         stages: this process's stages, by index.
         transports: one per rank of this process.
-        train: whether the program trains, or evaluates.
+        train: True for training, False for evaluation.
 
     Attributes:
         has_new_shapes: whether this step has a shape id that was not seen before.
@@ -60,15 +69,15 @@ class StepSync:
         self._has_loss = config.loss_fn is not None
         self._needs_target = train and needs_target(config.loss_fn)
         placement = program.placement
+        entry_ranks = [placement.rank_of(stage) for stage in placement.entries]
         # With several copies of the model, the first copy's ranks broadcast.
-        self._first_rank = placement.rank_of(placement.entries[0])
+        self._first_rank = entry_ranks[0]
         self._last_rank = placement.rank_of(placement.exits[0])
         self._num_exit_ranks = len({placement.rank_of(stage) for stage in placement.exits})
-        entry_ranks = {placement.rank_of(stage) for stage in placement.entries}
         self._device = next(iter(stages.values())).device
         self._is_alone = len(transports) == program.num_ranks
         self._compares_inputs = (
-            len(entry_ranks) > 1 and not self._is_alone and transports[0].rank in entry_ranks
+            len(set(entry_ranks)) > 1 and not self._is_alone and transports[0].rank in entry_ranks
         )
         self._shapes = ShapeCache()
         self.has_new_shapes = False
@@ -90,58 +99,27 @@ class StepSync:
         return f"{call}{joined}, after {num_steps} others"
 
     def begin(self, step: StepState) -> None:
-        """Begin a step: broadcast the shape ids.
-
-        Args:
-            step: this process's inputs and targets; shape ids are set in it.
+        """Begin a step: broadcast the shape ids, which are set in ``step``.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where
                 inputs enter were given different ones.
             ScheduleError: the ranks are in different calls.
         """
-        conditions = self._share_conditions(step)
-        self._check_targets(step)
+        conditions = self._gather_conditions(step)
         ids = self._shape_ids(step, conditions)
         # If inputs enter on several ranks, equal ids do not imply equal shapes.
         digest = self._shapes.digest(ids) if self._compares_inputs else 0
         for transport in sorted(self._transports, key=lambda t: t.rank != self._first_rank):
-            shared = transport.broadcast_ints([digest, *ids], self._first_rank)
-            step.shape_ids = shared[1:]
-        if self._compares_inputs and shared[0] != digest:
+            first, *step.shape_ids = transport.broadcast_ints([digest, *ids], self._first_rank)
+        if self._compares_inputs and first != digest:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {self._first_rank}; each "
                 "rank where the model's inputs enter passes the whole batch"
             )
         self.has_new_shapes = self._shapes.learn(step.shape_ids)
 
-    def _check_targets(self, step: StepState) -> None:
-        if not self._needs_target or step.targets is not None:
-            return
-        placement = self._program.placement
-        for stage in (s for s in placement.exits if s in self._stages):
-            raise StageError(
-                "no target, where the loss is computed: the rank of the last stage passes "
-                "target= (or target_mbs=) to step()",
-                where=Where(rank=placement.rank_of(stage), stage=stage),
-            )
-
-    def _shape_ids(self, step: StepState, conditions: tuple[int, ...]) -> list[int]:
-        """The shape ids, where the inputs are here; zeros elsewhere."""
-        placement = self._program.placement
-        for stage in (s for s in placement.entries if s in self._stages):
-            if step.args is None:
-                call = "step() or eval()"
-                if not self._train:
-                    call += ", which runs the model; train(False) of its modules sets their mode"
-                raise StageError(
-                    f"no inputs: the rank of the first stage passes them to {call}",
-                    where=Where(rank=placement.rank_of(stage), stage=stage),
-                )
-            return self._shapes.ids(step.args, step.kwargs, conditions)
-        return [0] * self._program.num_microbatches
-
-    def _share_conditions(self, step: StepState) -> tuple[int, ...]:
+    def _gather_conditions(self, step: StepState) -> tuple[int, ...]:
         """The id of each rank's run conditions; where one process plays all ranks, its own."""
         conditions = run_conditions(self._stages.values(), self._device)
         if self._is_alone:
@@ -150,6 +128,29 @@ class StepSync:
         # The first rank's keyword arguments are part of its inputs.
         kwargs = () if transport.rank == self._first_rank else step.kwargs
         return tuple(transport.all_gather_ints(self._shapes.condition_id(conditions, kwargs)))
+
+    def _shape_ids(self, step: StepState, conditions: tuple[int, ...]) -> list[int]:
+        """The shape ids, where the inputs are here; zeros elsewhere."""
+        placement = self._program.placement
+        exits = [stage for stage in placement.exits if stage in self._stages]
+        entries = [stage for stage in placement.entries if stage in self._stages]
+        if exits and self._needs_target and step.targets is None:
+            raise StageError(
+                "no target, where the loss is computed: the rank of the last stage passes "
+                "target= (or target_mbs=) to step()",
+                where=Where(rank=placement.rank_of(exits[0]), stage=exits[0]),
+            )
+        if not entries:
+            return [0] * self._program.num_microbatches
+        if step.args is None:
+            call = "step() or eval()"
+            if not self._train:
+                call += ", which runs the model; train(False) of its modules sets their mode"
+            raise StageError(
+                f"no inputs: the rank of the first stage passes them to {call}",
+                where=Where(rank=placement.rank_of(entries[0]), stage=entries[0]),
+            )
+        return self._shapes.ids(step.args, step.kwargs, conditions)
 
     # --- end ---------------------------------------------------------------------------------
 
@@ -160,16 +161,15 @@ class StepSync:
             The losses, shape (microbatches,), on every rank; None where none were computed.
         """
         computed = [loss for loss in step.losses if loss is not None]
-        mine = torch.stack(computed) if computed else None
         if self._is_alone:
-            return mine
+            return torch.stack(computed) if computed else None
         (transport,) = self._transports
         if self._num_exit_ranks > 1 and step.keep_outputs:
             _exchange_outputs(step, self._program, transport, self._device)
         if not self._has_loss:
             transport.barrier()
             return None
-        dtype = self._share_loss_dtype(step, mine, transport)
+        dtype = self._share_loss_dtype(step, computed, transport)
         # Float64 represents every narrower loss exactly. Built from device tensors, since numbers
         # from the host would require a synchronization.
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -178,14 +178,14 @@ class StepSync:
         return None if dtype is None else table.to(dtype)
 
     def _share_loss_dtype(
-        self, step: StepState, losses: Tensor | None, transport: Transport
+        self, step: StepState, losses: list[Tensor], transport: Transport
     ) -> torch.dtype | None:
         """The dtype of the losses on the last rank; None if there are none."""
         if self._shapes.was_cleared:
             self._loss_dtypes.clear()
         shape_id = step.shape_ids[0]
         if shape_id not in self._loss_dtypes or not self._train:
-            code = _DTYPES.index(losses.dtype) if losses is not None else -1
+            code = _DTYPES.index(torch.stack(losses).dtype) if losses else -1
             (code,) = transport.broadcast_ints([code], self._last_rank)
             self._loss_dtypes[shape_id] = _DTYPES[code] if code >= 0 else None
         return self._loss_dtypes[shape_id]
@@ -219,3 +219,95 @@ def _exchange_outputs(
         outputs = received.arguments(received.unpack(pending.wait()))
         for microbatch, output in zip(leaving[peer], outputs, strict=True):
             step.outputs[microbatch] = output
+
+
+# --- ids of shapes -------------------------------------------------------------------------------
+
+
+def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
+    """This rank's conditions, besides input shapes, that boundary metadata depends on."""
+    kind = device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    cast = torch.get_autocast_dtype(kind) if casts else None
+    modules = [stage.submod for stage in stages]
+    trained = (param.requires_grad for module in modules for param in module.parameters())
+    return (cast, *(module.training for module in modules), *trained)
+
+
+class ShapeCache:
+    """The ids of all shapes seen so far.
+
+    Attributes:
+        was_cleared: whether ``learn`` has just forgotten all earlier ids.
+    """
+
+    def __init__(self) -> None:
+        self._conditions: dict[tuple[Any, ...], int] = {}
+        # By all ranks' conditions, and by the shapes themselves.
+        self._ids: dict[tuple[tuple[int, ...], tuple[Any, ...]], int] = {}
+        self._known: set[int] = set()
+        self._next, self._next_condition = count(), count()
+        self._num_calls = 0
+        self.was_cleared = False
+
+    def condition_id(
+        self, condition: tuple[Any, ...], kwargs: Sequence[Mapping[str, Any]] = ()
+    ) -> int:
+        """The id of this rank's run conditions, with the shapes of ``kwargs`` per microbatch."""
+        if any(kwargs):
+            condition = (*condition, *(self._key((), named) for named in kwargs))
+        if condition not in self._conditions:
+            self._conditions[condition] = next(self._next_condition)
+        return self._conditions[condition]
+
+    def ids(
+        self,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[Mapping[str, Any]],
+        conditions: tuple[int, ...] = (),
+    ) -> list[int]:
+        """Per microbatch the id of its inputs' shapes, under all ranks' conditions."""
+        ids = self._ids
+        self._num_calls += 1
+        found: list[int] = []
+        last: tuple[Any, ...] = ()
+        for positional, named in zip(args, kwargs, strict=True):
+            key = self._key(positional, named)
+            # Most microbatches repeat the previous shapes, and comparing is faster than hashing.
+            if key != last:
+                if (conditions, key) not in ids:
+                    ids[conditions, key] = next(self._next)
+                last, number = key, ids[conditions, key]
+            found.append(number)
+        return found
+
+    def learn(self, ids: Sequence[int]) -> bool:
+        """Record ids; returns True if at least one is new."""
+        distinct = set(ids)
+        self.was_cleared = not distinct <= self._known and len(self._known) >= MAX_SHAPES
+        if self.was_cleared:
+            self._known.clear()
+            self._conditions.clear()
+            self._ids = {key: i for key, i in self._ids.items() if i in distinct}
+        is_new = not distinct <= self._known
+        self._known |= distinct
+        return is_new
+
+    def digest(self, ids: Sequence[int]) -> int:
+        """A checksum of the shapes of ``ids``, comparable between ranks with different ids."""
+        keys = {number: key for (_, key), number in self._ids.items()}
+        shapes = [[part for part in keys[i] if isinstance(part, torch.Size)] for i in ids]
+        return zlib.crc32(repr(shapes).encode())
+
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            return (args[0].shape, args[0].dtype)
+        leaves, tree = flatten((args, dict(kwargs)))
+        parts: list[Any] = [tree]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                parts += (leaf.shape, leaf.dtype)
+            else:
+                # An object of another type may be mutated and still be the same object.
+                parts += (type(leaf), leaf if is_plain(leaf) else self._num_calls)
+        return tuple(parts)

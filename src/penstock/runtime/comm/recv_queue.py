@@ -18,7 +18,7 @@ from penstock.runtime.comm.base import PendingReceive, Transport
 from penstock.stage.boundary import TensorMeta
 from penstock.stage.stage import MicrobatchState
 
-__all__ = ["DeferredReceive", "RecvQueue"]
+__all__ = ["DeferredReceive", "Expect", "RecvQueue"]
 
 # Returns cached metadata of a message, or None; then called again with the peer's bytes.
 Expect: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMeta] | None]
@@ -58,21 +58,22 @@ class RecvQueue:
         transport: this rank's connection.
         peer: the rank that sends.
         device: the device of the receive buffers.
+
+    Attributes:
+        deferred: the receives that wait for metadata, in order; without any, the receive of cached
+            metadata is posted at once.
     """
 
     def __init__(self, transport: Transport, peer: int, device: torch.device) -> None:
         self.transport = transport
         self.peer = peer
         self._device = device
-        self._deferred: deque[DeferredReceive] = deque()
+        self.deferred: deque[DeferredReceive] = deque()
 
-    def expect(self, expect: Expect, state: MicrobatchState) -> PendingReceive:
-        """Post the receive of the next message, or defer it until its metadata arrives."""
-        metas = None if self._deferred else expect(state, None)
-        if metas is not None:
-            return self.receive(metas)
+    def defer(self, expect: Expect, state: MicrobatchState) -> DeferredReceive:
+        """Defer the receive of the next message until its metadata and earlier receives allow."""
         receive = DeferredReceive(self, expect, state)
-        self._deferred.append(receive)
+        self.deferred.append(receive)
         return receive
 
     def receive(self, metas: Sequence[TensorMeta]) -> PendingReceive:
@@ -81,4 +82,4 @@ class RecvQueue:
 
     def post_next(self) -> None:
         """Post the oldest deferred receive."""
-        self._deferred.popleft().post()
+        self.deferred.popleft().post()
