@@ -10,7 +10,7 @@ reads it. This module imports no torch and chooses no cuts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -30,10 +30,9 @@ __all__ = [
     "did_you_mean",
     "prefixes",
     "read_file",
-    "read_names",
-    "read_number",
-    "read_string",
+    "read_record",
     "read_table",
+    "read_value",
     "rules_refused",
     "split_by_counts",
     "toml_path",
@@ -236,12 +235,19 @@ class Plan:
         listed = plan.get("stage")
         if not isinstance(listed, (list, tuple)):
             raise PartitionError("the plan has no list of stages; write [[stage]] for each")
-        stages = [stage_from(item, f"stage {i} of the plan") for i, item in enumerate(listed)]
+        stages, costs = [], []
+        for index, item in enumerate(listed):
+            where = f"stage {index} of the plan"
+            known = {"modules", *(field.name for field in dataclasses.fields(StageCosts))}
+            table = dict(read_table(item, where, known))
+            stages.append(read_value(table.pop("modules", None), "names", f"modules of {where}"))
+            if table:
+                costs.append(read_record(StageCosts, table, where))
         return cls(
-            stages=tuple(names for names, _ in stages),
-            model=read_string(plan.get("model", ""), "model of the plan"),
-            made=read_string(plan.get("made", ""), "made of the plan"),
-            costs=tuple(costs for _, costs in stages if costs is not None),
+            stages=tuple(stages),
+            model=read_value(plan.get("model", ""), "str", "model of the plan"),
+            made=read_value(plan.get("made", ""), "str", "made of the plan"),
+            costs=tuple(costs),
         )
 
 
@@ -250,24 +256,6 @@ def toml_path(path: str | Path) -> Path:
     if Path(path).suffix != ".toml":
         raise PartitionError(f"{path}: a plan is a .toml file; name it so")
     return Path(path)
-
-
-def stage_from(data: object, where: str) -> tuple[tuple[str, ...], StageCosts | None]:
-    """The modules of a stage in a file, and its costs if present."""
-    cost_names = {field.name for field in dataclasses.fields(StageCosts)}
-    stage = read_table(data, where, {"modules", *cost_names})
-    modules = read_names(stage.get("modules"), f"modules of {where}")
-    if not cost_names & stage.keys():
-        return modules, None
-    numbers = {
-        name: read_number(stage[name], f"{name} of {where}")
-        for name in sorted(cost_names & stage.keys() - {"sends"})
-    }
-    sends = read_names(stage.get("sends", []), f"sends of {where}")
-    try:
-        return modules, StageCosts(**numbers, sends=sends)
-    except TypeError as error:
-        raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
 
 
 def rules_refused(rule: str) -> PartitionError:
@@ -301,36 +289,43 @@ def read_file(path: Path, read: Callable[[str], T], what: str) -> T:
         raise PartitionError(f"{path}: {error}") from error
 
 
-def read_table(data: object, where: str, known: set[str]) -> Mapping[str, Any]:
+def read_table(data: object, where: str, known: Collection[str]) -> Mapping[str, Any]:
     """``data`` as a table; refuses unknown keys."""
     if not isinstance(data, Mapping):
         raise PartitionError(f"{where} is {data!r}, expected a table")
-    odd = sorted(set(data) - known)
+    odd = sorted(set(data) - set(known))
     if odd:
         raise PartitionError(f"{where} has the unknown keys {odd}, known are {sorted(known)}")
     return data
 
 
-def read_names(value: object, what: str) -> tuple[str, ...]:
-    """``value`` as a tuple of strings."""
-    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise PartitionError(f"the {what} are {value!r}, expected a list of names")
+def read_value(value: Any, kind: str, what: str) -> Any:
+    """``value`` as a string (``"str"``), a tuple of strings, or a finite number ≥ 0."""
+    match kind:
+        case "str":
+            is_fine, expected = isinstance(value, str), "a string"
+        case "names" | "tuple[str, ...]":
+            is_fine, expected = isinstance(value, (list, tuple)), "a list of names"
+            if is_fine and all(isinstance(item, str) for item in value):
+                return tuple(value)
+            raise PartitionError(f"the {what} are {value!r}, expected {expected}")
+        case _:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_fine, expected = is_number and 0 <= value < float("inf"), "a number ≥ 0"
+    if not is_fine:
+        raise PartitionError(f"{what} is {value!r}, expected {expected}")
+    return value
 
 
-def read_string(value: object, what: str) -> str:
-    """``value`` as a string."""
-    if isinstance(value, str):
-        return value
-    raise PartitionError(f"{what} is {value!r}, expected a string")
-
-
-def read_number(value: object, what: str) -> Any:
-    """``value`` as a finite number ≥ 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0 <= value < float("inf"):  # type: ignore[operator]
-        return value
-    raise PartitionError(f"{what} is {value!r}, expected a number ≥ 0")
+def read_record(cls: type[T], table: Mapping[str, Any], where: str) -> T:
+    """A dataclass of strings, names and numbers, from a table with its fields' names."""
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    read_table(table, where, kinds)
+    values = {k: read_value(v, kinds[k], f"{k} of {where}") for k, v in table.items()}
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
 
 
 def check_format(value: object, expected: int, what: str, hint: str) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.partition.plan import (
@@ -24,10 +23,9 @@ from penstock.partition.plan import (
     abbreviate,
     check_format,
     read_file,
-    read_names,
-    read_number,
-    read_string,
+    read_record,
     read_table,
+    read_value,
     split_by_counts,
 )
 
@@ -95,7 +93,7 @@ class BlockCosts:
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
-            read_number(getattr(self, name), f"{name} of {self.name}")
+            read_value(getattr(self, name), "number", f"{name} of {self.name}")
 
     @property
     def name(self) -> str:
@@ -206,7 +204,9 @@ class Profile:
         blocks = data.get("blocks")
         if not isinstance(blocks, list):
             raise PartitionError("the profile has no list of blocks; measure anew")
-        read = {name: read_string(data.get(name, ""), f"{name} of the profile") for name in texts}
+        read = {
+            name: read_value(data.get(name, ""), "str", f"{name} of the profile") for name in texts
+        }
         return cls(blocks=tuple(_block_from(b, f"block {i}") for i, b in enumerate(blocks)), **read)
 
 
@@ -222,19 +222,15 @@ def _stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
 
 
 def _block_from(data: object, where: str) -> BlockCosts:
-    entry = read_table(data, where, {field.name for field in dataclasses.fields(BlockCosts)})
+    entry = dict(read_table(data, where, [field.name for field in dataclasses.fields(BlockCosts)]))
     letters = [kind.value for kind in BlockKind]
-    if entry.get("kind") not in letters:
-        raise PartitionError(f"{where} is of kind {entry.get('kind')!r}, not of {letters}")
+    letter = entry.pop("kind", None)
+    if letter not in letters:
+        raise PartitionError(f"{where} is of kind {letter!r}, not of {letters}")
     missing = [name for name in NUMBERS if name not in entry]
     if missing:
         raise PartitionError(f"{where} lacks {missing}; measure anew")
-    given: dict[str, Any] = {
-        name: read_number(entry[name], f"{name} of {where}") for name in NUMBERS
-    }
-    for name in ("modules", "classes", "sends"):
-        given[name] = read_names(entry.get(name, []), f"{name} of {where}")
-    return BlockCosts(kind=BlockKind(entry["kind"]), **given)
+    return replace(read_record(BlockCosts, entry, where), kind=BlockKind(letter))
 
 
 # --- a large model from a few of its layers -----------------------------------------------------
