@@ -23,6 +23,7 @@ locate the problem.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator
 
 from penstock.errors import ScheduleError, Where
@@ -186,7 +187,7 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
     assert ended, "a checked program runs to its end"
     return tuple(
         (rank, step)
-        for rank, first, stop in replay.runs
+        for rank, first, stop in replay.runs()
         for step in checked.ranks[rank][first:stop]
     )
 
@@ -236,17 +237,15 @@ def _impossible_steps(program: Program) -> Iterator[Problem]:
 
 def _tally(program: IndexedProgram) -> tuple[bytearray, set[int]]:
     """A mark for every id that occurs, and the ids that occur too often."""
-    index = program.index
-    seen = bytearray(index.size)
-    repeated: set[int] = set()
-    for queue in program.queues:
-        for step in queue:
-            for part in (step,) if step >= 0 else program.parts(step):
-                if seen[part]:
-                    repeated.add(part)
-                seen[part] = 1
+    seen = bytearray(program.index.size)
+    ids = list(program.ids())
+    for number in ids:
+        seen[number] = 1
+    if seen.count(1) == len(ids):
+        return seen, set()
     again = (Op.UNSHARD, Op.RESHARD)
-    return seen, {number for number in repeated if index.action(number).op not in again}
+    repeated = {number for number, count in Counter(ids).items() if count > 1}
+    return seen, {number for number in repeated if program.index.action(number).op not in again}
 
 
 def _expected(index: ActionIndex, seen: bytearray) -> bytearray:

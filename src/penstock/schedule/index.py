@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError, Where
@@ -222,6 +223,10 @@ class IndexedProgram:
         """The ids of a step's actions."""
         return (step,) if step >= 0 else self.overlapped[~step]
 
+    def ids(self) -> Iterator[int]:
+        """The id of every action, those of overlapped pairs last."""
+        return chain(filter((0).__le__, chain.from_iterable(self.queues)), *self.overlapped)
+
 
 def index_program(program: Program) -> IndexedProgram:
     """Encode a program as ids.
@@ -263,38 +268,42 @@ def _index_rank(
     num_microbatches, directions = program.num_microbatches, program.placement.num_directions
     direction = {s: program.placement.direction_of(s) for s in held}
 
-    def find(act: Action) -> int | None:
-        microbatch = act.microbatch
-        if microbatch is None:
-            return whole[act.op].get(act.stage)
-        if 0 <= microbatch < num_microbatches:
-            start = each[act.op].get(act.stage)
-            if start is not None and (
-                directions == 1 or microbatch % directions == direction[act.stage]
-            ):
-                return start + microbatch
-        return None
-
+    steps = program.ranks[rank]
+    acts = [step for step in steps if isinstance(step, Action)]
+    paired = len(acts) < len(steps)
+    if paired:
+        acts = [act for step in steps for act in step.parts]
     queue: list[int] = []
-    for step in program.ranks[rank]:
-        found: int | None
+    for act in acts:
+        microbatch, start = act.microbatch, None
+        if microbatch is None:
+            start, microbatch = whole[act.op].get(act.stage), 0
+        elif 0 <= microbatch < num_microbatches:
+            start = each[act.op].get(act.stage)
+            if directions > 1 and microbatch % directions != direction.get(act.stage):
+                start = None
+        if start is None:
+            raise _first_fault(program, rank)
+        queue.append(start + microbatch)
+    if not paired:
+        return queue
+    numbers = iter(queue)
+    queue = []
+    for step in steps:
         if isinstance(step, Action):
-            found = find(step)
+            queue.append(next(numbers))
+        elif step.parts and COMPUTE.issuperset(act.op for act in step.parts):
+            queue.append(~len(overlapped))
+            overlapped.append(tuple(islice(numbers, len(step.parts))))
         else:
-            found = ~len(overlapped)
-            parts = [number for act in step.parts if (number := find(act)) is not None]
-            if (
-                not parts
-                or len(parts) < len(step.parts)
-                or not COMPUTE.issuperset(a.op for a in step.parts)
-            ):
-                found = None
-            overlapped.append(tuple(parts))
-        if found is None:
-            message = f"{fault_of(step, rank, program)}"
-            raise ScheduleError(message, where=Where(rank=rank, action=str(step)))
-        queue.append(found)
+            raise _first_fault(program, rank)
     return queue
+
+
+def _first_fault(program: Program, rank: int) -> ScheduleError:
+    faults = ((step, fault_of(step, rank, program)) for step in program.ranks[rank])
+    step, fault = next(each for each in faults if each[1] is not None)
+    return ScheduleError(str(fault), where=Where(rank=rank, action=str(step)))
 
 
 def fault_of(step: Step, rank: int, program: Program) -> str | None:

@@ -12,7 +12,7 @@ and the search all use this class.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from penstock.schedule.index import IndexedProgram, Offsets
@@ -82,11 +82,12 @@ class DependencyReplay:
 
     Attributes:
         done: by id, the end of the action; -1.0 while incomplete.
-        starts: for each queue the starts of its actions in order, with pairs taken apart.
+        starts: for each queue the starts of its actions in order, with pairs taken apart; empty
+            without durations.
         ends: for each queue the ends of its actions.
         positions: for each queue the position of its next step.
         awaits: for each queue the id that its next step waits for, or None.
-        runs: uninterrupted runs of steps, as (queue, start, stop), in a valid sequential order.
+        turns: the queues in the order in which they advanced, with repetitions.
 
     Example:
         >>> needs = [(), ((-2, 0.5),)]
@@ -101,21 +102,23 @@ class DependencyReplay:
     __slots__ = (
         "_durations",
         "_fulfilled",
-        "_needs",
         "_overlap_durations",
         "_overlapped",
         "_parts_in_turn",
         "_queues",
         "_ready",
-        "_unfinished",
+        "_rows",
+        "_running",
+        "_stops",
+        "_timed",
         "_waiting",
         "_width",
         "awaits",
         "done",
         "ends",
         "positions",
-        "runs",
         "starts",
+        "turns",
     )
 
     def __init__(
@@ -132,75 +135,88 @@ class DependencyReplay:
         parts_in_turn: bool = False,
     ) -> None:
         self._queues, self._overlapped, self._width = queues, overlapped, width
-        self._needs, self._fulfilled = needs, fulfilled
+        self._fulfilled = fulfilled
+        self._timed = durations is not None
         self._durations = [0.0] * len(fulfilled) if durations is None else durations
+        self._rows = list(zip(needs, self._durations, fulfilled, strict=True))
         self._overlap_durations = overlap_durations
         self._parts_in_turn = parts_in_turn
         # By id of a missing result, the queues that wait for it.
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(len(queues)))
-        self._unfinished = len(queues)
+        self._running = [self._advance(number) for number in range(len(queues))]
         self.done = [-1.0] * num_ids
         self.starts: list[list[float]] = [[] for _ in queues]
         self.ends: list[list[float]] = [[] for _ in queues]
         self.positions = [0] * len(queues)
         self.awaits: list[int | None] = [None] * len(queues)
-        self.runs: list[tuple[int, int, int]] = []
+        self.turns: list[int] = []
+        self._stops: list[int] = []
 
     def play(self) -> bool:
         """Run each queue until it ends or waits; return True if all queues have ended."""
-        # Local variables and no calls, since the loop below runs once per action.
-        done, waiting, ready = self.done, self._waiting, self._ready
-        width, needs, fulfilled = self._width, self._needs, self._fulfilled
-        durations = self._durations
+        ready, running, positions = self._ready, self._running, self.positions
+        waiting, awaits, turns, stops = self._waiting, self.awaits, self.turns, self._stops
         while ready:
             number = ready.popleft()
-            queue, starts, ends = self._queues[number], self.starts[number], self.ends[number]
-            first = place = self.positions[number]
-            stop, free = len(queue), ends[-1] if ends else 0.0
-            missing: int | None = None
-            while place < stop:
-                step = queue[place]
-                if step < 0:
-                    missing = self._play_pair(number, ~step, free)
-                    if missing is not None:
-                        break
-                    free = ends[-1]
-                    place += 1
-                    continue
-                row = step // width
-                start = free
-                for offset, delay in needs[row]:
-                    arrival = done[step + offset]
-                    if arrival < 0.0:
-                        missing = step + offset
-                        break
-                    if delay:
-                        arrival += delay
-                    if arrival > start:
-                        start = arrival
-                else:
-                    # Without durations no new float is created; a check would keep many of them.
-                    duration = durations[row]
-                    free = start + duration if duration else start
-                    starts.append(start)
-                    ends.append(free)
-                    for offset in fulfilled[row]:
-                        result = step + offset
-                        done[result] = free
-                        if result in waiting:
-                            ready.extend(waiting.pop(result))
-                    place += 1
-                    continue
-                break
+            first = positions[number]
+            missing = awaits[number] = next(running[number], None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(number)
-            if place > first:
-                self.runs.append((number, first, place))
-            self.positions[number] = place
-            self.awaits[number] = missing
-            self._unfinished -= missing is None
-        return not self._unfinished
+            if positions[number] > first:
+                # Integers, not tuples: the garbage collector would track thousands of those.
+                turns.append(number)
+                stops.append(positions[number])
+        return not waiting
+
+    def _advance(self, number: int) -> Iterator[int]:
+        """Run a queue to its end; yield each missing id that it waits for."""
+        # Local variables and few calls, since the loop below runs once per action.
+        queue, starts, ends = self._queues[number], self.starts[number], self.ends[number]
+        done, waiting, ready, positions = self.done, self._waiting, self._ready, self.positions
+        rows, width, free, timed = self._rows, self._width, 0.0, self._timed
+        for place, step in enumerate(queue):
+            start = free
+            if step < 0:
+                parts = self._overlapped[~step]
+                for part in parts:
+                    for offset, delay in rows[part // width][0]:
+                        missing = part + offset
+                        while done[missing] < 0.0 and missing not in self._inner(parts):
+                            positions[number] = place
+                            yield missing
+                        if done[missing] >= 0.0:
+                            start = max(start, done[missing] + delay)
+                free = self._play_pair(number, parts, start)
+                continue
+            needs, duration, fulfilled = rows[step // width]
+            for offset, delay in needs:
+                arrival = done[step + offset]
+                while arrival < 0.0:
+                    positions[number] = place
+                    yield step + offset
+                    arrival = done[step + offset]
+                if delay:
+                    arrival += delay
+                if arrival > start:
+                    start = arrival
+            if timed:
+                free = start + duration
+                starts.append(start)
+                ends.append(free)
+            for offset in fulfilled:
+                result = step + offset
+                done[result] = free
+                if result in waiting:
+                    ready.extend(waiting.pop(result))
+        positions[number] = len(queue)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Uninterrupted runs of steps, as (queue, start, stop), in a valid sequential order."""
+        reached = [0] * len(self._queues)
+        for number, stop in zip(self.turns, self._stops, strict=True):
+            yield number, reached[number], stop
+            reached[number] = stop
 
     def fulfil(self, step: int, time: float = 0.0) -> None:
         """Complete an action out of order, and wake the queues that wait for it."""
@@ -210,47 +226,27 @@ class DependencyReplay:
             if result in self._waiting:
                 self._ready.extend(self._waiting.pop(result))
 
-    def lacking(self, number: int) -> list[int]:
-        """All missing prerequisites of a queue's next step."""
-        queue, place = self._queues[number], self.positions[number]
-        return self._lacking(queue[place]) if place < len(queue) else []
-
-    def _lacking(self, step: int) -> list[int]:
-        parts = (step,) if step >= 0 else self._overlapped[~step]
-        inner = self._inner(parts)
-        needed = (part + offset for part in parts for offset, _ in self._needs[part // self._width])
-        return [each for each in needed if self.done[each] < 0.0 and each not in inner]
-
     def _inner(self, parts: Sequence[int]) -> set[int]:
         """The ids that the actions of a pair fulfil for each other."""
         if not self._parts_in_turn:
             return set()
         return {part + offset for part in parts for offset in self._fulfilled[part // self._width]}
 
-    def _play_pair(self, number: int, pair: int, free: float) -> int | None:
-        """Run the actions of a pair together; return a missing id if there is one."""
-        parts, width, start = self._overlapped[pair], self._width, free
-        needs, done = self._needs, self.done
-        for part in parts:
-            for offset, delay in needs[part // width]:
-                arrival = done[part + offset]
-                if arrival < 0.0:
-                    if part + offset not in self._inner(parts):
-                        return part + offset
-                elif arrival + delay > start:
-                    start = arrival + delay
-        durations = [self._durations[part // width] for part in parts]
+    def _play_pair(self, number: int, parts: Sequence[int], start: float) -> float:
+        """Run the actions of a pair together; return their end."""
+        durations = [self._durations[part // self._width] for part in parts]
         serial, given = sum(durations), None
         if self._overlap_durations is not None:
-            given = self._overlap_durations[parts[0] // width]
+            given = self._overlap_durations[parts[0] // self._width]
         length = serial if given is None else given
         end = start + length
-        for duration in durations:
-            # The time of the pair is divided in proportion to its actions' own times.
-            self.starts[number].append(start)
-            start += (duration / serial if serial else 1 / len(parts)) * length
-            self.ends[number].append(start)
-        self.ends[number][-1] = end
+        if self._timed:
+            for duration in durations:
+                # The time of the pair is divided in proportion to its actions' own times.
+                self.starts[number].append(start)
+                start += (duration / serial if serial else 1 / len(parts)) * length
+                self.ends[number].append(start)
+            self.ends[number][-1] = end
         for part in parts:
             self.fulfil(part, end)
-        return None
+        return end

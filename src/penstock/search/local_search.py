@@ -78,7 +78,7 @@ class ExchangedOrder:
         self.value = problem.value([ends[-1] for ends in played.ends])
         self._ends, self._tails = played.done, [0.0] * problem.size
         # All actions sorted by end, each after its prerequisites, and the position of each.
-        runs = (self._order[rank][first:stop] for rank, first, stop in played.runs)
+        runs = (self._order[rank][first:stop] for rank, first, stop in played.runs())
         self._sequence = sorted((act for run in runs for act in run), key=self._ends.__getitem__)
         self._index = [0] * problem.size
         self._count_back(problem.size)

@@ -190,9 +190,9 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
     while not replay.play():
         # A rank reaches a send by completing the previous step, so it appears in a run since the
         # last check.
-        for rank, _, _ in replay.runs[looked_at:]:
+        for rank in replay.turns[looked_at:]:
             heapq.heappush(stopped, rank)
-        looked_at = len(replay.runs)
+        looked_at = len(replay.turns)
         receive, target = _unposted(replay, stopped, posts, index.num_microbatches)
         hoisted[target].setdefault(replay.positions[target], []).append(receive)
         replay.fulfil(receive)
