@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from penstock import Pipeline, PipelineStage, ScheduleError, auto, check
 from penstock.partition.balance.for_program import costs_of
 from penstock.partition.profile import profile
-from penstock.runtime.comm.link import Link, measure_link
+from penstock.runtime.comm.process_group import Link, measure_link
 from penstock.schedule.action import Action, Op
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks

@@ -30,8 +30,13 @@ from penstock.partition.cutting import cut_model
 from penstock.partition.plan import Plan, split_by_counts
 from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
-from penstock.runtime.comm.link import Link, measure_link
-from penstock.runtime.comm.process_group import collective_call, control_group, from_first_rank
+from penstock.runtime.comm.process_group import (
+    Link,
+    collective_call,
+    control_group,
+    from_first_rank,
+    measure_link,
+)
 from penstock.runtime.config import PipelineSpec
 from penstock.schedule.program import Program
 from penstock.schedule.resolve import DEFAULT_MICROBATCHES

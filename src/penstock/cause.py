@@ -1,8 +1,8 @@
-"""The first cause of a failure as data, and errors published before any schedule exists.
+"""A failure as data, and the job's list of failures in torch's store.
 
-A cause is created on the failed rank, sent as JSON, and raised on the other ranks. If a rank fails
-to make a stage or schedule, it never reaches the first step, where its peers wait for it. Therefore
-it publishes its cause in the job's store, under the *note* key that ``runtime/failure.py`` reads.
+The failed rank makes a ``Cause`` and appends it to the list of its process group; the other ranks
+read and raise it (``runtime/failure.py``). A rank that fails before its schedule exists appends a
+*note* (``publishing_errors``), since its peers already wait for it in their first step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ from penstock.errors import NOWHERE, PeerError, PenstockError, StageError, Where
 __all__ = [
     "NOTE",
     "Cause",
+    "Failure",
+    "FailureLog",
     "as_error",
     "cause_of",
     "default_group",
@@ -36,6 +39,7 @@ __all__ = [
 
 # Limit on a message and on a traceback: torch's store closes the connection above 8 MiB.
 MAX_CHARACTERS = 1 << 16
+# The prefix of a note's call.
 NOTE = "note"
 
 
@@ -68,16 +72,6 @@ class Cause:
             rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action
         )
 
-    def to_json(self) -> str:
-        """The cause as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(data: str | bytes) -> Cause:
-        """The inverse of ``to_json``."""
-        fields = json.loads(data)
-        return Cause(**{**fields, "processes": tuple(fields["processes"])})
-
 
 def message_of(error: BaseException) -> str:
     """An exception's message, even if its ``__str__`` fails."""
@@ -95,33 +89,29 @@ def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause
     message = message_of(error)
     if not isinstance(error, PenstockError):
         message = f"{type(error).__name__}: {message}"
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except BaseException as failed:  # its notes or its causes can't be formatted
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        trace += f"(the rest can't be shown: it raised {type(failed).__name__})\n"
     public = (c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
     return Cause(
         kind=next(public, type(error).__name__),
-        message=_shortened(message),
+        message=_abbreviated(message),
         rank=rank,
         processes=tuple(processes),
         stage=where.stage,
         microbatch=where.microbatch,
         action=where.action,
-        traceback=_shortened(_traceback_of(error if error.__cause__ is None else error.__cause__)),
+        traceback=_abbreviated(trace),
     )
 
 
-def _shortened(text: str) -> str:
-    left_out = len(text) - MAX_CHARACTERS
-    if left_out <= 0:
+def _abbreviated(text: str) -> str:
+    num_omitted, half = len(text) - MAX_CHARACTERS, MAX_CHARACTERS // 2
+    if num_omitted <= 0:
         return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]} ... ({left_out} characters left out) ... {text[-half:]}"
-
-
-def _traceback_of(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except BaseException as failed:  # formatting its notes or its causes failed as well
-        where = "".join(traceback.format_tb(error.__traceback__))
-        return f"{where}(the rest can't be shown: it raised {type(failed).__name__})\n"
+    return f"{text[:half]} ... ({num_omitted} characters left out) ... {text[-half:]}"
 
 
 def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
@@ -134,12 +124,8 @@ def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
         cause: the failure.
         processes: the processes of the pipeline that raises the exception now.
     """
-    kinds: dict[str, type[PenstockError]] = {
-        "BoundaryError": errors.BoundaryError,
-        "ScheduleError": errors.ScheduleError,
-        "PartitionError": errors.PartitionError,
-    }
-    kind = kinds.get(cause.kind, PeerError)
+    shared = (errors.BoundaryError, errors.ScheduleError, errors.PartitionError)
+    kind = next((kind for kind in shared if kind.__name__ == cause.kind), PeerError)
     message = cause.message
     if str(cause.where) not in message:
         message = f"{cause.where}: {message}"
@@ -153,7 +139,7 @@ def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
     return error
 
 
-# --- the job's store -----------------------------------------------------------------------------
+# --- process groups ------------------------------------------------------------------------------
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -171,8 +157,8 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return default_group()
     if not isinstance(group, dist.ProcessGroup):
         # torch.distributed.new_group returns this value on processes outside the new group.
-        elsewhere = group is dist.GroupMember.NON_GROUP_MEMBER
-        given = "one that this process is not in" if elsewhere else repr(group)
+        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        given = "one that this process is not in" if is_outside else repr(group)
         raise StageError(
             f"the process group is {given}, expected a torch.distributed.ProcessGroup with this "
             'process in it, such as device_mesh.get_group("pp")'
@@ -181,25 +167,99 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store in which the ranks of ``group`` publish failures: one per job, since a second
-    connection may take seconds."""
+    """The store of failures: one per job, since a second connection may take seconds."""
     return (default_group() or group).get_group_store()
 
 
-def key_of(group: dist.ProcessGroup, what: str | int) -> str:
-    """The store's key for one value of ``group``, the same on all its ranks.
+def key_of(group: dist.ProcessGroup, name: str) -> str:
+    """The store's key for ``name`` of ``group``, the same on all its ranks.
+
+    A group made later may have the same name, but not the same processes. Their list is hashed,
+    since a key that lists thousands of processes would be too long for torch's store.
+    """
+    processes = repr(dist.get_process_group_ranks(group)).encode()
+    return f"penstock/{group.group_name}/{hashlib.sha256(processes).hexdigest()[:16]}/{name}"
+
+
+# --- the list of failures ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Failure:
+    """An entry of a ``FailureLog``.
 
     Args:
-        group: the group. Another group may have its name, but not the same processes.
-        what: the value's name.
+        place: its index in the list.
+        call: the failed call: a schedule's number, or a note.
+        cause: the failure.
+        read_at: the time at which this process first read it (``time.monotonic``, s).
     """
-    # A key that lists thousands of processes would be too long for torch's store.
-    processes = repr(dist.get_process_group_ranks(group)).encode()
-    return f"penstock/{group.group_name}/{hashlib.sha256(processes).hexdigest()[:16]}/{what}"
+
+    place: int
+    call: str
+    cause: Cause
+    read_at: float
 
 
-# The groups for which this process has a note in the store.
-_noted: set[str] = set()
+class FailureLog:
+    """The failures of a process group: an append-only list under consecutive keys of a store.
+
+        <key>/0   ["0", cause]        the first cause of schedule 0
+        <key>/1   null                a withdrawn note
+        <key>/2   ["replicas/1", …]   the first cause of schedule 1, for the replicas of a stage
+
+    Args:
+        store: a ``torch.distributed.Store``.
+        key: the prefix of the keys.
+    """
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._entries: list[Failure | None] = []
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, store: Any = None) -> FailureLog:
+        """The failures of ``group``, over its own connection to the store by default."""
+        return cls(store or store_of(group), key_of(group, "failed"))
+
+    def append(self, call: str, cause: Cause) -> Failure:
+        """Append ``cause`` unless the list has a failure of ``call``; returns the first one."""
+        data = json.dumps([call, asdict(cause)])
+        place, entry = -1, None
+        while entry is None or entry.call != call:
+            place += 1
+            entry = _parsed(place, self._store.compare_set(f"{self._key}/{place}", "", data))
+        return entry
+
+    def read(self) -> list[Failure]:
+        """All entries, oldest first."""
+        for place, entry in enumerate(self._entries):
+            if entry is not None and entry.call.startswith(NOTE) and self._fetch(place) is None:
+                self._entries[place] = None
+        while self._store.check([f"{self._key}/{len(self._entries)}"]):
+            self._entries.append(self._fetch(len(self._entries)))
+        return [entry for entry in self._entries if entry is not None]
+
+    def withdraw(self, place: int) -> None:
+        """Withdraw an entry."""
+        self._store.set(f"{self._key}/{place}", "null")
+
+    def _fetch(self, place: int) -> Failure | None:
+        return _parsed(place, self._store.get(f"{self._key}/{place}"))
+
+
+def _parsed(place: int, data: bytes) -> Failure | None:
+    entry = json.loads(data)
+    if entry is None:
+        return None
+    call, fields = entry
+    cause = Cause(**{**fields, "processes": tuple(fields["processes"])})
+    return Failure(place, call, cause, time.monotonic())
+
+
+# Group name → the place of this process's note.
+_notes: dict[str, int] = {}
 
 
 @contextlib.contextmanager
@@ -216,18 +276,18 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
         if group is not None and group.size() > 1:
             # If the store is gone, no reader is left.
             with contextlib.suppress(RuntimeError, dist.DistError):
+                withdraw_note(group)
                 cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
-                store_of(group).set(key_of(group, NOTE), cause.to_json())
-                _noted.add(group.group_name)
+                note = FailureLog.over(group).append(f"{NOTE}/{group.rank()}", cause)
+                _notes[group.group_name] = note.place
         raise
     if group is not None:
         withdraw_note(group)
 
 
 def withdraw_note(group: dist.ProcessGroup) -> None:
-    """Clear this process's note, if any."""
-    if group.group_name in _noted:
-        _noted.discard(group.group_name)
+    """Withdraw this process's note, if any."""
+    place = _notes.pop(group.group_name, None)
+    if place is not None:
         with contextlib.suppress(RuntimeError, dist.DistError):
-            # Overwritten, not deleted: a rank that saw the key may be about to read it.
-            store_of(group).set(key_of(group, NOTE), "")
+            FailureLog.over(group).withdraw(place)

@@ -1,7 +1,7 @@
-"""Exceptions of Penstock, with a type per party at fault.
+"""Exceptions of Penstock, with a type per party at fault; imports no other part.
 
 The facts of a failure are attributes, so that a program can act on them. The message gives the
-place, the expected and the actual value, and the next step. This module imports no other part.
+place, the expected and the actual value, and the next step.
 """
 
 from __future__ import annotations
@@ -59,17 +59,12 @@ class PenstockError(Exception):
     def __init__(
         self, message: str, *, where: Where = NOWHERE, parameter: str | None = None
     ) -> None:
-        place = str(where)
-        super().__init__(f"{place}: {message}" if place else message)
+        super().__init__(f"{where}: {message}" if str(where) else message)
         self.where = where
         self.parameter = parameter
 
     def locate(self, where: Where) -> None:
-        """Set the place of the failure unless it is set; the message begins with the place.
-
-        Args:
-            where: the place of the failure.
-        """
+        """Set the place of the failure unless it is set; the message begins with the place."""
         if self.where == NOWHERE:
             self.where = where
             self.args = (f"{where}: {self}",)

@@ -27,7 +27,7 @@ from penstock import (
     split_by_module,
 )
 from penstock.errors import PenstockError
-from penstock.parallel import tied_params as shared
+from penstock.parallel import shared_params as shared
 from penstock.stage.wrappers import plain_name
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from penstock.training.checkpoint import load, save
@@ -50,6 +50,7 @@ __all__ = [
     "three_ways",
     "tied_gpt",
     "train_shared",
+    "write_shared_buffer",
 ]
 
 TIMEOUT_S = 20.0
@@ -326,6 +327,37 @@ def fail_in_backward(rank: int, num_ranks: int) -> tuple[str, str, bool]:
     return "", "nothing was raised", False
 
 
+class Counting(nn.Module):
+    """A layer that writes a buffer in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def write_shared_buffer(rank: int, num_ranks: int) -> tuple[str, str]:
+    """A step in which two stages of rank 0 call one layer that writes a buffer."""
+    shared_layer = Counting()
+    modules = [shared_layer, shared_layer] if rank == 0 else [nn.Linear(4, 4), nn.Linear(4, 4)]
+    stages = [
+        PipelineStage(module, rank + 2 * place, 4, torch.device("cpu"))
+        for place, module in enumerate(modules)
+    ]
+    schedule = ScheduleInterleavedZeroBubble(stages, 2, F.mse_loss, timeout_s=TIMEOUT_S)
+    batch = torch.ones(4, 4)
+    try:
+        schedule.step(*([] if rank else [batch]), target=batch)
+    except PenstockError as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
 def three_ways(rank: int, num_ranks: int) -> dict[str, Tensor | None]:
     """A step of three stages that share all they have, sent in several messages."""
     shared.BUCKET_BYTES = 16
@@ -356,7 +388,7 @@ class Told(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
-        logger = logging.getLogger("penstock.parallel.tied_params")
+        logger = logging.getLogger("penstock.parallel.shared_params")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
 

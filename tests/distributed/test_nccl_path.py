@@ -21,8 +21,9 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, _torch_compat
 from penstock.runtime import pipeline_schedule
+from penstock.runtime.comm.c10d import as_wire
 from penstock.runtime.comm.gloo import GlooTransport
-from penstock.runtime.comm.nccl import NcclTransport, as_wire, channels_of, pairs_of
+from penstock.runtime.comm.nccl import NcclTransport, channels_of, pairs_of
 from penstock.runtime.failure import Calls
 from penstock.runtime.watchdog import Watchdog
 from penstock.schedule.channels import TWO_WAY

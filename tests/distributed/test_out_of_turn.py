@@ -30,7 +30,7 @@ class OutOfTurn:
     steps: int = 1
 
     def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
-        failure.ELSEWHERE_S = 0.3
+        failure.OTHER_CALLS_S = 0.3
         batch = torch.ones(4, DIM)
 
         def pipeline() -> Pipeline:
@@ -73,7 +73,7 @@ class FailedElsewhere:
     """Rank 1's step fails by itself, while rank 0 clips gradients."""
 
     def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
-        failure.ELSEWHERE_S = 0.3
+        failure.OTHER_CALLS_S = 0.3
         layers = [nn.Linear(DIM, DIM) for _ in range(2)]
         pipe = Pipeline(layers, loss_fn=nn.functional.mse_loss, n_microbatches=2, group=group)
         if rank == 0:

@@ -256,7 +256,21 @@ def refused(rank: int, num_ranks: int) -> list[str]:
         if sparse != hook:
             module = nn.Sequential(nn.Embedding(7, DIM, sparse=sparse), nn.Linear(DIM, DIM))
             told.append(refused_in_a_step(rank, WRAPS[wrap](module, replicas), hook))
+    for wrap in "ddp", "replicate":
+        module = nn.Sequential(Lookup(), nn.Linear(DIM, DIM))
+        told.append(refused_in_a_step(rank, WRAPS[wrap](module, replicas), False))
     return told
+
+
+class Lookup(nn.Module):
+    """Has a sparse gradient, and is no embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(7, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True)
 
 
 def refused_in_a_step(rank: int, module: Any, has_hook: bool) -> str:
@@ -273,12 +287,14 @@ def refused_in_a_step(rank: int, module: Any, has_hook: bool) -> str:
 
 def test_what_can_not_be_pipelined_is_refused() -> None:
     for outcome in run_ranks(refused, 4):
-        ddp, fsdp1, *in_steps = outcome.result()
+        ddp, fsdp1, *in_steps, first_sum, second_sum = outcome.result()
         assert "wrapped in DDP with mixed_precision=" in ddp
         assert "use torch.distributed.fsdp.fully_shard instead" in fsdp1
         for sparse, hook in zip(in_steps[::2], in_steps[1::2], strict=True):
             assert "the embedding '0' of a stage in DDP has sparse gradients" in sparse
             assert "has a communication hook (register_comm_hook)" in hook
+        for message in first_sum, second_sum:
+            assert "action 0REDUCE_GRAD: a parameter of a replicated stage has a sparse" in message
 
 
 def shard_one_stage(rank: int, num_ranks: int) -> list[bool]:

@@ -149,3 +149,10 @@ def test_a_rank_that_fails_before_the_sum_is_told_to_the_others() -> None:
         assert "a fault in the backward" in message
         # Gradients that had piled up before the broken step are those of a whole one.
         assert grad_is_kept
+
+
+def test_a_shared_buffer_that_is_written_is_told_to_ranks_without_the_layer() -> None:
+    for outcome in run_ranks(sharing.write_shared_buffer, 2):
+        kind, message = outcome.result()
+        assert kind == "PartitionError"
+        assert "the buffer calls of stage 0 is that of stage 2 too, and is written" in message

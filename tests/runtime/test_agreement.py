@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.runtime.agreement import agree
+from penstock.runtime.comm.agreement import agree
 
 
 class Recorder:

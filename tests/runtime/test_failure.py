@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import weakref
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,28 +12,53 @@ import pytest
 import torch.distributed as dist
 
 from penstock import _torch_compat
-from penstock.cause import as_error, cause_of, key_of
+from penstock.cause import NOTE, FailureLog, as_error, cause_of, key_of
 from penstock.errors import PartitionError, StageError
 from penstock.partition.forward.leaf_modules import NotByModule
+from penstock.runtime import failure
 from penstock.runtime.comm.nccl import NcclTransport
 from penstock.runtime.failure import ErrorStore
 from penstock.runtime.watchdog import Watchdog
 
 
-def test_one_second_connection_per_store_and_no_longer_than_it() -> None:
-    store: Any = dist.TCPStore("127.0.0.1", 0, 1, True)
-    errors = ErrorStore(store, ["a"], "note")
-    aside, other = errors.aside(), ErrorStore(store, ["b"], "note").aside()
-    assert aside.store is other.store
-    assert aside.store is not store
+def test_one_second_connection_per_store_and_no_longer_than_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores: list[Any] = [dist.TCPStore("127.0.0.1", 0, 1, True)]
+    group: Any = SimpleNamespace(group_name="0", size=lambda: 2, rank=lambda: 0)
+    monkeypatch.setattr(failure, "store_of", lambda group: stores[0])
+    monkeypatch.setattr(failure, "calls_over", lambda group: failure.Calls())
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    errors = ErrorStore(group, 0)
+    aside, other = (ErrorStore(group, number, in_thread=True) for number in (0, 1))
+    assert aside._store is other._store
+    assert aside._store is not stores[0]
     cause = cause_of(StageError("it burst"), 1, (0, 1))
-    assert (aside.read(), errors.write(cause)) == (None, cause)
-    assert aside.read() == cause
-    assert other.read() is None
+    assert (aside.read(0.0), errors.write(cause)) == (None, cause)
+    found = aside.read(0.0)
+    assert found is not None and found.cause == cause
+    # Of another schedule, read after a while only.
+    assert other.read(0.0) is None
+    assert other.read() is not None
     # A process that joins a second job must not find the first one's keys in a server kept alive.
-    alive = weakref.ref(store)
-    del store, errors
+    alive = weakref.ref(stores[0])
+    stores.clear()
+    del errors
     assert alive() is None
+
+
+def test_the_first_cause_of_each_call_stands_and_notes_can_be_withdrawn() -> None:
+    store, first = dist.HashStore(), cause_of(StageError("first"), 0, (0, 1))
+    log, reader = FailureLog(store, "a"), FailureLog(store, "a")
+    assert log.append("0", first).cause == first
+    second = cause_of(StageError("second"), 1, (0, 1))
+    assert log.append("0", second).cause == first
+    note = log.append(f"{NOTE}/1", second)
+    assert [entry.cause for entry in reader.read()] == [first, second]
+    log.withdraw(note.place)
+    assert [entry.cause for entry in reader.read()] == [first]
+    log.append(f"{NOTE}/1", second)
+    assert [entry.call for entry in reader.read()] == ["0", f"{NOTE}/1"]
 
 
 def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
@@ -45,12 +72,12 @@ def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
         for first in (0, 1)
     )
     for group in every, others:
-        store.set(key_of(group, 0), repr(group.processes))  # type: ignore[arg-type]
-    assert store.get(key_of(every, 0)) == repr(every.processes).encode()  # type: ignore[arg-type]
+        store.set(key_of(group, "0"), repr(group.processes))  # type: ignore[arg-type]
+    assert store.get(key_of(every, "0")) == repr(every.processes).encode()  # type: ignore[arg-type]
 
     transport: Any = object.__new__(NcclTransport)
     transport._group, transport._processes, transport.number = every, every.processes, 0
-    transport._watchdog = Watchdog(1.0, lambda whom: None)
+    transport._watchdog = Watchdog(1.0, lambda peer: None)
     monkeypatch.setattr(_torch_compat, "make_group", lambda *told, **_: store.set(told[2], "here"))
     transport._new_group("up")
 
@@ -78,7 +105,7 @@ def test_whatever_was_raised_can_be_told() -> None:
 
     # More than 8 MiB would break the connection to the store.
     long = cause_of(ValueError("a" + "\0" * 20_000_000 + "b"), 1, (0, 1))
-    assert len(long.to_json()) < 2 << 20
+    assert len(json.dumps(asdict(long))) < 2 << 20
     assert long.message.startswith("ValueError: a") and long.message.endswith("b")
     assert "characters left out" in long.message and "ValueError" in long.traceback
 

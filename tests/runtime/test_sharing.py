@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, PipelineStage, StageError
-from penstock.parallel.tied_params import owner_of
+from penstock.parallel.shared_params import owner_of
 from penstock.training.clip import clip_grad_norm_
 from tests.agreement import ROUNDING, Twins
 from tests.models import token_loss, tokens

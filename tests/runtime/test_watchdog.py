@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ ENDS_IN_A_LOOK = """
 import threading
 import time
 import torch.distributed as dist
+from penstock.cause import FailureLog
 from penstock.runtime.failure import ErrorStore
 from penstock.runtime.watchdog import Watchdog
 
@@ -35,8 +37,14 @@ class SlowStore:
             store.check(keys)
         return False
 
-watchdog = Watchdog(60.0, lambda whom: None)
-watchdog.watch(ErrorStore(SlowStore(), ["a"], "a"), always=True)
+class SlowErrors(ErrorStore):
+    def __init__(self):
+        self._store = SlowStore()
+        self._logs = [(FailureLog(self._store, "a"), "0")]
+        self.is_lost, self.interval_s = False, 0.0
+
+watchdog = Watchdog(60.0, lambda peer: None)
+watchdog.watch(SlowErrors(), always=True)
 watchdog.start()
 looking.wait()
 watchdog.rest()
@@ -48,23 +56,26 @@ def test_a_process_may_end_in_the_middle_of_a_look() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-class CountedStore(ErrorStore):
-    """Counts how often it is read."""
+class Errors:
+    """An error store that counts its reads and, if asked to, answers none."""
 
-    def __init__(self) -> None:
-        super().__init__(dist.HashStore(), ["a"], "a")
+    is_lost, interval_s = False, 0.0
+
+    def __init__(self, *, answers: bool = True) -> None:
         self.num_reads = 0
-        self.was_read = threading.Event()
+        self.was_read, self.is_over = threading.Event(), threading.Event()
+        if answers:
+            self.is_over.set()
 
-    def read(self, **options: Any) -> Any:
+    def read(self, waited_s: float) -> None:
         self.num_reads += 1
         self.was_read.set()
-        return super().read(**options)
+        self.is_over.wait()
 
 
 def test_an_idle_watchdog_ends_without_another_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "IDLE_INTERVAL_S", 0.0)
-    errors, watchdog = CountedStore(), Watchdog(60.0, lambda whom: None)
+    errors, watchdog = Errors(), Watchdog(60.0, lambda peer: None)
     watchdog.watch(errors, always=True)
     watchdog.start()
     assert errors.was_read.wait(20)
@@ -75,41 +86,34 @@ def test_an_idle_watchdog_ends_without_another_read(monkeypatch: pytest.MonkeyPa
     assert errors.num_reads == before
 
 
-class SilentStore:
-    """Answers nothing until it is let go."""
-
-    def __init__(self) -> None:
-        self.is_over = threading.Event()
-
-    def check(self, keys: list[str]) -> bool:
-        self.is_over.wait()
-        return False
-
-
 def test_a_silent_store_does_not_keep_a_wait_from_its_end() -> None:
-    store, woken = SilentStore(), threading.Event()
-    watchdog = Watchdog(2 * watching.READ_INTERVAL_S, lambda whom: woken.set())
-    watchdog.watch(ErrorStore(store, ["a"], "a"), always=False)
+    errors, woken = Errors(answers=False), threading.Event()
+    watchdog = Watchdog(2 * watching.READ_INTERVAL_S, lambda peer: woken.set())
+    watchdog.watch(errors, always=False)
     watchdog.start()
     watchdog.waiting_for = ((), 1)
     assert woken.wait(20)
     assert watchdog.timed_out
     assert watchdog.store_is_lost
     assert watchdog.stop() == ((), 1)
-    store.is_over.set()
+    errors.is_over.set()
 
 
 def test_readers_by_the_thousand_ask_their_store_no_more_than_it_can_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    few, many = (
-        ErrorStore(dist.HashStore(), ["a", "a"], "a", num_readers=num_readers)
-        for num_readers in (8, 4096)
-    )
-    assert few.pace_s < watching.READ_INTERVAL_S
-    # At each read a reader requests the note and every key.
-    assert 3 * 4096 / many.pace_s <= failure.MAX_REQUESTS_PER_S
-    watchdog, waits = Watchdog(60.0, lambda whom: None), []
+    def errors_of(num_readers: int) -> ErrorStore:
+        group: Any = SimpleNamespace(group_name="0", size=lambda: num_readers, rank=lambda: 0)
+        return ErrorStore(group, 0, [group])
+
+    monkeypatch.setattr(failure, "store_of", lambda group: dist.HashStore())
+    monkeypatch.setattr(failure, "calls_over", lambda group: failure.Calls())
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    few, many = errors_of(8), errors_of(4096)
+    assert few.interval_s < watching.READ_INTERVAL_S
+    # At each read a reader makes a request for each group.
+    assert 2 * 4096 / many.interval_s <= failure.MAX_REQUESTS_PER_S
+    watchdog, waits = Watchdog(60.0, lambda peer: None), []
     watchdog.watch(many, always=False)
 
     def wait(timeout_s: float) -> bool:
@@ -119,4 +123,4 @@ def test_readers_by_the_thousand_ask_their_store_no_more_than_it_can_answer(
     monkeypatch.setattr(watchdog._stopped, "wait", wait)
     watchdog._active.set()
     watchdog._watch()
-    assert waits[1:] == [many.pace_s, many.pace_s]
+    assert waits[1:] == [many.interval_s, many.interval_s]

@@ -10,8 +10,8 @@ gradients nor on the moment at which a hook fires.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,8 +32,11 @@ T = TypeVar("T")
 BUCKET_BYTES = 25 << 20
 
 
-class Replicas(ABC):
-    """One replica or shard of a stage's module or submodules.
+class Replicas:
+    """The replication or sharding of a stage's module or submodules.
+
+    Args:
+        parts: the wrappers, if there are several.
 
     Attributes:
         sharded: whether parameters are sharded, so that ``unshard`` must gather them.
@@ -43,32 +46,43 @@ class Replicas(ABC):
     sharded: bool = False
     groups: Sequence[dist.ProcessGroup] = ()
 
-    @abstractmethod
+    def __init__(self, parts: Sequence[Replicas] = ()) -> None:
+        self._parts = parts
+        self.sharded = any(part.sharded for part in parts)
+
     def begin(self) -> None:
         """Begin a step: suspend reductions until ``reduce_grads``."""
+        for part in self._parts:
+            part.begin()
+        self.groups = _distinct(group for part in self._parts for group in part.groups)
 
     def share_buffers(self) -> None:
         """Broadcast the first replica's buffers if the wrapper's forward would.
 
         Called once per step, after ``begin`` and before the first forward.
         """
-        return
+        for part in self._parts:
+            part.share_buffers()
 
-    @abstractmethod
     def reduce_grads(self) -> None:
         """Average the gradients over the replicas, once per step."""
+        for part in self._parts:
+            part.reduce_grads()
 
-    @abstractmethod
     def end(self) -> None:
         """End the step, complete or failed, and restore the module."""
+        for part in self._parts:
+            part.end()
 
     def unshard(self) -> None:
         """All-gather sharded parameters."""
-        return
+        for part in self._parts:
+            part.unshard()
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
-        return
+        for part in self._parts:
+            part.reshard()
 
 
 def replicas_of(module: nn.Module) -> Replicas | None:
@@ -79,20 +93,20 @@ def replicas_of(module: nn.Module) -> Replicas | None:
             hook or sparse embeddings.
     """
     found = _find(module)
-    return found[0] if len(found) == 1 else _Several(found) if found else None
+    return found[0] if len(found) == 1 else Replicas(found) if found else None
 
 
 def _find(module: nn.Module) -> list[Replicas]:
     """Find the outermost wrappers in ``module``, itself included."""
+    if _torch_compat.is_composable_ddp(module):
+        return [_Ddp(module)]
     if isinstance(module, DistributedDataParallel):
         if _torch_compat.ddp_casts(module):
             raise StageError(
                 "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
                 "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"
             )
-        return [_Ddp(module, module.module)]
-    if _torch_compat.is_composable_ddp(module):
-        return [_Replicate(module)]
+        return [_Ddp(module)]
     if _torch_compat.is_fsdp(module):
         return [_Fsdp(module)]
     if _torch_compat.is_fsdp1(module):
@@ -103,74 +117,41 @@ def _find(module: nn.Module) -> list[Replicas]:
     return [each for child in module.children() for each in _find(child)]
 
 
-class _Several(Replicas):
-    def __init__(self, parts: Sequence[Replicas]) -> None:
-        self._parts = parts
-        self.sharded = any(part.sharded for part in parts)
-
-    def begin(self) -> None:
-        for part in self._parts:
-            part.begin()
-        self.groups = _distinct(group for part in self._parts for group in part.groups)
-
-    def share_buffers(self) -> None:
-        for part in self._parts:
-            part.share_buffers()
-
-    def reduce_grads(self) -> None:
-        for part in self._parts:
-            part.reduce_grads()
-
-    def end(self) -> None:
-        for part in self._parts:
-            part.end()
-
-    def unshard(self) -> None:
-        for part in self._parts:
-            part.unshard()
-
-    def reshard(self) -> None:
-        for part in self._parts:
-            part.reshard()
-
-
 class _Ddp(Replicas):
-    """A module in DDP.
+    """A module in DDP, or one under ``replicate``, which stores a DDP module in its hooks."""
 
-    Args:
-        ddp: the wrapper.
-        module: the wrapped module.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
-        for name, layer in module.named_modules():
-            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-                raise StageError(
-                    f"the embedding {name!r} of a stage in DDP has sparse gradients, which are not "
-                    "reduced; make it with sparse=False"
-                )
-        self._ddp = ddp
-        self.groups = (ddp.process_group,)
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._module = module
+        self._is_composable = _torch_compat.is_composable_ddp(module)
+        # Torch creates the DDP module of ``replicate`` in the first forward.
+        self._ddp: Any = None if self._is_composable else module
         # A step inside the user's no_sync() reduces nothing.
-        self._synced = ddp.require_backward_grad_sync
-        self._sink_off = False
-        self._shares_buffers = self._trains = False
+        self._synced = self._ddp_synced = True
+        self._sink_off = self._shares_buffers = self._trains = False
 
     def begin(self) -> None:
-        if _torch_compat.has_comm_hook(self._ddp):
+        if not self.groups:
+            self._ddp = self._ddp or _torch_compat.ddp_within(self._module)
+            self.groups = (self._ddp.process_group,)
+            _refuse_sparse(self._module if self._is_composable else self._ddp.module)
+        ddp = self._ddp
+        if _torch_compat.has_comm_hook(ddp):
             raise StageError(
                 "a stage in DDP has a communication hook (register_comm_hook), which a pipeline "
                 "can't call; leave it out, or shard the stage by fully_shard"
             )
+        self._synced = self._ddp_synced = ddp.require_backward_grad_sync
+        if self._is_composable:
+            self._synced = _torch_compat.composable_syncs(self._module)
+            self._module.set_requires_gradient_sync(False)
         # Equivalent to DDP's no_sync() around the whole step.
-        self._synced = self._ddp.require_backward_grad_sync
-        self._ddp.require_backward_grad_sync = False
-        self._sink_off = _torch_compat.switch_ddp_sink(self._ddp, off=True)
+        ddp.require_backward_grad_sync = False
+        self._sink_off = _torch_compat.switch_ddp_sink(ddp, off=True)
         # ``share_buffers`` broadcasts the buffers in place of DDP's forward.
-        will_share: Callable[[], bool] = self._ddp.will_sync_module_buffers
-        self._shares_buffers = will_share()
+        self._shares_buffers = not self._is_composable and ddp.will_sync_module_buffers()
         self._trains = torch.is_grad_enabled()
-        self._ddp.require_forward_param_sync = False
+        ddp.require_forward_param_sync = False
 
     def share_buffers(self) -> None:
         if self._shares_buffers:
@@ -178,69 +159,52 @@ class _Ddp(Replicas):
 
     def reduce_grads(self) -> None:
         if self._synced:
-            self.average()
-
-    def average(self) -> None:
-        """Average the gradients, even under the user's ``no_sync()``."""
-        params = _torch_compat.ddp_parameters(self._ddp)
-        average_grads(params, self._ddp.process_group, self._ddp.bucket_bytes_cap)
+            params = _torch_compat.ddp_parameters(self._ddp)
+            average_grads(params, self._ddp.process_group, self._ddp.bucket_bytes_cap)
 
     def end(self) -> None:
-        self.end_as(synced=self._synced)
-
-    def end_as(self, *, synced: bool) -> None:
-        """Leave DDP in the state that its own forwards and backwards would, reduced or not."""
-        self._ddp.require_backward_grad_sync = self._synced
-        # Buffers are broadcast again only after a reduction, not between steps that accumulate
-        # under no_sync(), nor between evaluations.
-        self._ddp.require_forward_param_sync = synced and self._trains
-        _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
-
-
-class _Replicate(Replicas):
-    """A module under ``replicate``, which keeps its class and stores a DDP module in its hooks."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._synced = True
-        self._ddp: _Ddp | None = None
-
-    def begin(self) -> None:
-        if self._ddp is None:
-            # Torch creates the DDP module in the first forward.
-            self._ddp = _Ddp(_torch_compat.ddp_within(self._module), self._module)
-            self.groups = self._ddp.groups
-        self._synced = _torch_compat.composable_syncs(self._module)
-        self._module.set_requires_gradient_sync(False)
-        self._ddp.begin()
-
-    def reduce_grads(self) -> None:
-        assert self._ddp is not None
-        if self._synced:
-            self._ddp.average()
-
-    def end(self) -> None:
-        self._module.set_requires_gradient_sync(self._synced)
+        """Leave DDP in the state that its own forwards and backwards would."""
+        if self._is_composable:
+            self._module.set_requires_gradient_sync(self._synced)
         if self._ddp is not None:
-            self._ddp.end_as(synced=self._synced)
+            self._ddp.require_backward_grad_sync = self._ddp_synced
+            # Buffers are broadcast again only after a reduction, not between steps that accumulate
+            # under no_sync(), nor between evaluations.
+            self._ddp.require_forward_param_sync = self._synced and self._trains
+            _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            raise StageError(
+                f"the embedding {name!r} of a stage in DDP has sparse gradients, which are not "
+                "reduced; make it with sparse=False"
+            )
 
 
 class _Fsdp(Replicas):
-    sharded = True
-
     def __init__(self, root: FSDPModule) -> None:
+        super().__init__()
+        self.sharded = True
         self._root = root
 
     def begin(self) -> None:
+        assert isinstance(self._root, nn.Module)
         if not self.groups:
-            self.groups = _groups_of(self._root)
+            # Of all mesh dimensions of the sharded parameters.
+            params = (p for p in self._root.parameters() if hasattr(p, "device_mesh"))
+            meshes = _distinct(param.device_mesh for param in params)
+            self.groups = _distinct(group for mesh in meshes for group in mesh.get_all_groups())
         self._set_sync(False)
 
     def unshard(self) -> None:
-        _each(self._root, lambda module: module.unshard())
+        for module in self._modules():
+            module.unshard()
 
     def reshard(self) -> None:
-        _each(self._root, lambda module: module.reshard())
+        for module in self._modules():
+            module.reshard()
 
     def reduce_grads(self) -> None:
         self._set_sync(True)
@@ -252,28 +216,18 @@ class _Fsdp(Replicas):
         # belong to the shards.
         self.reshard()
 
+    def _modules(self) -> list[FSDPModule]:
+        assert isinstance(self._root, nn.Module)
+        return [module for module in self._root.modules() if _torch_compat.is_fsdp(module)]
+
     def _set_sync(self, synced: bool) -> None:
         self._root.set_is_last_backward(synced)
         self._root.set_reshard_after_backward(synced)
         self._root.set_requires_gradient_sync(synced)
 
 
-def _groups_of(root: FSDPModule) -> list[dist.ProcessGroup]:
-    """The process groups of all mesh dimensions of the sharded parameters."""
-    assert isinstance(root, nn.Module)
-    meshes = _distinct(p.device_mesh for p in root.parameters() if hasattr(p, "device_mesh"))
-    return _distinct(group for mesh in meshes for group in mesh.get_all_groups())
-
-
 def _distinct(things: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(things))
-
-
-def _each(root: FSDPModule, act: Callable[[FSDPModule], object]) -> None:
-    assert isinstance(root, nn.Module)
-    for module in root.modules():
-        if _torch_compat.is_fsdp(module):
-            act(module)
 
 
 # --- the reduction ---------------------------------------------------------------------------
@@ -324,14 +278,12 @@ def average_grads(
 def _with_grads(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Sequence[nn.Parameter]:
     """Select the parameters with a gradient on at least one rank."""
     here = [param.grad is not None for param in params]
-    if all(here):
-        # Created on the device and not read, so that the host does not synchronize.
-        counts = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
-        dist.all_reduce(counts, group=group)
-        return params
-    counts = torch.tensor(here, dtype=torch.int32, device=params[0].device)
+    counts = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
+    if not all(here):
+        counts = torch.tensor(here, dtype=torch.int32, device=params[0].device)
     dist.all_reduce(counts, group=group)
-    return [param for param, count in zip(params, counts.tolist(), strict=True) if count]
+    # Not read if all are here, so that the host does not synchronize with the device.
+    return params if all(here) else [*compress(params, counts.tolist())]
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -342,13 +294,13 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iter
         [[3, 4], [9], [1]]
     """
     bucket: list[T] = []
-    held = 0
+    total = 0
     for item in items:
-        if bucket and held + size(item) > limit:
+        if bucket and total + size(item) > limit:
             yield bucket
-            bucket, held = [], 0
+            bucket, total = [], 0
         bucket.append(item)
-        held += size(item)
+        total += size(item)
     if bucket:
         yield bucket
 
@@ -368,7 +320,7 @@ class ReplicaStep:
 
     def __init__(self) -> None:
         self.due = False
-        self._begun = False
+        self._has_begun = False
         self._replicas: Replicas | None = None
 
     @property
@@ -378,18 +330,17 @@ class ReplicaStep:
 
     def begin(self, module: nn.Module) -> None:
         """Suspend reductions, unless the step has begun."""
-        if self._begun:
-            return
-        self._begun = True
-        self._replicas = replicas_of(module)
-        if self._replicas is not None:
-            self._replicas.begin()
-            self._replicas.share_buffers()
+        if not self._has_begun:
+            self._has_begun = True
+            self._replicas = replicas_of(module)
+            if self._replicas is not None:
+                self._replicas.begin()
+                self._replicas.share_buffers()
 
     def end(self, *, reduce: bool) -> None:
         """End the step if one has begun, and average its gradients if requested."""
         replicas, self._replicas = self._replicas, None
-        self._begun = self.due = False
+        self._has_begun = self.due = False
         if replicas is not None:
             try:
                 if reduce:

@@ -4,7 +4,7 @@
     stage 3   head.weight ──┴─ one parameter      {0: "embed.weight", 3: "head.weight"}
 
 A tie maps each stage that holds the parameter to its name there. Each process has its own copy of
-the parameter, and ``penstock.parallel.tied_params`` sums the copies' gradients. Buffers that a
+the parameter, and ``penstock.parallel.shared_params`` sums the copies' gradients. Buffers that a
 forward writes can't be summed, so layers that write buffers in several stages are refused. This
 module knows no ranks.
 """

@@ -12,8 +12,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from penstock.runtime.comm.base import Transport
-from penstock.runtime.comm.recv_queue import RecvQueue
+from penstock.runtime.comm.base import RecvQueue, Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
 from penstock.runtime.overlap import (

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from penstock.cause import message_of
 from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.parallel.data_parallel import Replicas, replicas_of
-from penstock.parallel.tied_params import SharedParams
+from penstock.parallel.shared_params import SharedParams
 from penstock.partition.ties import SharedBuffers, Tie, refuse_shared_statistics
-from penstock.runtime.agreement import agree, digest
 from penstock.runtime.bound_program import BoundProgram
+from penstock.runtime.comm.agreement import agree, digest
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.nccl import channels_of
 from penstock.runtime.config import RunConfig
@@ -137,7 +137,7 @@ class Engine:
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
-                around.enter_context(self._shared_params.reduced())
+                around.enter_context(self._shared_params.summing_grads())
             self._run_actions(bound)
         losses = bound.end(step)
         for transport in self.transports:

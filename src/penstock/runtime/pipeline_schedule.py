@@ -19,7 +19,7 @@ from penstock.cause import default_group, publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError
-from penstock.runtime.agreement import exclusive_step
+from penstock.runtime.comm.agreement import exclusive_step
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import make_transport

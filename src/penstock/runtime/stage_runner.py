@@ -16,8 +16,7 @@ from torch import Tensor, is_grad_enabled
 
 from penstock.errors import BoundaryError, ScheduleError
 from penstock.parallel.data_parallel import Replicas
-from penstock.runtime.comm.base import PendingReceive, Transport
-from penstock.runtime.comm.recv_queue import Expect, RecvQueue
+from penstock.runtime.comm.base import MetasOf, PendingReceive, RecvQueue, Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction
 from penstock.runtime.loss import LossHead
@@ -176,7 +175,7 @@ class StageRunner:
         state.received_grads = self._receive(self._next.queue, self._grad_metas, state)
 
     def _receive(
-        self, queue: RecvQueue | None, metas_of: Expect, state: MicrobatchState
+        self, queue: RecvQueue | None, metas_of: MetasOf, state: MicrobatchState
     ) -> PendingReceive:
         """Post a receive, or defer it until its metadata has come."""
         assert queue is not None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-__all__ = ["FailureSource", "Peers", "StoreQuery", "Wait", "Watchdog", "Whom", "poll"]
+__all__ = ["FailureSource", "Peers", "BackgroundCall", "Wait", "Watchdog", "poll"]
 
 T = TypeVar("T")
 
@@ -24,10 +24,9 @@ T = TypeVar("T")
 READ_INTERVAL_S = 0.2
 # The interval between reads while no wait is active.
 IDLE_INTERVAL_S = 0.8
-# Limit on a read that is under way at exit. Python ends threads by force, which aborts the process
-# if one is in torch's code; a lost store may take minutes to answer.
+# Limits on a read that is under way at exit, and when a watchdog is stopped. Python ends threads by
+# force, which aborts the process if one is in torch's code, but a lost store may take minutes.
 MAX_LAST_READ_S = 10.0
-# The same when a watchdog is stopped.
 MAX_READ_S = 1.0
 
 
@@ -35,13 +34,10 @@ class FailureSource(Protocol):
     """The store of failures as a watchdog reads it; see ``failure.ErrorStore``."""
 
     is_lost: bool
-    pace_s: float
+    interval_s: float
 
-    def read(self, *, patient: bool = False) -> object | None:
-        """The first cause of this schedule, or None."""
-
-    def read_elsewhere(self, waited_s: float | None = None) -> object | None:
-        """A failure in another call over the group, or None."""
+    def read(self, waited_s: float) -> object | None:
+        """The failure that ends this call, or None."""
 
 
 class Peers(Enum):
@@ -51,43 +47,38 @@ class Peers(Enum):
     REPLICAS = "the replicas of its stages"
 
 
-Whom: TypeAlias = int | Peers
-"""A rank of the pipeline, or several."""
-
-Wait: TypeAlias = tuple[Sequence[Any], Whom]
-"""Works, and the ranks that they depend on."""
+Wait: TypeAlias = tuple[Sequence[Any], int | Peers]
+"""Works, and the rank or ranks that they depend on."""
 
 
-class StoreQuery(Generic[T]):
-    """A request in a separate thread, since it may never be answered.
-
-    Torch sets no limit on requests to the store of a process that is stopped or unreachable.
+class BackgroundCall(Generic[T]):
+    """A call in a separate thread, since torch sets no limit on requests to the store of a
+    process that is stopped or unreachable.
 
     Args:
-        request: the request; raises nothing.
+        function: the call; raises nothing.
 
     Attributes:
-        value: the answer, once it is there.
+        value: the result, once it is there.
 
     Example:
-        >>> query = StoreQuery(lambda: 1 + 1)
-        >>> query.is_done(within_s=10.0), query.value
+        >>> call = BackgroundCall(lambda: 1 + 1)
+        >>> call.is_done(within_s=10.0), call.value
         (True, 2)
     """
 
     value: T
 
-    def __init__(self, request: Callable[[], T]) -> None:
-        self._thread = threading.Thread(
-            target=self._run, args=(request,), name="penstock-query", daemon=True
-        )
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._thread = threading.Thread(target=self._run, name="penstock-call", daemon=True)
         self._thread.start()
 
-    def _run(self, request: Callable[[], T]) -> None:
-        self.value = request()
+    def _run(self) -> None:
+        self.value = self._function()
 
     def is_done(self, *, within_s: float) -> bool:
-        """Wait for the answer at most ``within_s`` seconds; returns True if it has arrived."""
+        """Wait for the result at most ``within_s`` seconds; returns True if it is there."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
@@ -96,8 +87,7 @@ def poll(read: Callable[[], T | None], *, for_s: float, every_s: float = 0.05) -
     """The first value that ``read`` returns within ``for_s`` seconds, or None."""
     end = time.monotonic() + for_s
     while time.monotonic() < end:
-        found = read()
-        if found is not None:
+        if (found := read()) is not None:
             return found
         time.sleep(every_s)
     return None
@@ -107,30 +97,27 @@ class Watchdog:
     """Aborts a wait if another rank has failed or the wait exceeds the timeout.
 
     Args:
-        timeout_s: how long a wait may take.
+        timeout_s: the limit on a wait, in seconds.
         abort: ends the main thread's wait for some ranks; called in the watchdog's thread.
 
     Attributes:
         waiting_for: the main thread's wait, or None. Each wait is a tuple of its own, so that two
             reads tell one long wait from two short ones without a clock in the main thread.
         has_aborted: whether it has aborted a wait.
-        timed_out: whether a wait took longer than it may.
-        store_is_lost: whether the store is gone, or kept silent until the wait's deadline.
+        timed_out: whether a wait exceeded the timeout.
+        store_is_lost: whether the store is gone, or kept silent until the timeout.
     """
 
-    def __init__(self, timeout_s: float, abort: Callable[[Whom], None]) -> None:
+    def __init__(self, timeout_s: float, abort: Callable[[int | Peers], None]) -> None:
         self.waiting_for: Wait | None = None
-        self.has_aborted = False
-        self.timed_out = False
-        self.store_is_lost = False
+        self.has_aborted = self.timed_out = self.store_is_lost = False
         self.timeout_s = timeout_s
         self._abort = abort
         self._thread: threading.Thread | None = None
-        self._active = threading.Event()
-        self._stopped = threading.Event()
+        self._active, self._stopped = threading.Event(), threading.Event()
         self._errors: FailureSource | None = None
         self._watches_always = False
-        self._query: StoreQuery[bool] | None = None
+        self._query: BackgroundCall[bool] | None = None
 
     def watch(self, errors: FailureSource, *, always: bool) -> None:
         """Set the error store to read.
@@ -138,11 +125,10 @@ class Watchdog:
         Args:
             errors: a store for this thread alone, connected by the caller: to connect to a dead
                 process takes minutes.
-            always: whether to read even while nothing is waited for, since torch may wait within
-                any action: for replicas, or for the device.
+            always: whether to read even without a wait, since torch may wait within any action:
+                for replicas, or for the device.
         """
-        self._errors = errors
-        self._watches_always = always
+        self._errors, self._watches_always = errors, always
 
     def start(self) -> None:
         """Begin to watch a call."""
@@ -158,16 +144,12 @@ class Watchdog:
         """Stop watching a call; the thread sleeps until the next one."""
         self._active.clear()
 
-    def note_broken(self, whom: Whom) -> None:
-        """Record a message that could not be posted as an aborted wait."""
-        self.waiting_for = ((), whom)
-
     def stop(self) -> Wait | None:
         """Stop the thread; returns the main thread's current wait, if any."""
         self._end(None)
         atexit.unregister(self._end)
         waiting, self.waiting_for = self.waiting_for, None
-        self._abort = _abort_nothing  # releases the transport
+        self._abort = lambda peer: None  # releases the transport
         return waiting
 
     def _end(self, for_s: float | None = MAX_LAST_READ_S) -> None:
@@ -181,21 +163,26 @@ class Watchdog:
 
     def _watch(self) -> None:
         seen: Wait | None = None
-        since = read_at = pace_s = 0.0
+        since = read_at = interval_s = 0.0
         has_failed = False
-        while not self._stopped.wait(max(READ_INTERVAL_S, pace_s)):
+        while not self._stopped.wait(max(READ_INTERVAL_S, interval_s)):
             self._active.wait()
             if self._stopped.is_set():
                 return
-            errors, waiting = self._errors, self.waiting_for
+            errors, waiting, now = self._errors, self.waiting_for, time.monotonic()
             assert errors is not None
-            pace_s = errors.pace_s
+            interval_s = errors.interval_s
             if waiting is not seen:
-                seen, since = waiting, time.monotonic()
+                seen, since = waiting, now
             elif waiting is not None:
-                self._check_wait(waiting, time.monotonic() - since, errors)
-            elif self._watches_always and time.monotonic() - read_at > IDLE_INTERVAL_S:
-                if not self._finds_failure(errors, 0.0):
+                is_late = now - since > self.timeout_s
+                self.timed_out |= is_late
+                if is_late or self._has_failure(errors, now - since):
+                    self.store_is_lost = errors.is_lost or self._query is not None
+                    if self.waiting_for is waiting:
+                        self._abort_wait(waiting[1])
+            elif self._watches_always and now - read_at > IDLE_INTERVAL_S:
+                if not self._has_failure(errors, 0.0):
                     read_at = time.monotonic()
                 elif has_failed:
                     self.store_is_lost = errors.is_lost
@@ -205,33 +192,17 @@ class Watchdog:
                     # themselves, and the groups of replicas stay whole.
                     has_failed = True
 
-    def _check_wait(self, waiting: Wait, waited_s: float, errors: FailureSource) -> None:
-        if waited_s > self.timeout_s:
-            self.timed_out = True
-        elif not self._finds_failure(errors, waited_s):
-            return
-        self.store_is_lost = errors.is_lost or self._query is not None
-        if self.waiting_for is waiting:
-            self._abort_wait(waiting[1])
-
-    def _finds_failure(self, errors: FailureSource, waited_s: float) -> bool:
+    def _has_failure(self, errors: FailureSource, waited_s: float) -> bool:
         """True if the store has a failure or is gone; False while it does not answer."""
         if self._query is None:
-            self._query = StoreQuery(lambda: _has_failure(errors, waited_s))
+            self._query = BackgroundCall(
+                lambda: errors.read(waited_s) is not None or errors.is_lost
+            )
         if not self._query.is_done(within_s=READ_INTERVAL_S):
             return False
         found, self._query = self._query.value, None
         return found
 
-    def _abort_wait(self, whom: Whom) -> None:
+    def _abort_wait(self, peer: int | Peers) -> None:
         self.has_aborted = True
-        self._abort(whom)
-
-
-def _has_failure(errors: FailureSource, waited_s: float) -> bool:
-    found = errors.read(patient=True) or errors.read_elsewhere(waited_s)
-    return found is not None or errors.is_lost
-
-
-def _abort_nothing(_: Whom) -> None:
-    """The no-op abort of a stopped watchdog."""
+        self._abort(peer)

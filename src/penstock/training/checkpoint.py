@@ -4,15 +4,13 @@
     rank 1   its stages' parameters ─┴─► a folder, by name ───┴─► the plain model, one process
 
 A checkpoint is what DCP writes of ``{"model": model.state_dict(), "optim": ...}``, the optimizer's
-state flattened by parameter name, so that DCP alone reads it. This module knows neither stages nor
-schedules.
+state flattened by parameter name, so that DCP alone reads it. Each save writes new files, and
+removes the previous checkpoint's once it is complete, so that a killed process or a full disk
+leaves the previous checkpoint, never a mixture of two:
 
     runs/it/__0_3f9c_0.distcp   written by rank 0
             __1_3f9c_0.distcp   written by rank 1
             .metadata           names the files, and is written last
-
-Each save writes new files, and removes the previous checkpoint's files once it is complete. So a
-killed process or a full disk leaves the previous checkpoint, never a mixture of two.
 """
 
 from __future__ import annotations
@@ -41,27 +39,27 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.errors import PartitionError
 from penstock.runtime.comm.process_group import collective_call
-from penstock.training.model_state import common_names_message, names_in_common
+from penstock.training.model_state import names_in_common, refuse_common
 
 __all__ = ["Model", "load", "optimizer_state", "save"]
 
 T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]
 
-_STATE = "optim.state."
 # Limit on the faults, or ranks, in a message.
 _SHOWN = 10
 
 
 class Model(Protocol):
-    """A ``penstock.Pipeline``, or any ``nn.Module``."""
+    """A ``penstock.Pipeline``, or any ``nn.Module``: this process's tensors by the plain model's
+    names."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters, under the plain model's names."""
+        """The parameters."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """This process's parameters and buffers, under the plain model's names."""
+        """The parameters and buffers."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
@@ -77,24 +75,22 @@ def save(
     keep: Callable[[str], bool] = lambda _: True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint. Every rank calls it and writes what it holds; of what several ranks
-    hold, the first one writes.
+    """Write a checkpoint. Every rank calls it and writes its own tensors; of tensors that several
+    ranks have, the first rank's are written.
 
     Args:
-        path: a folder that all ranks reach; it is made if there is none, and a checkpoint in it is
-            replaced as soon as this one is whole.
+        path: a folder that all ranks reach, made if missing. A checkpoint in it is replaced as
+            soon as this one is complete.
         model: a pipeline, or a plain module.
-        optimizer: of the model's parameters, all of which it holds; left out if None.
-        keep: by the name of a parameter or buffer, whether to write it: what is frozen, and
-            comes from elsewhere, may be left out.
-        group: the processes that take part; all if None. Where there are several pipelines with a
-            checkpoint each, the pipeline's.
+        optimizer: of the model's parameters; left out if None.
+        keep: by name, whether to write a parameter or buffer; frozen ones may be left out.
+        group: the participating processes, all by default. Several pipelines with a checkpoint
+            each pass their own group.
 
     Raises:
-        PartitionError: the optimizer holds a parameter that the model does not, stages have names
+        PartitionError: the optimizer has a parameter that the model has not, stages have names
             in common, or ranks give other paths; on every rank, and nothing was written.
-        OSError: some rank could not write; on every rank. A checkpoint that was in the folder is
-            there still.
+        OSError: some rank could not write; on every rank. The previous checkpoint remains.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -106,23 +102,22 @@ def save(
         (True, True)
     """
     with collective_call(group, "save()", (PartitionError, OSError)):
-        _raise_together([] if optimizer is None else _foreign_params(model, optimizer), group)
+        optim = _on_all_ranks(
+            group, lambda: None if optimizer is None else optimizer_state(model, optimizer)
+        )
+        tensors = _on_all_ranks(group, model.state_dict)
         # A plain module is no stage, and may be the same on every rank.
-        stages = getattr(type(model), "parameter_stages", None)
-        mine = ({} if stages is None else stages(model), fspath(path))
-        named, folders = zip(*_gathered(mine, group), strict=True)
+        stages: dict[str, int] = getattr(type(model), "parameter_stages", lambda _: {})(model)
+        named, folders = zip(*_gather((stages, fspath(path)), group), strict=True)
         if len(set(folders)) > 1:
             listed = ", ".join(f"rank {rank}: {at}" for rank, at in enumerate(folders[:_SHOWN]))
             raise PartitionError(
                 f"the ranks do not save to one folder ({listed}); where each pipeline is to have a "
                 "checkpoint of its own, pass its process group as group="
             )
-        if common := names_in_common(named):
-            raise PartitionError(common_names_message(common))
-        state: dict[str, Any] = {"model": _kept(_state_of(model, group), keep)}
-        if optimizer is not None:
-            state["optim"] = optimizer_state(model, optimizer)
-        _write(path, state, group)
+        refuse_common(names_in_common(named))
+        state = {"model": {name: value for name, value in tensors.items() if keep(name)}}
+        _write(path, state if optim is None else {**state, "optim": optim}, group)
 
 
 def load(
@@ -133,21 +128,19 @@ def load(
     keep: Callable[[str], bool] = lambda _: True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read a checkpoint. Every rank calls it; each reads what it holds.
-
-    The ranks, schedule and split may be others than those that it was saved with.
+    """Read a checkpoint. Every rank calls it and reads its own tensors; ranks, schedule and split
+    may differ from those of ``save``.
 
     Args:
         path: the folder.
         model: a pipeline, or a plain module, that is overwritten.
         optimizer: of the model's parameters; its state and settings are overwritten. Not
             touched if None.
-        keep: by the name of a parameter or buffer, whether to read it; others stay as they are.
-        group: the processes that take part; all if None.
+        keep: by name, whether to read a parameter or buffer; others stay unchanged.
+        group: the participating processes; all by default.
 
     Raises:
-        FileNotFoundError: there is no whole checkpoint in the folder, as some rank sees it; on
-            every rank.
+        FileNotFoundError: some rank sees no complete checkpoint in the folder; on every rank.
         PartitionError: it is damaged, lacks a name of the model's or of the optimizer's, has it
             in another shape, or has other settings for parameters that are one group now; on
             every rank, and nothing was overwritten, but for damage that only reading finds.
@@ -162,33 +155,33 @@ def load(
         True
     """
 
-    def refuse(faults: list[str]) -> None:
-        _raise_together([f"checkpoint {path}: {fault}" for fault in faults], group)
-
     with collective_call(group, "load()", (PartitionError, FileNotFoundError)):
-        metadata = _metadata(path, group)
-        saved: Mapping[str, object] = metadata.state_dict_metadata
-        held = _state_of(model, group)
-        state: dict[str, Any] = {"model": _kept(held, keep)}
+        metadata = _on_all_ranks(group, lambda: _metadata(path))
+        before = _on_all_ranks(group, model.state_dict)
+        state: dict[str, Any] = {"model": {name: t for name, t in before.items() if keep(name)}}
         settings: dict[str, Any] = {}
-        faults = _faults(saved, {f"model.{name}": value for name, value in state["model"].items()})
-        if optimizer is not None:
-            faults += _foreign_params(model, optimizer)
-            if not faults:
-                keys = [
-                    f"param_groups.{name}.{key}"
-                    for name, _, params in _held(model, optimizer)
-                    for key in _settings(params)
-                ]
-                settings = {key: _blank(saved.get(f"optim.{key}")) for key in keys}
-                state["optim"] = _blank_state(metadata, model, optimizer)
+
+        def prepare() -> None:
+            saved: Mapping[str, object] = metadata.state_dict_metadata
+            faults = _faults(saved, {f"model.{name}": t for name, t in state["model"].items()})
+            if optimizer is not None:
+                for name, _, params in _named_params(model, optimizer):
+                    for key in (f"param_groups.{name}.{setting}" for setting in _settings(params)):
+                        settings[key] = _empty(saved.get(f"optim.{key}"))
+                state["optim"] = _empty_state(metadata, model, optimizer)
                 faults += _faults(saved, {f"optim.{key}": None for key in settings})
-        refuse(faults)
-        # Reading into the model overwrites it: all that may be refused is read before.
+            _refuse(path, faults)
+
+        def check_settings() -> None:
+            if optimizer is not None:
+                _refuse(path, _conflicts(model, optimizer, settings))
+
+        _on_all_ranks(group, prepare)
+        # Reading into the model overwrites it, so that all checks come before.
         _read(path, {"optim": settings}, group)
-        refuse([] if optimizer is None else _conflicts(model, optimizer, settings))
+        _on_all_ranks(group, check_settings)
         _read(path, state, group)
-        model.load_state_dict({**held, **state["model"]})
+        model.load_state_dict({**before, **state["model"]})
         if optimizer is not None:
             _fill_optimizer(model, optimizer, {**state["optim"], **settings})
 
@@ -205,7 +198,7 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
         ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``.
 
     Raises:
-        PartitionError: the optimizer holds a parameter that the model does not.
+        PartitionError: the optimizer has a parameter that the model has not.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -213,39 +206,29 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
         >>> optimizer_state(layer, sgd)["param_groups.weight.lr"]
         0.5
     """
-    if foreign := _foreign_params(model, optimizer):
-        raise PartitionError(foreign[0])
     flat: dict[str, Any] = {}
-    for name, param, group in _held(model, optimizer):
-        for key, value in optimizer.state.get(param, {}).items():
-            flat[f"state.{name}.{key}"] = value
-        for key in _settings(group):
-            flat[f"param_groups.{name}.{key}"] = group[key]
+    for name, param, group in _named_params(model, optimizer):
+        state = optimizer.state.get(param, {})
+        flat.update({f"state.{name}.{key}": value for key, value in state.items()})
+        flat.update({f"param_groups.{name}.{key}": group[key] for key in _settings(group)})
     return flat
 
 
 # --- the optimizer -------------------------------------------------------------------------------
 
 
-def _foreign_params(model: Model, optimizer: torch.optim.Optimizer) -> list[str]:
-    known = {id(param) for _, param in model.named_parameters()}
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    num_foreign = sum(id(param) not in known for param in held)
-    if not num_foreign:
-        return []
-    return [
-        f"{num_foreign} of the optimizer's {len(held)} parameters are none of the model's; make "
-        "the optimizer from the parameters of this model or pipeline"
-    ]
-
-
-def _held(
+def _named_params(
     model: Model, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, Tensor, dict[str, Any]]]:
     """Each parameter of the optimizer with its name and its group, in the optimizer's order."""
     names = {id(param): name for name, param in model.named_parameters()}
-    groups = optimizer.param_groups
-    return [(names[id(param)], param, group) for group in groups for param in group["params"]]
+    params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    if num_foreign := sum(id(param) not in names for param, _ in params):
+        raise PartitionError(
+            f"{num_foreign} of the optimizer's {len(params)} parameters are none of the model's; "
+            "make the optimizer from the parameters of this model or pipeline"
+        )
+    return [(names[id(param)], param, group) for param, group in params]
 
 
 def _settings(group: Mapping[str, Any]) -> list[str]:
@@ -253,35 +236,34 @@ def _settings(group: Mapping[str, Any]) -> list[str]:
     return [key for key in group if key not in ("params", "param_names")]
 
 
-def _blank_state(
+def _empty_state(
     metadata: Metadata, model: Model, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Tensors to read the saved state into: an optimizer that took no step has none yet. Items of
-    lists and dicts in the state are saved one by one."""
-    held = {name: param for name, param, _ in _held(model, optimizer)}
+    """Tensors to read the saved state into, since an optimizer that took no step has none. Items
+    of lists and dicts in the state are saved one by one."""
+    params = {name: param for name, param, _ in _named_params(model, optimizer)}
     paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
-    blank: dict[str | int, Any] = {}
+    empty: dict[str | int, Any] = {}
     for key, meta in metadata.state_dict_metadata.items():
         _, *within = paths.get(key, ("optim", key.removeprefix("optim.")))
         name, _, _ = str(within[0]).removeprefix("state.").rpartition(".")
-        if not key.startswith(_STATE) or name not in held:
-            continue
-        place = blank
-        for step in within[:-1]:
-            place = place.setdefault(step, {})
-        place[within[-1]] = _blank(meta, held[name])
-    return {str(entry): _with_lists(value) for entry, value in blank.items()}
+        if key.startswith("optim.state.") and name in params:
+            place = empty
+            for step in within[:-1]:
+                place = place.setdefault(step, {})
+            place[within[-1]] = _empty(meta, params[name])
+    return {str(entry): _with_lists(value) for entry, value in empty.items()}
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts with integer keys stand for lists."""
+    """Replace dicts with integer keys by lists."""
     if not isinstance(value, dict):
         return value
     items = {key: _with_lists(item) for key, item in value.items()}
     return [items[i] for i in sorted(items)] if all(isinstance(i, int) for i in items) else items
 
 
-def _blank(meta: object, param: Tensor | None = None) -> Tensor | None:
+def _empty(meta: object, param: Tensor | None = None) -> Tensor | None:
     if not isinstance(meta, TensorStorageMetadata):
         return None
     if param is not None and meta.size == param.shape:
@@ -296,14 +278,14 @@ def _conflicts(
     """Parameters of one group that were saved with different settings."""
     first: dict[tuple[int, str], tuple[str, Any]] = {}
     faults = []
-    for name, _, group in _held(model, optimizer):
+    for name, _, group in _named_params(model, optimizer):
         for key in _settings(group):
             value = settings[f"param_groups.{name}.{key}"]
-            of, other = first.setdefault((id(group), key), (name, value))
+            other_name, other = first.setdefault((id(group), key), (name, value))
             if value != other:
                 faults.append(
-                    f"{key} is {other} for {of} and {value} for {name}, which are in one group "
-                    "of this optimizer; make its groups as those of the one that was saved"
+                    f"{key} is {other} for {other_name} and {value} for {name}, which are in one "
+                    "group of this optimizer; make its groups as those of the one that was saved"
                 )
     return faults
 
@@ -314,24 +296,24 @@ def _fill_optimizer(
     """Load the state by the optimizer's own ``load_state_dict``, which may convert it."""
     states: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        kind, _, rest = key.partition(".")
-        if kind == "state":
-            name, _, entry = rest.rpartition(".")
+        if key.startswith("state."):
+            name, _, entry = key.removeprefix("state.").rpartition(".")
             states.setdefault(name, {})[entry] = value
-    names = iter([name for name, _, _ in _held(model, optimizer)])
-    given: set[str] = set()
-    plain = optimizer.state_dict()
-    plain["state"] = {}
-    for group in plain["param_groups"]:
+    names = iter([name for name, _, _ in _named_params(model, optimizer)])
+    used: set[str] = set()
+    loaded = optimizer.state_dict()
+    loaded["state"] = {}
+    for group in loaded["param_groups"]:
         for position, index in enumerate(group["params"]):
             name = next(names)
             if name in states:
-                # Places of a shared parameter have one name, but each a state of its own.
-                plain["state"][index] = deepcopy(states[name]) if name in given else states[name]
-                given.add(name)
+                # Copies of a shared parameter have one name, but each a state of its own.
+                state = states[name]
+                loaded["state"][index] = deepcopy(state) if name in used else state
+                used.add(name)
             if position == 0:
                 group.update({key: flat[f"param_groups.{name}.{key}"] for key in _settings(group)})
-    optimizer.load_state_dict(plain)
+    optimizer.load_state_dict(loaded)
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -341,58 +323,47 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+def _gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     """Gather every rank's object."""
     if not _is_distributed():
         return [mine]
-    everyones = [mine for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyones, mine, group=group)
-    return everyones
+    gathered = [mine for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
-def _raise_together(
-    faults: list[str],
-    group: dist.ProcessGroup | None,
-    error: type[Exception] = PartitionError,
-) -> None:
-    """Raise on every rank if there is a fault on any, so that no rank waits for another."""
-    if _is_distributed():
-        everyones = enumerate(_gathered(faults, group))
-        faults = [f"rank {r}: {fault}" for r, found in everyones for fault in found]
-    if faults:
-        rest = len(faults) - _SHOWN
-        raise error("; ".join([*faults[:_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]))
-
-
-def _kept(state: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if keep(name)}
-
-
-def _state_of(model: Model, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The model's state; a fault of one rank is raised on all."""
-    state: dict[str, Any] = {}
-    faults = []
+def _on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
+    """Call a function; a failure on one rank is raised on all, so that none waits for another."""
+    failure = None
     try:
-        state = model.state_dict()
-    except PartitionError as error:
-        faults = [str(error)]
-    _raise_together(faults, group)
-    return state
+        result = function()
+    except (PartitionError, FileNotFoundError) as error:
+        failure = error
+    failures = {
+        rank: error for rank, error in enumerate(_gather(failure, group)) if error is not None
+    }
+    if failures and _is_distributed():
+        listed = [f"rank {rank}: {error}" for rank, error in failures.items()]
+        failure = type(next(iter(failures.values())))("; ".join(listed[:_SHOWN]))
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _refuse(path: Folder, faults: list[str]) -> None:
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise PartitionError(f"checkpoint {path}: {'; '.join(faults[:_SHOWN])}{more}")
 
 
 def _faults(saved: Mapping[str, object], wanted: Mapping[str, Any]) -> list[str]:
     """The names in ``wanted`` that are missing, or saved in another shape."""
-    faults = []
+    missing = "is missing; was it saved from another model or optimizer?"
+    faults = [f"{name} {missing}" for name in wanted if name not in saved]
     for name, value in wanted.items():
-        meta = saved.get(name)
-        if meta is None:
-            faults.append(f"{name} is missing; was it saved from another model or optimizer?")
-            continue
-        if not isinstance(meta, TensorStorageMetadata) or not isinstance(value, Tensor):
-            continue
-        if meta.size != value.shape:
-            was, expected = tuple(meta.size), tuple(value.shape)
-            faults.append(f"{name} has shape {was}, expected {expected}")
+        size = getattr(saved.get(name), "size", None)
+        if isinstance(value, Tensor) and size not in (None, value.shape):
+            faults.append(f"{name} has shape {tuple(size)}, expected {tuple(value.shape)}")
     return faults
 
 
@@ -404,27 +375,27 @@ class _Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Called on one rank, for all of them.
-        saving = uuid4().hex[:8]
+        number = uuid4().hex[:8]
         return [
-            replace(plan, storage_data=replace(plan.storage_data, prefix=f"__{rank}_{saving}_"))
+            replace(plan, storage_data=replace(plan.storage_data, prefix=f"__{rank}_{number}_"))
             for rank, plan in enumerate(super().prepare_global_plan(plans))
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        named = {result.storage_data.relative_path for mine in results for result in mine}
+        written = {result.storage_data.relative_path for part in results for result in part}
         for path in Path(self.path).glob("__*.distcp"):
-            if path.name not in named:
+            if path.name not in written:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
 
 def _write(path: Folder, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    # Of tensors that several ranks have, the first rank writes all: replicas' statistics differ,
+    # and one replica's mean does not go with another one's variance.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with _quietly():
-            # Of what several ranks hold, the first one writes all: replicas' statistics differ,
-            # and one replica's mean does not go with another one's variance.
-            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
             save_by_name(
                 state,
                 storage_writer=_Writer(path),
@@ -453,37 +424,32 @@ def _read(path: Folder, state: dict[str, Any], group: dist.ProcessGroup | None) 
         ) from error
 
 
-def _metadata(path: Folder, group: dist.ProcessGroup | None) -> Metadata:
-    """The checkpoint's metadata, once all files that it names are there in full."""
-    missing: list[str] = []
-    damaged: list[str] = []
-    metadata = None
+def _metadata(path: Folder) -> Metadata:
+    """The checkpoint's metadata, if all files that it names are there in full."""
     try:
         metadata = FileSystemReader(path).read_metadata()
-        lengths: dict[str, int] = {}
-        for at in metadata.storage_data.values():
-            name, end = at.relative_path, at.offset + at.length
-            lengths[name] = max(lengths.get(name, 0), end)
-        for file, length in ((Path(path) / name, length) for name, length in lengths.items()):
-            if not file.exists():
-                damaged.append(f"{file} is missing")
-            elif (found := file.stat().st_size) < length:
-                damaged.append(f"{file} has {found} bytes, expected {length}")
+        lengths: dict[Path, int] = {}
+        for part in metadata.storage_data.values():
+            file = Path(path) / part.relative_path
+            lengths[file] = max(lengths.get(file, 0), part.offset + part.length)
     except FileNotFoundError as error:
-        missing = [
+        raise FileNotFoundError(
             f"{error}; it is written last: was the saving interrupted, or is the folder not one "
             "that all ranks reach?"
-        ]
+        ) from error
     except Exception as error:  # unpickling a damaged file may raise any exception
-        damaged = [f"{path}: its metadata can't be read, {type(error).__name__}: {error}"]
-    _raise_together(missing, group, FileNotFoundError)
-    _raise_together(damaged, group)
-    assert metadata is not None, "it was read"
+        raise PartitionError(
+            f"{path}: its metadata can't be read, {type(error).__name__}: {error}"
+        ) from error
+    _refuse(path, [f"{file} is missing" for file in lengths if not file.exists()])
+    found = {file: file.stat().st_size for file in lengths}
+    cut = [file for file, length in lengths.items() if found[file] < length]
+    _refuse(path, [f"{file} has {found[file]} bytes, expected {lengths[file]}" for file in cut])
     return metadata
 
 
 def _summary(error: CheckpointException) -> str:
-    """The failure of each rank; torch's own text has every traceback."""
+    """The failure of each rank, without torch's tracebacks."""
     failures = []
     for rank, (failed, _) in sorted(error.failures.items())[:_SHOWN]:
         first_line, _, _ = str(failed).partition("\n")

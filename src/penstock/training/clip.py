@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.cause import own_group
 from penstock.errors import StageError
-from penstock.parallel.tied_params import owner_of
+from penstock.parallel.shared_params import owner_of
 from penstock.runtime.comm.process_group import all_gather_ints, collective_call, control_group
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
@@ -28,9 +28,9 @@ __all__ = ["clip_grad_norm_"]
 
 # The dtypes of gradients, in an order that is the same on every rank.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_NO_GRADIENT = -1
-# A rank's norm, whether it is on the device instead, and the index of its dtype.
+# A rank's norm, whether it is on the device instead, and the index of its dtype or _NO_GRADIENT.
 _PACKED = struct.Struct("<d?b")
+_NO_GRADIENT = -1
 
 
 def clip_grad_norm_(
@@ -44,16 +44,16 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their total norm is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` would on the whole model in one process. Every rank of
-    the pipeline calls it with its own parameters, after ``step`` and before the optimizer. A
-    parameter that stages on several ranks share counts once.
+    Does what ``torch.nn.utils.clip_grad_norm_`` would on the whole model in one process. Every
+    rank of the pipeline calls it with its own parameters, after ``step`` and before the optimizer.
+    A parameter that stages on several ranks share counts once.
 
     Args:
         parameters: this rank's parameters; those without a gradient do not count.
         max_norm: the largest total norm allowed.
         norm_type: the p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: whether a total norm that is infinite or not a number is an error.
-        foreach: whether tensors are taken together for speed; torch decides if None.
+        error_if_nonfinite: raise if the total norm is infinite or not a number.
+        foreach: process tensors together, for speed; torch decides if None.
         group: the pipeline's process group; the default group if None. Without an initialised
             process group the parameters are all there are.
 
@@ -64,7 +64,7 @@ def clip_grad_norm_(
     Raises:
         ValueError: ``norm_type`` is not above 0; or no group was given, and the parameters are
             those of a pipeline over some of the processes.
-        StageError: the total norm is not finite, and that was to be an error; on every rank.
+        StageError: the total norm is not finite with ``error_if_nonfinite``; on every rank.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -74,25 +74,41 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
-    mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    by_mesh = _by_mesh(mine)
-    norms = _local_norms(by_mesh, norm_type, foreach)
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # Torch mixes no two device meshes: in a tensor-parallel stage some gradients are on none.
+    by_mesh: dict[object, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            by_mesh.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    norms = _local_norms([*by_mesh.values()], norm_type, foreach)
     total = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
     if dist.is_available() and dist.is_initialized():
         if group is None:
-            _refuse_default_group(mine, dist.get_world_size())
+            _refuse_default_group(params, dist.get_world_size())
+        ranks = own_group(group)
+        assert ranks is not None, "there is a default group"
         code = _DTYPES.index(total.dtype) if norms else _NO_GRADIENT
         # A rank without parameters takes part in the collective on any device.
-        device = mine[0].device if mine else torch.device("cpu")
-        total = _over_ranks(total, code, norm_type, group, device)
+        device = params[0].device if params else torch.device("cpu")
+        total = _over_ranks(total, code, norm_type, ranks, device)
     if error_if_nonfinite and not torch.isfinite(total):
         raise StageError(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
             "overflow in the forward, or pass error_if_nonfinite=False"
         )
-    for alike in by_mesh:
+    for alike in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total, foreach=foreach)
     return total
+
+
+def _refuse_default_group(params: Iterable[Tensor], num_ranks: int) -> None:
+    """Refuse the default group if it includes replicas, whose gradients would count twice."""
+    owners = filter(None, map(owner_of, params))
+    if sizes := {owner.num_processes for owner in owners} - {num_ranks}:
+        raise ValueError(
+            f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
+            f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
+        )
 
 
 def _counts_here(param: Tensor) -> bool:
@@ -100,48 +116,26 @@ def _counts_here(param: Tensor) -> bool:
     return owner is None or bool(owner.counts_here(param))
 
 
-def _refuse_default_group(parameters: Iterable[Tensor], num_ranks: int) -> None:
-    """Refuse the default group if it includes replicas, whose gradients would count twice."""
-    owners = filter(None, map(owner_of, parameters))
-    sizes = {owner.num_processes for owner in owners} - {num_ranks}
-    if sizes:
-        raise ValueError(
-            f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
-            f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
-        )
-
-
-def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The parameters with a gradient, by the gradient's device mesh; torch mixes no two.
-
-    In a stage that is tensor parallel some gradients are on one mesh, and some on none.
-    """
-    kinds: dict[object, list[Tensor]] = {}
-    for param in parameters:
-        if param.grad is not None:
-            kinds.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
-    return [*kinds.values()]
-
-
 def _local_norms(
     by_mesh: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None
 ) -> list[Tensor]:
     """The norms of the gradients that count in this process, by mesh."""
     norms = []
-    for alike in by_mesh:
-        grads = [p.grad for p in alike if p.grad is not None and _counts_here(p)]
-        if not grads:
-            continue
-        if math.isinf(norm_type) and is_dtensor(grads[0]):
+    for params in by_mesh:
+        owned = [(param.grad, owner_of(param), param) for param in params]
+        grads = [
+            g for g, owner, p in owned if g is not None and (not owner or owner.counts_here(p))
+        ]
+        if grads and math.isinf(norm_type) and is_dtensor(grads[0]):
             norms.append(max_magnitude(grads))
-            continue
-        norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-        norms.append(full_tensor(norm))  # the norm of sharded gradients is sharded too
+        elif grads:
+            norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+            norms.append(full_tensor(norm))  # the norm of sharded gradients is sharded too
     return norms
 
 
 def _over_ranks(
-    norm: Tensor, code: int, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
+    norm: Tensor, code: int, norm_type: float, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
     """The norm of the ranks' norms, the same on every rank.
 
@@ -150,25 +144,23 @@ def _over_ranks(
         code: the index of its dtype, or that of no gradient.
         norm_type: the p of the p-norm.
         group: the ranks.
-        device: where this rank's parameters live.
+        device: the device of this rank's parameters.
     """
     # In float64, since powers of a float32 norm may not fit float32. Gathered, since a reduction
     # by maximum loses what is not a number. The host does not wait for norms on the device.
-    ranks = own_group(group)
-    assert ranks is not None, "there is a default group"
     on_device = device.type != "cpu"
     packed = _PACKED.pack(0.0 if on_device else norm.item(), on_device, code)
     number = int.from_bytes(packed, "little")
-    gathered = all_gather_ints(control_group(ranks), "clip_grad_norm_()", number)
+    gathered = all_gather_ints(control_group(group), "clip_grad_norm_()", number)
     norms, are_on_device, codes = zip(
         *(_PACKED.unpack(each.to_bytes(_PACKED.size, "little")) for each in gathered), strict=True
     )
     table = torch.tensor(norms, dtype=torch.float64, device="cpu")
     if any(are_on_device):
         mine = norm.to(indexed(device if on_device else torch.device("cuda")), torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(ranks.size())]
-        with collective_call(ranks, "clip_grad_norm_()"):
-            dist.all_gather(parts, mine, ranks)
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        with collective_call(group, "clip_grad_norm_()"):
+            dist.all_gather(parts, mine, group)
         table = torch.stack(parts)
     total: Tensor = torch.linalg.vector_norm(table, norm_type)
     dtypes = [_DTYPES[each] for each in codes if each != _NO_GRADIENT]

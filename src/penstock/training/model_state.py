@@ -5,7 +5,6 @@
     rank 1, compiled                   _orig_mod.blocks.1.weight, _orig_mod.head.weight ─┘
 
 Stages may be wrapped at any time, also after the pipeline is made: names are read anew each time.
-This module knows no program, and writes no files.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from penstock.schedule.placement import Placement
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name
 
-__all__ = ["ModelState", "common_names_message", "names_in_common"]
+__all__ = ["ModelState", "names_in_common", "refuse_common"]
 
 
 class ModelState:
@@ -34,11 +33,11 @@ class ModelState:
 
     Args:
         stages: the stages.
-        placement: which stages are copies of each other.
+        placement: the assignment of stages to ranks and to copies of the model.
         ties: the parameters that stages share (see ``penstock.partition.ties``).
-        group: the ranks; None where all of them are in this process.
-        names: the names in the whole model's state, as far as other ranks' are known; None where
-            they are not, and any name may be one of theirs.
+        group: the ranks; None if all are in this process.
+        names: the names in the whole model's state; None if unknown on this rank, so that any
+            name may be another rank's.
 
     Example:
         >>> from penstock import PipelineStage
@@ -61,17 +60,15 @@ class ModelState:
         self._ties = ties
         self._group = group
         self._names = names
-        # Stages of a captured model may each hold what all of them use, under one name.
-        self._names_of_one = {
-            name for tie in ties for name in tie.values() if len({*tie.values()}) == 1
-        }
+        # Stages of a captured model may have copies of one tensor, under one name.
+        self._tied_names = {n for tie in ties for n in tie.values() if len({*tie.values()}) == 1}
 
-    def _distinct_stages(self) -> list[Stage]:
-        """One stage for each of the model's: its copies are equal."""
-        distinct: dict[int, Stage] = {}
+    def _distinct(self) -> dict[int, nn.Module]:
+        """One module for each of the model's stages here, whose copies are equal."""
+        modules: dict[int, nn.Module] = {}
         for stage in self._stages:
-            distinct.setdefault(self._model_stage(stage.stage_index), stage)
-        return list(distinct.values())
+            modules.setdefault(self._model_stage(stage.stage_index), stage.submod)
+        return modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters, shared ones once, by the name that the first of their stages has."""
@@ -85,20 +82,19 @@ class ModelState:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers."""
-        seen: set[int] = set()
-        for stage in self._distinct_stages():
-            for name, buffer in named_plainly(stage.submod, buffers=True):
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    yield name, buffer
+        named = (named_plainly(m, buffers=True) for m in self._distinct().values())
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, buffer in chain.from_iterable(named):
+            found.setdefault(id(buffer), (name, buffer))
+        yield from found.values()
 
     def parameter_stages(self) -> dict[str, int]:
-        """By a parameter's name, the model's stage that holds it; without shared names."""
+        """By a parameter's name, the stage of the model that has it; without tied names."""
         return {
-            name: self._model_stage(stage.stage_index)
-            for stage in self._distinct_stages()
-            for name, _ in named_plainly(stage.submod, buffers=False)
-            if name not in self._names_of_one
+            name: stage
+            for stage, module in self._distinct().items()
+            for name, _ in named_plainly(module, buffers=False)
+            if name not in self._tied_names
         }
 
     def state_dict(
@@ -111,29 +107,30 @@ class ModelState:
             PartitionError: stages have a name in common; with ``full``, also on several ranks.
         """
         if not full or self._group is None:
-            _refuse_common(self._common_names())
+            refuse_common(self._common_names())
             return self._local_state(keep)
-        by = control_group(self._group)
-        with collective_call(by, "state_dict(full=True)", (PartitionError,)):
+        control = control_group(self._group)
+        with collective_call(control, "state_dict(full=True)", (PartitionError,)):
             mine = {str(self._group.rank()): (self.parameter_stages(), self._common_names())}
-            stages, here = zip(*gather_state(self._group, mine).values(), strict=True)
-            _refuse_common(sorted({*names_in_common(stages), *chain.from_iterable(here)}))
+            stages, common = zip(*gather_state(self._group, mine).values(), strict=True)
+            refuse_common(sorted({*names_in_common(stages), *chain.from_iterable(common)}))
             return gather_state(self._group, self._local_state(keep))
 
     def _local_state(self, keep: Callable[[str], bool]) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for stage in self._distinct_stages():
-            submod = stage.submod
-            state.update((plain_name(submod, n), v) for n, v in submod.state_dict().items())
-        return {name: value for name, value in state.items() if keep(name)}
+        return {
+            plain: value
+            for module in self._distinct().values()
+            for name, value in module.state_dict().items()
+            if keep(plain := plain_name(module, name))
+        }
 
     def _common_names(self) -> list[str]:
         """Names of different tensors in several stages of this process."""
-        held: dict[str, set[int]] = {}
-        for stage in self._distinct_stages():
-            for name, value in stage.submod.state_dict(keep_vars=True).items():
-                held.setdefault(plain_name(stage.submod, name), set()).add(id(value))
-        return sorted(n for n, ids in held.items() if len(ids) > 1 and n not in self._names_of_one)
+        tensors: dict[str, set[int]] = {}
+        for module in self._distinct().values():
+            for name, value in module.state_dict(keep_vars=True).items():
+                tensors.setdefault(plain_name(module, name), set()).add(id(value))
+        return sorted(n for n, ids in tensors.items() if len(ids) > 1 and n not in self._tied_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load these stages' part of a plain model's state.
@@ -142,52 +139,60 @@ class ModelState:
             PartitionError: names are missing, or none of the model's, or of another shape, and
                 nothing was loaded; or stages have a name in common.
         """
-        _refuse_common(self._common_names())
-        found = [self._names_in(state_dict, stage) for stage in self._stages]
-        held = [stage.submod.state_dict() for stage in self._stages]
-        faults = self._unfit_names(state_dict, found) or _unfit_shapes(state_dict, found, held)
+        refuse_common(self._common_names())
+        sources = [self._sources(state_dict, stage) for stage in self._stages]
+        current = [stage.submod.state_dict() for stage in self._stages]
+        faults = self._unfit_names(state_dict, sources) or [
+            f"{source} has shape {tuple(state_dict[source].shape)}, expected "
+            f"{tuple(own[name].shape)}"
+            for names, own in zip(sources, current, strict=True)
+            for name, source in names.items()
+            if _has_shape(own[name]) and _has_shape(state_dict[source])
+            if state_dict[source].shape != own[name].shape
+        ]
         if faults:
             raise PartitionError(
                 f"the state does not fit the model: {'; '.join(faults[:4])}"
                 f"{'; …' if faults[4:] else ''}; nothing was loaded: load the state of a model "
                 "like this one, or add and leave out what differs"
             )
-        for stage, names, own in zip(self._stages, found, held, strict=True):
+        for stage, names, own in zip(self._stages, sources, current, strict=True):
             stage.submod.load_state_dict(
                 {name: _sharded_like(own[name], state_dict[at]) for name, at in names.items()}
             )
 
-    def _names_in(self, state_dict: Mapping[str, Any], stage: Stage) -> dict[str, str]:
+    def _sources(self, state_dict: Mapping[str, Any], stage: Stage) -> dict[str, str]:
         """For each name of a stage, the name of its value in a state: its own, the plain one, or
         that of a shared tensor's other places; the plain one if there is none."""
         own = stage.submod.state_dict(keep_vars=True)
         aliases: dict[int, list[str]] = {}
         for name, value in own.items():
             aliases.setdefault(id(value), []).append(plain_name(stage.submod, name))
-        at = self._model_stage(stage.stage_index)
-        found = {}
+        index = self._model_stage(stage.stage_index)
+        sources = {}
         for name, value in own.items():
             plain = plain_name(stage.submod, name)
             same = aliases[id(value)] if isinstance(value, Tensor) else []
-            tied = [other for alias in same for other in all_names(self._ties, at, alias)]
+            tied = [other for alias in same for other in all_names(self._ties, index, alias)]
             known = (each for each in (name, plain, *same, *tied) if each in state_dict)
-            found[name] = next(known, plain)
-        return found
+            sources[name] = next(known, plain)
+        return sources
 
     def _unfit_names(
-        self, state_dict: Mapping[str, Any], found: Sequence[Mapping[str, str]]
+        self, state_dict: Mapping[str, Any], sources: Sequence[Mapping[str, str]]
     ) -> list[str]:
-        taken = {name for names in found for name in names.values()}
-        known = taken | {name for names in found for name in names}
-        for stage in self._stages:
-            known |= {plain_name(stage.submod, name) for name in stage.submod.state_dict()}
-        missing = sorted(taken - set(state_dict))
+        used = {source for names in sources for source in names.values()}
+        known = used | {name for names in sources for name in names}
+        known |= {
+            plain_name(s.submod, name) for s in self._stages for name in s.submod.state_dict()
+        }
+        missing = sorted(used - set(state_dict))
         unknown = [] if self._names is None else sorted(set(state_dict) - known - self._names)
         faults = [f"it lacks {abbreviate(missing)}"] if missing else []
         return faults + ([f"it has {abbreviate(unknown)}, unknown here"] if unknown else [])
 
 
-def names_in_common(everyones: Iterable[Mapping[str, int]]) -> list[str]:
+def names_in_common(parameter_stages: Iterable[Mapping[str, int]]) -> list[str]:
     """The names of parameters of several stages, of all ranks' ``parameter_stages``.
 
     Example:
@@ -195,50 +200,36 @@ def names_in_common(everyones: Iterable[Mapping[str, int]]) -> list[str]:
         ['a']
     """
     stages: dict[str, set[int]] = {}
-    for mine in everyones:
-        for name, stage in mine.items():
-            stages.setdefault(name, set()).add(stage)
-    return sorted(name for name, each in stages.items() if len(each) > 1)
+    for name, stage in chain.from_iterable(each.items() for each in parameter_stages):
+        stages.setdefault(name, set()).add(stage)
+    return sorted(name for name, found in stages.items() if len(found) > 1)
 
 
-def common_names_message(common: Sequence[str]) -> str:
-    """The message for names of several stages."""
-    return (
-        f"several stages have the names {[*common[:4]]}{', …' if common[4:] else ''}, so one "
-        "state can't hold them all; save and load stage.submod of each stage, or name "
-        "their layers apart"
-    )
+def refuse_common(names: Sequence[str]) -> None:
+    """Refuse names of several stages.
 
-
-def _refuse_common(common: Sequence[str]) -> None:
-    if common:
-        raise PartitionError(common_names_message(common))
-
-
-def _unfit_shapes(
-    state_dict: Mapping[str, Any],
-    found: Sequence[Mapping[str, str]],
-    held: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    return [
-        f"{at} has shape {tuple(state_dict[at].shape)}, expected {tuple(own[name].shape)}"
-        for names, own in zip(found, held, strict=True)
-        for name, at in names.items()
-        if _has_shape(own[name]) and _has_shape(state_dict[at])
-        if state_dict[at].shape != own[name].shape
-    ]
+    Raises:
+        PartitionError: there are such names.
+    """
+    if names:
+        raise PartitionError(
+            f"several stages have the names {[*names[:4]]}{', …' if names[4:] else ''}, so one "
+            "state can't hold them all; save and load stage.submod of each stage, or name "
+            "their layers apart"
+        )
 
 
 def _has_shape(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_lazy(value)
 
 
-def _sharded_like(mine: Any, value: Any) -> Any:
+def _sharded_like(own: Any, value: Any) -> Any:
     """A full tensor, sharded as the tensor in whose place it is loaded."""
-    if not hasattr(mine, "placements") or hasattr(value, "placements"):
+    if not hasattr(own, "placements") or hasattr(value, "placements"):
         return value
     from torch.distributed.tensor import distribute_tensor  # the import takes a second
 
     # Every process has the full tensor, and takes its own shard.
-    where = mine.device_mesh, mine.placements
-    return distribute_tensor(value.to(mine.device), *where, src_data_rank=None)
+    return distribute_tensor(
+        value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )

@@ -1,18 +1,20 @@
-"""The transport interface of the runtime.
+"""The transport interface of the runtime, and the queue of receives from one peer.
 
 A transport has two planes. The *data plane* moves tensors. The *control plane* moves bytes and
 integers, such as metadata and consistency checks. Both preserve the order of messages between each
-ordered pair of ranks. The interface does not depend on stages, microbatches or programs.
+ordered pair of ranks. The interface does not depend on programs.
 
-A new transport implements ``Transport``. ``loopback.py`` is the smallest example; ``c10d.py`` is
+A new transport derives from ``Transport``. ``loopback.py`` is the smallest example; ``c10d.py`` is
 the base of the transports over ``torch.distributed``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,16 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.stage.boundary import TensorMeta
+from penstock.stage.stage import MicrobatchState
 
-__all__ = ["PendingReceive", "Transport", "empty_tensors"]
+__all__ = [
+    "_DeferredReceive",
+    "MetasOf",
+    "PendingReceive",
+    "RecvQueue",
+    "Transport",
+    "empty_tensors",
+]
 
 
 class PendingReceive(Protocol):
@@ -29,11 +39,10 @@ class PendingReceive(Protocol):
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for the tensors; on CUDA, make the current stream wait."""
-        ...
 
 
-class Transport(Protocol):
-    """One rank's connection to the other ranks.
+class Transport(ABC):
+    """One rank's connection to the other ranks. By default nothing is awaited and nothing fails.
 
     Attributes:
         rank: this rank, from 0.
@@ -43,86 +52,15 @@ class Transport(Protocol):
 
     rank: int
     num_ranks: int
-    number: int
+    number: int = 0
 
-    def begin(self, what: str) -> None:
-        """Begin a collective call; the first one connects the ranks.
+    # --- calls ---
 
-        Args:
-            what: the call's name in messages; the same on every rank.
-        """
-        ...
+    def begin(self, call: str) -> None:
+        """Begin a collective call, named alike on every rank; the first one connects the ranks."""
 
     def end(self) -> None:
         """End the call; no waits until the next call."""
-        ...
-
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send contiguous tensors to ``peer``, and keep them alive until they are sent."""
-        ...
-
-    def release(self, peer: int, num_messages: int) -> None:
-        """Release the step's first ``num_messages`` messages to ``peer``, which have arrived."""
-        ...
-
-    def receive(
-        self, peer: int, metas: Sequence[TensorMeta], device: torch.device
-    ) -> PendingReceive:
-        """Post a receive of the next tensors from ``peer`` into new buffers."""
-        ...
-
-    def send_metadata(self, peer: int, data: bytes) -> None:
-        """Send metadata to ``peer``."""
-        ...
-
-    def recv_metadata(self, peer: int) -> bytes:
-        """Wait for the next metadata from ``peer``."""
-        ...
-
-    def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
-        """Broadcast integers from ``root``; every rank passes a list of the same length."""
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum ``tensor`` over all ranks in place; also a barrier."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all ranks, so that no rank leaves a step in which another rank fails."""
-        ...
-
-    def all_gather_ints(self, number: int) -> list[int]:
-        """Gather every rank's integer, by rank.
-
-        Raises:
-            ScheduleError: the ranks are in different calls; raised on every rank.
-        """
-        ...
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather every rank's bytes, by rank; raises as ``all_gather_ints``."""
-        ...
-
-    def register_peers(self, peers: Iterable[int]) -> None:
-        """Register peers for tensor exchange before the next call; both peers must register."""
-        ...
-
-    def allow_unbounded_sends(self, allowed: bool) -> None:
-        """Allow unlimited sends in flight. While receives are posted late, because their metadata
-        is unknown, waiting for a send could block both peers."""
-        ...
-
-    def drain(self) -> None:
-        """Wait until all sends have completed."""
-        ...
-
-    def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Publish failures to the groups that replicate or shard stages, and watch theirs."""
-        ...
-
-    def waiting_for_replicas(self) -> AbstractContextManager[None]:
-        """A watched context in which torch waits for replicas."""
-        ...
 
     def fail(self, error: BaseException) -> PenstockError | None:
         """Publish this rank's failure, or find the first cause.
@@ -131,13 +69,139 @@ class Transport(Protocol):
             The exception to raise if another rank's failure was the cause; None if ``error``
             itself is the cause.
         """
-        ...
+        return None
 
     def close(self) -> None:
         """Stop the threads of this connection."""
-        ...
+
+    # --- data plane ---
+
+    @abstractmethod
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        """Send contiguous tensors to ``peer``, and keep them alive until they are sent."""
+
+    @abstractmethod
+    def receive(
+        self, peer: int, metas: Sequence[TensorMeta], device: torch.device
+    ) -> PendingReceive:
+        """Post a receive of the next tensors from ``peer`` into new buffers."""
+
+    def release(self, peer: int, num_messages: int) -> None:
+        """Release the step's first ``num_messages`` messages to ``peer``, which have arrived."""
+
+    def register_peers(self, peers: Iterable[int]) -> None:
+        """Register peers for tensor exchange before the next call; both peers must register."""
+
+    def allow_unbounded_sends(self, allowed: bool) -> None:
+        """Allow unlimited sends in flight. While receives are posted late, because their metadata
+        is unknown, waiting for a send could block both peers."""
+
+    def drain(self) -> None:
+        """Wait until all sends have completed."""
+
+    # --- control plane ---
+
+    @abstractmethod
+    def send_metadata(self, peer: int, data: bytes) -> None:
+        """Send metadata to ``peer``."""
+
+    @abstractmethod
+    def recv_metadata(self, peer: int) -> bytes:
+        """Wait for the next metadata from ``peer``."""
+
+    @abstractmethod
+    def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
+        """Broadcast integers from ``root``; every rank passes a list of the same length."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum ``tensor`` over all ranks in place; also a barrier."""
+
+    @abstractmethod
+    def all_gather_ints(self, number: int) -> list[int]:
+        """Gather every rank's integer, by rank.
+
+        Raises:
+            ScheduleError: the ranks are in different calls; raised on every rank.
+        """
+
+    @abstractmethod
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gather every rank's bytes, by rank; raises as ``all_gather_ints``."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks, so that no rank leaves a step in which another rank fails."""
+
+    # --- replicas ---
+
+    def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Publish failures to the groups that replicate or shard stages, and watch theirs."""
+
+    def waiting_for_replicas(self) -> AbstractContextManager[None]:
+        """A watched context in which torch waits for replicas."""
+        return nullcontext()
 
 
 def empty_tensors(metas: Sequence[TensorMeta], device: torch.device) -> list[Tensor]:
     """Allocate uninitialized receive buffers."""
     return [torch.empty(meta.wire_shape, dtype=meta.dtype, device=device) for meta in metas]
+
+
+MetasOf: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMeta] | None]
+"""Returns the cached metadata of a message, or None; then called with the peer's bytes."""
+
+
+class RecvQueue:
+    """The receives from one peer whose metadata is unknown, in the order of the peer's sends.
+
+    A receive is posted directly if its metadata is cached and none is deferred. Otherwise (the
+    first message of a shape, or dynamic shapes) it waits here for its metadata, and later receives
+    wait behind it, which preserves the order on the wire.
+
+    Args:
+        transport: this rank's connection.
+        peer: the rank that sends.
+        device: the device of the receive buffers.
+
+    Attributes:
+        deferred: the deferred receives, oldest first.
+    """
+
+    def __init__(self, transport: Transport, peer: int, device: torch.device) -> None:
+        self.peer = peer
+        self.deferred: deque[_DeferredReceive] = deque()
+        self._transport = transport
+        self._device = device
+
+    def defer(self, metas_of: MetasOf, state: MicrobatchState) -> _DeferredReceive:
+        """Defer the receive of the next message until its metadata arrives."""
+        self.deferred.append(_DeferredReceive(self, metas_of, state))
+        return self.deferred[-1]
+
+    def post_next(self) -> None:
+        """Post the oldest deferred receive; waits for its metadata if necessary."""
+        receive = self.deferred.popleft()
+        metas = receive.metas_of(receive.state, None)
+        if metas is None:
+            data = self._transport.recv_metadata(self.peer)
+            metas = receive.metas_of(receive.state, data)
+        assert metas is not None
+        receive.posted = self._transport.receive(self.peer, metas, self._device)
+
+
+class _DeferredReceive:
+    """A receive that waits for its metadata, or for an earlier receive."""
+
+    __slots__ = ("_queue", "metas_of", "posted", "state")
+
+    def __init__(self, queue: RecvQueue, metas_of: MetasOf, state: MicrobatchState) -> None:
+        self._queue = queue
+        self.metas_of = metas_of
+        self.state = state
+        self.posted: PendingReceive | None = None
+
+    def wait(self) -> Sequence[Tensor]:
+        """Post this receive and the ones before it, and wait for the tensors."""
+        while self.posted is None:
+            self._queue.post_next()
+        return self.posted.wait()

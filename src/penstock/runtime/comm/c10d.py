@@ -1,4 +1,4 @@
-"""Base of the transports over ``torch.distributed``: control plane, connections, failures.
+"""Base of the transports over ``torch.distributed``: messages, control plane, failures.
 
     GlooTransport   tensors on the CPU    the user's group, or a gloo group of the same ranks
     NcclTransport   tensors on CUDA       two NCCL groups, and a gloo group for the control plane
@@ -10,12 +10,13 @@ blocked wait, so that each transport implements ``abort``.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,13 +27,13 @@ from torch import Tensor
 from penstock import _torch_compat
 from penstock.cause import key_of, store_of, withdraw_note
 from penstock.errors import PenstockError
-from penstock.runtime.agreement import pack_header, unpack_headers
-from penstock.runtime.comm.base import PendingReceive
-from penstock.runtime.failure import FailureReporter, calls_over
-from penstock.runtime.watchdog import Peers, Watchdog, Whom
+from penstock.runtime.comm.agreement import pack_header, unpack_headers
+from penstock.runtime.comm.base import Transport, empty_tensors
+from penstock.runtime.failure import ErrorStore, FailureReporter, calls_over
+from penstock.runtime.watchdog import Peers, Watchdog
 from penstock.stage.boundary import TensorMeta
 
-__all__ = ["C10dTransport", "InFlightSends", "control_group"]
+__all__ = ["C10dTransport", "InFlightSends", "PostedReceive", "as_wire", "control_group"]
 
 METADATA_TAG = 0x5E8
 RELAY_TAG = 0x5E9
@@ -44,35 +45,32 @@ MAX_OVERTIME_S = 5.0
 CONTROL_TIMEOUT_S = 1800.0
 # Torch stores timeouts as integers.
 MAX_TIMEOUT_S = 1e7
+# The dtypes that NCCL supports. Tensors of other dtypes are sent as bytes.
+WIRE_DTYPES = frozenset(
+    {
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    }
+)
 
 
 class InFlightSends:
-    """The possibly incomplete sends to one peer, oldest first, with references to their tensors."""
+    """The possibly incomplete sends of this step to one peer, with references to their tensors.
+
+    Attributes:
+        sends: message number within the step, work and tensor of each send, oldest first.
+        num_bytes: the total size of the tensors.
+        num_messages: the number of messages of this step.
+    """
 
     __slots__ = ("num_bytes", "num_messages", "sends")
 
     def __init__(self) -> None:
-        # (message number within the step, work, tensor)
         self.sends: deque[tuple[int, Any, Tensor]] = deque()
-        self.num_bytes = 0
-        self.num_messages = 0
-
-    def add(self, work: Any, tensor: Tensor) -> None:
-        """Add a send of the latest message."""
-        self.sends.append((self.num_messages, work, tensor))
-        self.num_bytes += tensor.nbytes
-
-    def drop_first(self) -> None:
-        """Drop the oldest send."""
-        self.num_bytes -= self.sends.popleft()[2].nbytes
-
-    def clear(self) -> None:
-        """Drop all sends, at the end of a step."""
-        self.sends.clear()
         self.num_bytes = self.num_messages = 0
 
 
-class Received:
+class PostedReceive:
     """A receive posted over a process group."""
 
     __slots__ = ("_peer", "_tensors", "_transport", "_works")
@@ -91,7 +89,7 @@ class Received:
         return self._tensors
 
 
-class C10dTransport(ABC):
+class C10dTransport(Transport):
     """One rank's transport over process groups; see ``base.Transport``.
 
     Args:
@@ -103,6 +101,10 @@ class C10dTransport(ABC):
 
     # True if torch itself may wait anywhere, so that the watchdog also reads between waits.
     always_watched = False
+    # Limits on the bytes and the number of sends in flight to one peer before the host waits; two
+    # sends are always allowed. A checked program is deadlock-free even if sends block.
+    max_in_flight_bytes = 16 << 20
+    max_in_flight_sends = 256
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, number: int, timeout_s: float
@@ -122,68 +124,77 @@ class C10dTransport(ABC):
         self._calls = calls_over(group)
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
-        self._failures = FailureReporter(group, number)
+        self._failures = FailureReporter(group, number, ErrorStore(group, number))
         self._watchdog = Watchdog(timeout_s, self.abort)
         # Torch's timeout of the user's group; the watchdog acts earlier.
         self._limit: tuple[timedelta, ...] = (
             timedelta(seconds=min(timeout_s + MAX_OVERTIME_S, MAX_TIMEOUT_S)),
         )
 
-    # --- what a backend does -----------------------------------------------------------------
+    # --- of each backend -----------------------------------------------------------------------
 
     @abstractmethod
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """See ``Transport``."""
+    def group_with(self, peer: int, *, sends: bool) -> Any:
+        """The process group of the messages to or from ``peer``."""
 
     @abstractmethod
-    def release(self, peer: int, num_messages: int) -> None:
-        """See ``Transport``."""
+    def bound_sends(self, in_flight: InFlightSends, peer: int) -> None:
+        """Drop completed sends, or wait for them, if too many are in flight."""
 
     @abstractmethod
-    def receive(
-        self, peer: int, metas: Sequence[TensorMeta], device: torch.device
-    ) -> PendingReceive:
-        """See ``Transport``."""
-
-    @abstractmethod
-    def abort(self, whom: Whom) -> None:
-        """Abort the main thread's wait for ``whom``; called in the watchdog's thread."""
+    def abort(self, peer: int | Peers) -> None:
+        """Abort the main thread's wait for ``peer``; called in the watchdog's thread."""
 
     def connect(self) -> None:
         """Create missing groups and connections; a collective call."""
-        return
-
-    def register_peers(self, peers: Iterable[int]) -> None:
-        """See ``Transport``; a no-op for gloo, whose pairs are all connected."""
-        return
 
     def wait_for_message(self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int) -> None:
         """Wait until ``tensors`` are sent to ``peer`` or received from ``peer``."""
         self.wait_for(works, peer)
 
-    # --- calls -------------------------------------------------------------------------------
+    # --- calls ---------------------------------------------------------------------------------
 
-    def begin(self, what: str) -> None:
-        self._calls.begin(what)
+    def begin(self, call: str) -> None:
+        self._calls.begin(call)
         withdraw_note(self._group)
         if self._control is None:
             if not _torch_compat.takes_cpu_tensors(self._group):
                 self._await_all_ranks()
             self._control = control_group(self._group)
-            self._watch()
+            self._watch(())
         self._watchdog.start()
         self.connect()
 
-    def _watch(self) -> None:
-        always = self.always_watched or bool(self._replicas)
-        self._watchdog.watch(self._failures.errors.aside(), always=always)
-
     def end(self) -> None:
-        self._failures.note_success()
         self._watchdog.rest()
 
     def close(self) -> None:
         self._watchdog.stop()
+
+    def fail(self, error: BaseException) -> PenstockError | None:
+        wait = self._watchdog.stop()
+        if isinstance(error, PenstockError):
+            # No wait failed, unless torch waited for replicas within an action.
+            is_broken = self._replicas and self._is_broken_wait(error.__cause__)
+            wait = ((), Peers.REPLICAS) if is_broken else None
+        elif not isinstance(error, RuntimeError):
+            wait = None  # Ctrl-C may reach a waiting rank
+        return self._failures.error_to_raise(error, wait, self._watchdog)
+
+    def _is_broken_wait(self, error: BaseException | None) -> bool:
+        """True if ``error`` is a wait ended by the watchdog or by a process's death."""
+        return self._watchdog.has_aborted or _torch_compat.is_lost_connection(error)
+
+    def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        groups = tuple(group for group in groups if group.size() > 1)
+        if groups != self._replicas:
+            self._replicas = groups
+            self._failures.errors = ErrorStore(self._group, self.number, groups)
+            self._watch(groups)
+
+    def _watch(self, replicas: Sequence[dist.ProcessGroup]) -> None:
+        errors = ErrorStore(self._group, self.number, replicas, in_thread=True)
+        self._watchdog.watch(errors, always=self.always_watched or bool(replicas))
 
     def _await_all_ranks(self) -> None:
         """Wait, watched, until every rank is about to create a group; torch's wait is unwatched."""
@@ -193,61 +204,35 @@ class C10dTransport(ABC):
         end = time.monotonic() + self._watchdog.timeout_s
         while store.add(key, 0) < self.num_ranks:
             self._watchdog.timed_out = time.monotonic() > end
-            has_failed = errors.read(patient=True) is not None or errors.is_lost
-            if has_failed or self._watchdog.timed_out:
-                self._watchdog.note_broken(Peers.ALL_RANKS)
+            if errors.read(0.0) is not None or errors.is_lost or self._watchdog.timed_out:
+                self._watchdog.waiting_for = ((), Peers.ALL_RANKS)
                 raise RuntimeError("ranks are missing where a group is made")
-            time.sleep(max(0.02, errors.pace_s))
+            time.sleep(max(0.02, errors.interval_s))
 
-    # --- waits, watched ----------------------------------------------------------------------
+    # --- waits, watched ------------------------------------------------------------------------
 
-    def post(self, start: Callable[[], Any], whom: Whom) -> Any:
+    def post(self, start: Callable[[], Any], peer: int | Peers) -> Any:
         """Start a work by ``start``; a failure to start is recorded as an aborted wait."""
         try:
             return start()
         except NotImplementedError:
             raise  # torch can't send this kind of tensor
         except RuntimeError:
-            self._watchdog.note_broken(whom)
+            self._watchdog.waiting_for = ((), peer)
             raise
 
-    def wait_for(self, works: Sequence[Any], whom: Whom) -> None:
-        """Wait, watched, for works that depend on ``whom``."""
+    def wait_for(self, works: Sequence[Any], peer: int | Peers) -> None:
+        """Wait, watched, for works that depend on ``peer``."""
         watchdog = self._watchdog
-        watchdog.waiting_for = (works, whom)
+        watchdog.waiting_for = (works, peer)
         for work in works:
             work.wait(*self._limit)
         watchdog.waiting_for = None
 
-    def drain(self) -> None:
-        for peer, in_flight in self._in_flight.items():
-            works, tensors = [x[1] for x in in_flight.sends], [x[2] for x in in_flight.sends]
-            self.wait_for_message(works, tensors, peer)
-            in_flight.clear()
-        for peer, metadata in self._metadata.items():
-            self.wait_for([work for work, _ in metadata], peer)
-            metadata.clear()
-
-    def allow_unbounded_sends(self, allowed: bool) -> None:
-        self._sends_are_unbounded = allowed
-
-    def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        groups = tuple(group for group in groups if group.size() > 1)
-        if groups != self._replicas:
-            self._replicas = groups
-            self._failures.add_replicas(groups)
-            self._watch()
-
-    @contextlib.contextmanager
-    def waiting_for_replicas(self) -> Iterator[None]:
-        self._watchdog.waiting_for = ((), Peers.REPLICAS)
-        yield
-        self._watchdog.waiting_for = None
-
-    @contextlib.contextmanager
-    def waiting_for_ranks(self) -> Iterator[None]:
-        """A watched context in which torch waits for the other ranks."""
-        self._watchdog.waiting_for = ((), Peers.ALL_RANKS)
+    @contextmanager
+    def watching(self, peer: int | Peers) -> Iterator[None]:
+        """A watched context in which torch waits for ``peer``."""
+        self._watchdog.waiting_for = ((), peer)
         try:
             yield
         except Exception as error:
@@ -256,23 +241,58 @@ class C10dTransport(ABC):
             raise
         self._watchdog.waiting_for = None
 
-    # --- control plane -----------------------------------------------------------------------
+    def waiting_for_replicas(self) -> AbstractContextManager[None]:
+        return self.watching(Peers.REPLICAS)
 
-    def _collect(self, start: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
-        self._calls.collectives += 1
-        self._collected = tensors
-        self.wait_for((self.post(start, Peers.ALL_RANKS),), Peers.ALL_RANKS)
+    # --- data plane ----------------------------------------------------------------------------
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        in_flight = self._in_flight[peer]
+        in_flight.num_messages += 1
+        group = self.group_with(peer, sends=True)
+        for wire in map(as_wire, tensors):
+            work = self.post(partial(group.send, [wire], peer, DATA_TAG), peer)
+            in_flight.sends.append((in_flight.num_messages, work, wire))
+            in_flight.num_bytes += wire.nbytes
+        self.bound_sends(in_flight, peer)
+
+    def may_send_on(self, in_flight: InFlightSends) -> bool:
+        """True if the host need not wait for the sends in flight."""
+        num_sends = len(in_flight.sends)
+        if self._sends_are_unbounded or num_sends <= 2:
+            return True
+        fits = in_flight.num_bytes <= self.max_in_flight_bytes
+        return fits and num_sends <= self.max_in_flight_sends
+
+    def receive(
+        self, peer: int, metas: Sequence[TensorMeta], device: torch.device
+    ) -> PostedReceive:
+        group = self.group_with(peer, sends=False)
+        tensors = empty_tensors(metas, device)
+        wires = map(as_wire, tensors)
+        works = [self.post(partial(group.recv, [w], peer, DATA_TAG), peer) for w in wires]
+        return PostedReceive(self, peer, tensors, works)
+
+    def allow_unbounded_sends(self, allowed: bool) -> None:
+        self._sends_are_unbounded = allowed
+
+    def drain(self) -> None:
+        for peer, in_flight in self._in_flight.items():
+            sends = in_flight.sends
+            self.wait_for_message([work for _, work, _ in sends], [t for *_, t in sends], peer)
+        self._in_flight.clear()
+        for peer, metadata in self._metadata.items():
+            self.wait_for([work for work, _ in metadata], peer)
+        self._metadata.clear()
+
+    # --- control plane -------------------------------------------------------------------------
 
     def send_metadata(self, peer: int, data: bytes) -> None:
-        # The first message has a fixed size and starts with the length. Longer metadata continues
-        # in a second message.
-        head = len(data).to_bytes(8, "little") + data[: METADATA_BYTES - 8]
-        self._send_bytes(peer, head.ljust(METADATA_BYTES, b"\0"))
-        if len(data) > METADATA_BYTES - 8:
-            self._send_bytes(peer, data[METADATA_BYTES - 8 :])
-
-    def _send_bytes(self, peer: int, data: bytes) -> None:
-        self._send_control(peer, _as_tensor(data), METADATA_TAG)
+        data = len(data).to_bytes(8, "little") + data
+        # A first part of fixed size, which holds most messages.
+        for part in (data[:METADATA_BYTES].ljust(METADATA_BYTES, b"\0"), data[METADATA_BYTES:]):
+            if part:
+                self._send_control(peer, _as_tensor(part), METADATA_TAG)
 
     def _send_control(self, peer: int, tensor: Tensor, tag: int) -> None:
         # The peer may read it late, unordered with tensors, so it is kept until the step ends.
@@ -304,18 +324,24 @@ class C10dTransport(ABC):
         shared: list[int] = tensor.tolist()
         return shared
 
+    def collect(self, start: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
+        """Run a collective over all ranks, started by ``start``, on ``tensors``."""
+        self._calls.collectives += 1
+        self._collected = tensors
+        self.wait_for((self.post(start, Peers.ALL_RANKS),), Peers.ALL_RANKS)
+
     def all_reduce(self, tensor: Tensor) -> None:
-        self._collect(lambda: self._control.allreduce([tensor]), (tensor,))
+        self.collect(lambda: self._control.allreduce([tensor]), (tensor,))
 
     def barrier(self) -> None:
         # A group that also has NCCL would run a device barrier.
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
-        self._collect(lambda: self._control.barrier(options), self._collected)
+        self.collect(lambda: self._control.barrier(options), self._collected)
 
     def all_gather_ints(self, number: int) -> list[int]:
         # Gloo aborts processes that gather unequal tensors. Gather the header first.
-        return unpack_headers(self._all_gather(pack_header(number, self._calls.what)))
+        return unpack_headers(self._all_gather(pack_header(number, self._calls.name)))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = self.all_gather_ints(len(data))
@@ -324,24 +350,8 @@ class C10dTransport(ABC):
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        self._collect(lambda: self._control.allgather([parts], [tensor]), (*parts, tensor))
+        self.collect(lambda: self._control.allgather([parts], [tensor]), (*parts, tensor))
         return parts
-
-    # --- failures ----------------------------------------------------------------------------
-
-    def fail(self, error: BaseException) -> PenstockError | None:
-        waited_for = self._watchdog.stop()
-        if isinstance(error, PenstockError):
-            # No wait failed, unless torch waited for replicas within an action.
-            is_broken = self._replicas and self._is_broken_wait(error.__cause__)
-            waited_for = ((), Peers.REPLICAS) if is_broken else None
-        elif not isinstance(error, RuntimeError):
-            waited_for = None  # Ctrl-C may reach a waiting rank
-        return self._failures.resolve(error, waited_for, self._watchdog)
-
-    def _is_broken_wait(self, error: BaseException | None) -> bool:
-        """True if ``error`` is a wait ended by the watchdog or by a process's death."""
-        return self._watchdog.has_aborted or _torch_compat.is_lost_connection(error)
 
 
 # NCCL group → its gloo group of the same ranks, made once, with weak references.
@@ -362,6 +372,18 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             ranks, "gloo", name, timeout_s=CONTROL_TIMEOUT_S
         )
     return _control_groups[group]
+
+
+def as_wire(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor in a dtype of NCCL; a copy if it is conjugated.
+
+    Example:
+        >>> as_wire(torch.zeros(3, dtype=torch.complex64)).shape
+        torch.Size([24])
+    """
+    if tensor.dtype in WIRE_DTYPES:
+        return tensor
+    return tensor.resolve_conj().reshape(-1).view(torch.uint8)
 
 
 def _as_tensor(data: bytes) -> Tensor:

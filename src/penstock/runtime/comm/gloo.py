@@ -1,12 +1,8 @@
 """The transport for CPU tensors, over gloo.
 
-A wait is aborted by closing the connection to the peer. A receive that times out closes its pair.
-Every wait on the pair then fails at once, except for a partially received message.
-
-    gloo reads      ▓▓▓▓▓▓▓▓▓░░░░░   the rest never comes: the pair is closed, nobody is woken
-    the waiter      ┤ looks   looks: closed? leaves the wait, and raises
-
-Therefore a separate thread waits for large messages, and the waiter can leave it.
+A wait is aborted by closing the connection to the peer: a receive that times out closes its pair.
+Every wait on the pair then fails at once, except for a partially received message, which gloo never
+completes. Therefore a separate thread waits for large messages, and the waiter can leave it.
 """
 
 from __future__ import annotations
@@ -22,23 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import _torch_compat
-from penstock.runtime.comm.base import empty_tensors
-from penstock.runtime.comm.c10d import DATA_TAG, C10dTransport, Received
-from penstock.runtime.watchdog import Peers, StoreQuery, Whom
-from penstock.stage.boundary import TensorMeta
+from penstock.runtime.comm.c10d import C10dTransport, InFlightSends
+from penstock.runtime.watchdog import BackgroundCall, Peers
 
-__all__ = ["GlooTransport", "LargeMessage", "break_pairs", "is_closed"]
+__all__ = ["GlooTransport", "LargeMessage", "break_pairs", "break_waits", "is_closed"]
 
-# Limits on the bytes and the number of sends in flight to one peer (two sends are always allowed)
-# before a wait for the oldest. More sends cost memory; a wait costs a thread switch. A checked
-# program is deadlock-free even if sends block.
-MAX_HELD_BYTES = 16 << 20
-MAX_HELD_SENDS = 256
 # Larger messages are awaited in a thread. The system buffers a good part of this size, so that much
 # of a message arrives even if the sender has died.
 MIN_LARGE_BYTES = 1 << 20
 # The interval between connection checks. Each check leaks some bytes in gloo.
-LOOK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 1.0
 # Grace period for a wait to end by itself, with gloo's own error.
 MAX_END_S = 0.2
 POKE_TAG = 0x5EA
@@ -47,45 +36,31 @@ POKE_TAG = 0x5EA
 class GlooTransport(C10dTransport):
     """One rank's transport for CPU tensors; see ``C10dTransport``."""
 
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        in_flight = self._in_flight[peer]
-        in_flight.num_messages += 1
-        for tensor in tensors:
-            post = partial(self._control.send, [tensor], peer, DATA_TAG)
-            in_flight.add(self.post(post, peer), tensor)
-        sends = in_flight.sends
-        while in_flight.num_bytes > MAX_HELD_BYTES or len(sends) > MAX_HELD_SENDS:
-            if self._sends_are_unbounded or len(sends) <= 2:
-                return
-            _, work, tensor = sends[0]
+    def group_with(self, peer: int, *, sends: bool) -> Any:
+        return self._control
+
+    def bound_sends(self, in_flight: InFlightSends, peer: int) -> None:
+        # More sends cost memory, and a wait costs a thread switch.
+        while not self.may_send_on(in_flight):
+            _, work, tensor = in_flight.sends[0]
             self.wait_for_message((work,), (tensor,), peer)
-            in_flight.drop_first()
+            in_flight.num_bytes -= tensor.nbytes
+            in_flight.sends.popleft()
 
     def release(self, peer: int, num_messages: int) -> None:
         in_flight = self._in_flight[peer]
         sends = in_flight.sends
         while sends and sends[0][0] <= num_messages:
             self.wait_for((sends[0][1],), peer)  # returns at once, since the tensor has arrived
-            in_flight.drop_first()
-
-    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Received:
-        tensors = empty_tensors(metas, device)
-        receive = self._control.recv
-        works = [self.post(partial(receive, [t], peer, DATA_TAG), peer) for t in tensors]
-        return Received(self, peer, tensors, works)
+            in_flight.num_bytes -= sends.popleft()[2].nbytes
 
     def wait_for_message(self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int) -> None:
-        """Wait until ``tensors`` are sent to ``peer`` or received from ``peer``."""
         if sum(tensor.nbytes for tensor in tensors) >= MIN_LARGE_BYTES:
             works = (LargeMessage(works, partial(is_closed, self._control, peer)),)
         self.wait_for(works, peer)
 
-    def abort(self, whom: Whom) -> None:
-        if whom is Peers.REPLICAS:
-            break_replicas(self._replicas)
-        else:
-            peers = range(self.num_ranks) if isinstance(whom, Peers) else [whom]
-            break_pairs(self._control, peers)
+    def abort(self, peer: int | Peers) -> None:
+        break_waits(self._control, self._replicas, peer)
 
 
 class LargeMessage:
@@ -101,29 +76,38 @@ class LargeMessage:
         self._is_cut_short = is_cut_short
 
     def wait(self, limit: timedelta) -> None:
-        """Wait until the whole message is sent or received.
-
-        Args:
-            limit: the timeout of each work.
+        """Wait until the whole message is sent or received, at most ``limit`` per work.
 
         Raises:
             RuntimeError: the connection was closed, or ``limit`` has passed.
         """
-        waiting = StoreQuery(partial(_wait, self._works, limit))
-        while not waiting.is_done(within_s=LOOK_INTERVAL_S):
+
+        def wait() -> RuntimeError | None:
+            try:
+                for work in self._works:
+                    work.wait(limit)
+            except RuntimeError as error:
+                return error
+            return None
+
+        waiting = BackgroundCall(wait)
+        while not waiting.is_done(within_s=CHECK_INTERVAL_S):
             if self._is_cut_short() and not waiting.is_done(within_s=MAX_END_S):
                 raise RuntimeError("the connection was closed in the middle of a message")
         if waiting.value is not None:
             raise waiting.value
 
 
-def _wait(works: Sequence[Any], limit: timedelta) -> RuntimeError | None:
-    try:
-        for work in works:
-            work.wait(limit)
-    except RuntimeError as error:
-        return error
-    return None
+def break_waits(
+    control: dist.ProcessGroup, replicas: Iterable[dist.ProcessGroup], peer: int | Peers
+) -> None:
+    """Close gloo's connections to ``peer``: of the control group, or of the replicas' groups."""
+    if isinstance(peer, int):
+        break_pairs(control, [peer])
+        return
+    for group in replicas if peer is Peers.REPLICAS else (control,):
+        if _torch_compat.takes_cpu_tensors(group):
+            break_pairs(group, range(group.size()))
 
 
 def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
@@ -132,12 +116,6 @@ def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
                 _poke(group, peer).wait(timedelta(milliseconds=1))
-
-
-def break_replicas(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close the connections of the groups with a gloo backend."""
-    for group in filter(_torch_compat.takes_cpu_tensors, groups):
-        break_pairs(group, range(group.size()))
 
 
 def is_closed(group: dist.ProcessGroup, peer: int) -> bool:

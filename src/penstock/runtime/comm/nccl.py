@@ -26,8 +26,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,43 +36,26 @@ from torch import Tensor
 from penstock import _torch_compat
 from penstock.cause import key_of
 from penstock.errors import PenstockError
-from penstock.runtime.comm.base import empty_tensors
-from penstock.runtime.comm.c10d import (
-    DATA_TAG,
-    MAX_TIMEOUT_S,
-    C10dTransport,
-    InFlightSends,
-    Received,
-)
-from penstock.runtime.comm.gloo import break_pairs, break_replicas
-from penstock.runtime.watchdog import Peers, Whom, poll
+from penstock.runtime.comm.c10d import MAX_TIMEOUT_S, C10dTransport, InFlightSends
+from penstock.runtime.comm.gloo import break_waits
+from penstock.runtime.watchdog import Peers, poll
 from penstock.schedule.channels import Channels
-from penstock.stage.boundary import TensorMeta
 from penstock.stage.device_streams import Event, streams_of
 
-__all__ = ["NcclTransport", "abort_groups", "as_wire", "channels_of", "pairs_of"]
+__all__ = ["NcclTransport", "channels_of", "pairs_of"]
 
-# Limits on sends in flight. Here, unlike over gloo, the host waits only if it is far ahead.
-MAX_AHEAD_BYTES = 512 << 20
-MAX_AHEAD_SENDS = 256
 # After a failure, the time for the device to finish the previous step, whose results are in use.
 MAX_SETTLE_S = 30.0
 # Timeout of aborting communicators.
 MAX_ABORT_S = 5.0
-
-# The dtypes that NCCL supports. Tensors of other dtypes are sent as bytes.
-_KNOWN = frozenset(
-    {
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
-    }
-)
 
 
 class NcclTransport(C10dTransport):
     """One rank's transport for CUDA tensors; see ``C10dTransport``."""
 
     always_watched = True
+    # The host waits only if it is far ahead.
+    max_in_flight_bytes = 512 << 20
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, number: int, timeout_s: float
@@ -100,11 +82,13 @@ class NcclTransport(C10dTransport):
         for low, high in pairs_of(self.rank, peers):
             peer = high if self.rank == low else low
             for group, source in ((self._up, low), (self._down, high)):
-                exchange = group.send if self.rank == source else group.recv
-                self._watched(partial(_complete, exchange, scrap, peer), peer)
+                move = group.send if self.rank == source else group.recv
+                with self.watching(peer):
+                    move([scrap], peer, 0).wait()
         if not self._has_reduced:
             self._has_reduced = True
-            self._watched(lambda: self._up.allreduce([scrap]).wait(), Peers.ALL_RANKS)
+            with self.watching(Peers.ALL_RANKS):
+                self._up.allreduce([scrap]).wait()
 
     def _new_group(self, purpose: str) -> dist.ProcessGroup:
         name = key_of(self._group, f"{self.number}/{purpose}")
@@ -112,48 +96,29 @@ class NcclTransport(C10dTransport):
         timeout_s = min(2 * self._watchdog.timeout_s + 60, MAX_TIMEOUT_S)
         return _torch_compat.make_group(self._processes, "nccl", name, timeout_s=timeout_s)
 
-    def _watched(self, call: Callable[[], object], whom: Whom) -> None:
-        self._watchdog.waiting_for = ((), whom)
-        call()
-        self._watchdog.waiting_for = None
+    def group_with(self, peer: int, *, sends: bool) -> Any:
+        return self._up if (peer > self.rank) is sends else self._down
 
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        in_flight = self._in_flight[peer]
-        in_flight.num_messages += 1
-        group = self._up if peer > self.rank else self._down
-        for tensor in tensors:
-            post = partial(group.send, [as_wire(tensor)], peer, DATA_TAG)
-            in_flight.add(self.post(post, peer), tensor)
-        self._drop_sent(in_flight, peer)
-
-    def _drop_sent(self, in_flight: InFlightSends, peer: int) -> None:
-        """Drop completed sends; the host waits if too many are in flight."""
+    def bound_sends(self, in_flight: InFlightSends, peer: int) -> None:
         sends = in_flight.sends
         while sends:
-            work = sends[0][1]
+            _, work, tensor = sends[0]
             if not work.is_completed():
-                if in_flight.num_bytes <= MAX_AHEAD_BYTES and len(sends) <= MAX_AHEAD_SENDS:
+                if self.may_send_on(in_flight):
                     return
-                if self._sends_are_unbounded or len(sends) <= 2:
-                    return
-                self._watched(partial(_wait_until, work.is_completed), peer)
-            in_flight.drop_first()
+                with self.watching(peer):
+                    while not work.is_completed():
+                        time.sleep(1e-4)
+            in_flight.num_bytes -= tensor.nbytes
+            sends.popleft()
 
-    def release(self, peer: int, num_messages: int) -> None:
-        """See ``Transport``; a no-op, since a host wait does not imply the message's arrival."""
-
-    def receive(self, peer: int, metas: Sequence[TensorMeta], device: torch.device) -> Received:
-        group = self._up if peer < self.rank else self._down
-        tensors = empty_tensors(metas, device)
-        wires = map(as_wire, tensors)
-        works = [self.post(partial(group.recv, [w], peer, DATA_TAG), peer) for w in wires]
-        return Received(self, peer, tensors, works)
+    # ``release`` does nothing: a wait of the host does not imply that a message has arrived.
 
     def all_reduce(self, tensor: Tensor) -> None:
         if not tensor.is_cuda:
             super().all_reduce(tensor)
             return
-        self._collect(lambda: self._up.allreduce([tensor]), (tensor,))
+        self.collect(lambda: self._up.allreduce([tensor]), (tensor,))
         self.barrier()  # only streams waited for all ranks so far, not the host
 
     def end(self) -> None:
@@ -168,35 +133,34 @@ class NcclTransport(C10dTransport):
         self.abort_groups((self._up, self._down))
         return raised
 
-    def abort(self, whom: Whom) -> None:
-        replicas = self._replicas if whom is Peers.REPLICAS else ()
-        if whom is Peers.REPLICAS:
-            break_replicas(replicas)
-        else:
-            peers = range(self.num_ranks) if isinstance(whom, Peers) else [whom]
-            break_pairs(self._control, peers)
+    def abort(self, peer: int | Peers) -> None:
+        break_waits(self._control, self._replicas, peer)
         # The device may be blocked by an earlier message than the host waits for.
+        replicas = self._replicas if peer is Peers.REPLICAS else ()
         self.abort_groups((*replicas, self._up, self._down))
 
     def abort_groups(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
-        """Abort groups after the previous step has ended on the device, or after a timeout."""
+        """Abort groups after the previous step has ended on the device, or after a timeout.
+
+        Concurrently, since NCCL frees a communicator only when no other communicator's kernel is
+        running.
+        """
         streams, last = self._streams, self._last_step
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
                 poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
-        abort_groups(filter(None, groups))
+        made = [group for group in groups if group is not None]
+        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in made]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + MAX_ABORT_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
-def as_wire(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor in a dtype of NCCL; a copy if it is conjugated.
-
-    Example:
-        >>> as_wire(torch.zeros(3, dtype=torch.complex64)).shape
-        torch.Size([24])
-    """
-    if tensor.dtype in _KNOWN:
-        return tensor
-    return tensor.resolve_conj().reshape(-1).view(torch.uint8)
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
 
 
 def channels_of(device: torch.device) -> Channels:
@@ -205,36 +169,11 @@ def channels_of(device: torch.device) -> Channels:
     return Channels(per_pair=device.type == "cuda" and has_one_queue)
 
 
-def pairs_of(rank: int, peers: Iterable[int]) -> Iterator[tuple[int, int]]:
+def pairs_of(rank: int, peers: Iterable[int]) -> list[tuple[int, int]]:
     """The pairs of a rank with its peers, in the global order of connecting.
 
     Example:
-        >>> list(pairs_of(1, [3, 0, 2]))
+        >>> pairs_of(1, [3, 0, 2])
         [(0, 1), (1, 2), (1, 3)]
     """
-    return iter(sorted((min(rank, peer), max(rank, peer)) for peer in peers))
-
-
-def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Abort groups concurrently, since NCCL frees a communicator only when no other communicator's
-    kernel is running."""
-    threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + MAX_ABORT_S
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):
-        group.abort()
-
-
-def _complete(exchange: Callable[..., Any], tensor: Tensor, peer: int) -> None:
-    exchange([tensor], peer, 0).wait()
-
-
-def _wait_until(is_done: Callable[[], bool]) -> None:
-    while not is_done():
-        time.sleep(1e-4)
+    return sorted((min(rank, peer), max(rank, peer)) for peer in peers)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from sys import maxsize
-from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from penstock._torch_compat import takes_cpu_tensors
 from penstock.cause import own_group
 from penstock.errors import PenstockError, ScheduleError, StageError
-from penstock.runtime.agreement import pack_header, unpack_headers
+from penstock.runtime.comm.agreement import pack_header, unpack_headers
 from penstock.runtime.comm.c10d import C10dTransport, control_group
 from penstock.runtime.comm.gloo import GlooTransport
 from penstock.runtime.comm.nccl import NcclTransport
@@ -30,22 +31,30 @@ from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor
 
 __all__ = [
+    "Link",
     "all_gather_ints",
     "chosen_device",
     "collective_call",
+    "control_group",
     "from_first_rank",
     "gather_state",
     "make_transport",
-    "control_group",
+    "measure_link",
     "process_group",
 ]
 
 # The time that a wait for a small message runs without a watchdog, and without sleeping.
 QUICK_S = 0.05
 SPIN_S = 2e-3
+# Of ``measure_link``: the size of a large message, the number of round trips (the fastest counts,
+# since a rank may have waited in the others), and the lower bound on the share of a large message's
+# time that the bandwidth term takes.
+LARGE_BYTES = 1 << 20
+NUM_TRIPS = 5
+MIN_SHARE = 0.01
 
 
-def chosen_device(asked: torch.device | str | None) -> torch.device:
+def chosen_device(requested: torch.device | str | None) -> torch.device:
     """The requested device with its index; by default this process's GPU under torchrun, else CPU.
 
     Example:
@@ -53,9 +62,9 @@ def chosen_device(asked: torch.device | str | None) -> torch.device:
         device(type='cpu')
     """
     local_rank = os.environ.get("LOCAL_RANK")
-    if asked is None:
-        asked = "cuda" if local_rank is not None and torch.cuda.is_available() else "cpu"
-    device = torch.device(asked)
+    if requested is None:
+        requested = "cuda" if local_rank is not None and torch.cuda.is_available() else "cpu"
+    device = torch.device(requested)
     if device.type == "cuda" and device.index is None and local_rank is not None:
         # A launcher may make only one GPU visible to each process, as index 0.
         return torch.device("cuda", int(local_rank) % (torch.cuda.device_count() or maxsize))
@@ -98,13 +107,7 @@ def process_group(
 def make_transport(
     group: dist.ProcessGroup, device: torch.device, number: int, timeout_s: float
 ) -> C10dTransport:
-    """Make this rank's transport over ``group``, chosen by the stages' device.
-
-    Args:
-        group: the pipeline's group.
-        device: the stages' device.
-        number: the number of earlier schedules over this group; the same on all ranks.
-        timeout_s: the limit on any wait, in seconds.
+    """Make this rank's transport for the stages' device; arguments as of ``C10dTransport``.
 
     Raises:
         StageError: no transport supports the device.
@@ -120,19 +123,19 @@ def make_transport(
     )
 
 
-# --- collectives outside of steps: saving, clipping, gathering ---------------------------------
+# --- collectives outside of steps: saving, clipping, gathering -----------------------------------
 
 
 @contextmanager
 def collective_call(
-    group: dist.ProcessGroup | None, what: str, alike: tuple[type[Exception], ...] = ()
+    group: dist.ProcessGroup | None, call: str, shared_errors: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
     """A watched context in which the ranks of a group wait for each other.
 
     Args:
         group: the ranks; all processes if None.
-        what: the call's name in messages; the same on every rank.
-        alike: exceptions that all ranks raise together, so that no peer is left waiting.
+        call: the call's name in messages; the same on every rank.
+        shared_errors: exceptions that all ranks raise together, so that no peer is left waiting.
 
     Raises:
         PenstockError: another rank failed, or is in another call.
@@ -141,9 +144,9 @@ def collective_call(
     if group is None or group.size() == 1 or not takes_cpu_tensors(group):
         yield
         return
-    with _watched(group, what, alike) as transport:
+    with _transport(group, call, shared_errors) as transport:
         transport.all_gather_ints(0)
-        with transport.waiting_for_ranks():
+        with transport.watching(Peers.ALL_RANKS):
             yield
 
 
@@ -151,46 +154,46 @@ def collective_call(
 _gathered: list[Tensor] = []
 
 
-def all_gather_ints(group: dist.ProcessGroup, what: str, number: int) -> list[int]:
+def all_gather_ints(group: dist.ProcessGroup, call: str, number: int) -> list[int]:
     """Gather every rank's integer, by rank, over a group that handles CPU tensors.
 
     Args:
         group: the ranks.
-        what: the call's name in messages; the same on every rank.
+        call: the call's name in messages; the same on every rank.
         number: this rank's integer, of 127 bits.
 
     Raises:
         PenstockError: another rank failed, or is in another call.
     """
-    header = pack_header(number, what)
+    header = pack_header(number, call)
     parts = [torch.empty_like(header) for _ in range(group.size())]
     _gathered[:] = [header, *parts]
     work = group.allgather([parts], [header])
-    begun = perf_counter()
-    while not work.is_completed() and (waited_s := perf_counter() - begun) < QUICK_S:
-        sleep(0 if waited_s < SPIN_S else 5e-5)
+    begun = time.perf_counter()
+    while not work.is_completed() and (waited_s := time.perf_counter() - begun) < QUICK_S:
+        time.sleep(0 if waited_s < SPIN_S else 5e-5)
     if work.is_completed():
         with suppress(RuntimeError):  # raised again below, under the watchdog
             work.wait()
-            calls_over(group).begin(what)
+            calls_over(group).begin(call)
             return unpack_headers(parts)
-    with _watched(group, what) as transport:
+    with _transport(group, call) as transport:
         transport.wait_for((work,), Peers.ALL_RANKS)
         return unpack_headers(parts)
 
 
 @contextmanager
-def _watched(
-    group: dist.ProcessGroup, what: str, alike: tuple[type[Exception], ...] = ()
+def _transport(
+    group: dist.ProcessGroup, call: str, shared_errors: tuple[type[Exception], ...] = ()
 ) -> Iterator[C10dTransport]:
     # Each call has its own transport and number, so that it does not read an earlier call's
     # failure. A transport cached by group would keep the group alive.
     number = NO_SCHEDULE - 1 - calls_over(group).count
     transport = GlooTransport(group, torch.device("cpu"), number, math.inf)
     try:
-        transport.begin(what)
+        transport.begin(call)
         yield transport
-    except alike:
+    except shared_errors:
         raise
     except BaseException as error:
         raised = transport.fail(error)
@@ -216,10 +219,9 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) ->
             shared[0] = make()
         except PenstockError as error:
             shared[1] = error
-    source = dist.get_global_rank(group, 0)
-    by = control_group(group)
-    with collective_call(by, "Pipeline()"):
-        dist.broadcast_object_list(shared, src=source, group=by)
+    control = control_group(group)
+    with collective_call(control, "Pipeline()"):
+        dist.broadcast_object_list(shared, src=dist.get_global_rank(group, 0), group=control)
     text, failure = shared
     if failure is not None:
         raise failure
@@ -234,12 +236,62 @@ def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> d
         state: this rank's part. The call is collective over all ranks, and over all replicas with
             shards (DTensors) of the same tensors.
     """
-    mine = {
+    local = {
         name: full_tensor(value).detach().cpu() if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
     if group is None:
-        return mine
+        return local
     parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine, group=control_group(group))
+    dist.all_gather_object(parts, local, group=control_group(group))
     return {name: value for part in parts for name, value in part.items()}
+
+
+# --- the connection between neighbours -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The slowest connection between neighbouring ranks.
+
+    Args:
+        latency_s: the time of the smallest message, in seconds.
+        bandwidth: bytes per second, in addition to the latency.
+    """
+
+    latency_s: float
+    bandwidth: float
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Time messages between neighbours, on ``device``; a collective with one result on all ranks.
+
+    round 0   0 ↔ 1   2 ↔ 3   4 ↔ 5     a small message there and back, then a large one
+    round 1       1 ↔ 2   3 ↔ 4
+    """
+    messages = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (1, LARGE_BYTES)]
+    slowest = torch.zeros(len(messages), dtype=torch.float64, device=device)
+    for parity in (0, 1):
+        starts = group.rank() % 2 == parity
+        peer = group.rank() + (1 if starts else -1)
+        if 0 <= peer < group.size():
+            times = [_trip_s(group, message, peer, starts=starts) for message in messages]
+            slowest = slowest.max(torch.tensor(times, dtype=torch.float64, device=device))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    small_s, large_s = slowest.tolist()
+    # On a busy machine the small message may have taken as long as the large one.
+    bytes_s = max(large_s - small_s, MIN_SHARE * large_s)
+    return Link(latency_s=small_s, bandwidth=LARGE_BYTES / bytes_s)
+
+
+def _trip_s(group: dist.ProcessGroup, message: Tensor, peer: int, *, starts: bool) -> float:
+    """The one-way time of a message, in seconds."""
+    best_s = math.inf
+    for _ in range(1 + NUM_TRIPS):  # the first message makes the connection
+        started = time.perf_counter()
+        for sends in (starts, not starts):
+            (group.send if sends else group.recv)([message], peer, 0).wait()
+            if message.device.type != "cpu":
+                torch.accelerator.synchronize(message.device)
+        best_s = min(best_s, (time.perf_counter() - started) / 2)
+    return best_s

@@ -1,12 +1,10 @@
 """Consistency checks between ranks: same calls, same order, same program and options.
 
-An error names the ranks that differ and the values that differ.
-
     agree           compares options, programs and batches before a schedule's first step
     pack_header     prefixes each gathered value with the call of its rank
     exclusive_step  refuses a step within a step, which other ranks would not join
 
-This module sends only through transports, and depends on neither programs nor stages.
+An error names the ranks that differ and the values that differ.
 """
 
 from __future__ import annotations
@@ -16,24 +14,16 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ScheduleError
+from penstock.runtime.comm.base import Transport
 
-if TYPE_CHECKING:
-    from penstock.runtime.comm.base import Transport
-
-__all__ = [
-    "agree",
-    "digest",
-    "exclusive_step",
-    "pack_header",
-    "unpack_headers",
-]
+__all__ = ["agree", "digest", "exclusive_step", "pack_header", "unpack_headers"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,37 +59,33 @@ def agree(
     Raises:
         ScheduleError: the ranks differ; raised on every rank.
     """
-    mine = json.dumps([facts, {**facts, **shown}]).encode()
+    values = json.dumps([facts, {**facts, **shown}]).encode()
     brief = json.dumps([digest(json.dumps(facts)), *inputs]).encode()
     for transport in transports:
         # Values are exchanged only if digests differ, since facts may be long and ranks many.
-        briefs = [json.loads(data) for data in transport.all_gather_bytes(brief)]
-        _warn_of_other_inputs(transport.rank, [(kind, data) for _, kind, data in briefs])
-        if len({text for text, _, _ in briefs}) == 1:
-            continue
-        everyones = [json.loads(data) for data in transport.all_gather_bytes(mine)]
-        for fact in facts:
-            values = [values[fact] for values, _ in everyones]
-            if any(value != values[0] for value in values):
-                texts = [shown_values[fact] for _, shown_values in everyones]
-                listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-                raise ScheduleError(
-                    f"the ranks do not agree on {fact} ({listed}); pass the same on every rank"
-                )
-
-
-def _warn_of_other_inputs(rank: int, inputs: Sequence[tuple[int, int]]) -> None:
-    """Log that this rank's batch differs from that of the first rank with inputs."""
-    kind, data = inputs[rank]
-    first = next((other for other, (given, _) in enumerate(inputs) if given), rank)
-    if kind and kind == inputs[first][0] and data != inputs[first][1]:
-        _log.warning(
-            "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
-            "pipeline the same batch (the same seed, and no DistributedSampler over its ranks), or "
-            "no inputs where they are not needed",
-            rank,
-            first,
+        digests, kinds, batches = zip(
+            *map(json.loads, transport.all_gather_bytes(brief)), strict=True
         )
+        rank = transport.rank
+        first = next((other for other, kind in enumerate(kinds) if kind), rank)
+        if kinds[rank] and kinds[rank] == kinds[first] and batches[rank] != batches[first]:
+            _log.warning(
+                "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
+                "pipeline the same batch (the same seed, and no DistributedSampler over its ranks),"
+                " or no inputs where they are not needed",
+                rank,
+                first,
+            )
+        if len(set(digests)) == 1:
+            continue
+        gathered = [json.loads(data) for data in transport.all_gather_bytes(values)]
+        for fact in facts:
+            if any(compared[fact] != gathered[0][0][fact] for compared, _ in gathered):
+                texts = (f"rank {rank}: {texts[fact]}" for rank, (_, texts) in enumerate(gathered))
+                raise ScheduleError(
+                    f"the ranks do not agree on {fact} ({', '.join(texts)}); pass the same on "
+                    "every rank"
+                )
 
 
 def pack_header(number: int, call: str) -> Tensor:
@@ -145,21 +131,20 @@ def exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[
         ScheduleError: a step of this engine or process group is running.
     """
     group = group if group is not None and group.size() > 1 else None
-    for other, its_group in _running:
-        if other is engine:
-            _refuse("the same pipeline", "its microbatches' state is in use")
-        if group is not None and its_group is group:
-            _refuse("another one over the same ranks", "the others do not join")
+    reason = None
+    if any(engine is running for running, _ in _running):
+        reason = "the same pipeline", "its microbatches' state is in use"
+    elif group is not None and any(group is other for _, other in _running):
+        reason = "another one over the same ranks", "the others do not join"
+    if reason is not None:
+        raise ScheduleError(
+            f"step() or eval() was called within a step of {reason[0]} (in a loss function, a hook "
+            f"or a module), where {reason[1]}: call it before, and pass its result as target= or "
+            "loss_kwargs="
+        )
     entry = (engine, group)
     _running.append(entry)
     try:
         yield
     finally:
         _running.remove(entry)
-
-
-def _refuse(whose: str, why: str) -> None:
-    raise ScheduleError(
-        f"step() or eval() was called within a step of {whose} (in a loss function, a hook or a "
-        f"module), where {why}: call it before, and pass its result as target= or loss_kwargs="
-    )

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 
 __all__ = ["SharedParams", "owner_of"]
 
-
 _log = logging.getLogger(__name__)
 
 # Limit on the buffers that receive other ranks' parts, in bytes; a single larger tensor is allowed.
@@ -51,23 +50,28 @@ class _Shared:
     """A shared parameter or buffer, with all its copies.
 
     Args:
-        title: the number of its group and its name in the group; the same on every rank.
+        key: the number of its group and its name in the group; the same on every rank.
         label: the name of the first local copy, for messages.
         ranks: the ranks with a copy, in ascending order.
         home: the rank of the first stage, which broadcasts its value.
-        here: this process's distinct tensors, in stage order.
+        tensors: this process's distinct tensors, in stage order.
     """
 
-    title: tuple[int, str]
+    key: tuple[int, str]
     label: str
     ranks: tuple[int, ...]
     home: int
-    here: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
     @property
-    def like(self) -> Tensor:
-        """A tensor with the shape and dtype of the exchanged tensors."""
-        return _local(self.here[0])
+    def local(self) -> Tensor:
+        """The first tensor here, or its shard: of the shape and dtype that is exchanged."""
+        return _local(self.tensors[0])
+
+    @property
+    def is_summed(self) -> bool:
+        """True if autograd does not sum its gradients."""
+        return len(self.tensors) > 1 or len(self.ranks) > 1
 
 
 class SharedParams:
@@ -92,27 +96,24 @@ class SharedParams:
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
     ) -> None:
-        # By stage, the shared names: of each tie, then of each stage's copies.
-        self._groups = [_places_of(tie, placement) for tie in ties]
-        self._num_ties = len(self._groups)
-        size, copies = placement.num_model_stages, placement.num_directions
-        if copies > 1:
-            self._groups += [{i + copy * size: "" for copy in range(copies)} for i in range(size)]
         self._placement = placement
         self._stages = stages
         self._transport = transports[0] if len(transports) < placement.num_ranks else None
-        self._seen: list[nn.Parameter] = []
+        # By stage, the shared names: of each tie, then of each stage's copies.
+        self._groups = [_names_by_stage(tie, placement) for tie in ties]
+        self._num_ties = len(ties)
+        size, copies = placement.num_model_stages, placement.num_directions
+        if copies > 1:
+            self._groups += [dict.fromkeys(range(i, copies * size, size), "") for i in range(size)]
+        self._params: list[nn.Parameter] = []
         # By id of a parameter: True if sums over ranks count it on this rank.
         self._counted: dict[int, bool] = {}
-        # The parameters summed here, and all tied parameters.
-        self._params: list[_Shared] = []
-        self._tied: list[_Shared] = []
-        if self._transport is not None:
-            rank = self._transport.rank
-            for group in self._groups:
-                if rank in (ranks := self._ranks_of(group)):
-                    self._transport.register_peers({*ranks} - {rank})
-        self._resolve()
+        self._shared: list[_Shared] = []
+        for group in self._groups:
+            ranks = self._ranks_of(group)
+            if self._transport is not None and self._transport.rank in ranks:
+                self._transport.register_peers({*ranks} - {self._transport.rank})
+        self._find_params()
         self._log_ties()
         _live.append(weakref.ref(self, _live.remove))
 
@@ -127,10 +128,8 @@ class SharedParams:
         return 1 if self._transport is None else self._placement.num_ranks
 
     def counts_here(self, param: Tensor) -> bool | None:
-        """True if sums over ranks count ``param`` on this rank; None for a foreign parameter.
-
-        A shared parameter counts in its first copy.
-        """
+        """True if sums over ranks count ``param`` on this rank: once per shared parameter, in its
+        first copy. None for a foreign parameter."""
         return self._counted.get(id(param))
 
     def _ranks_of(self, group: Mapping[int, str]) -> tuple[int, ...]:
@@ -138,63 +137,61 @@ class SharedParams:
 
     def _log_ties(self) -> None:
         """Log the gradient sums, in the process of the first stage."""
-        placement = self._placement
         for group in self._groups[: self._num_ties]:
             if min(group) in self._stages:
-                ranks = self._ranks_of(group)
-                places = (
-                    f"{group[stage]} of stage {stage}"
-                    for stage in sorted(group)
-                    if placement.direction_of(stage) == 0
+                ranks = " and ".join(map(str, self._ranks_of(group)))
+                is_spread = self._transport is not None and " " in ranks
+                _log.info(
+                    "%s are one parameter: %s",
+                    " and ".join(
+                        f"{group[stage]} of stage {stage}"
+                        for stage in sorted(group)
+                        if self._placement.direction_of(stage) == 0
+                    ),
+                    f"gradients summed across ranks {ranks}" if is_spread else "placed together",
                 )
-                how = "placed together"
-                if self._transport is not None and len(ranks) > 1:
-                    how = f"gradients summed across ranks {' and '.join(map(str, ranks))}"
-                _log.info("%s are one parameter: %s", " and ".join(places), how)
 
-    # --- finding the places ------------------------------------------------------------------
+    # --- finding the copies ------------------------------------------------------------------
 
-    def _resolve(self) -> None:
+    def _find_params(self) -> None:
         """Find the parameters, and find them again if a stage replaced them, as sharding does."""
         params = [param for stage in self._stages.values() for param in stage.submod.parameters()]
-        if len(params) == len(self._seen) and all(map(operator.is_, params, self._seen)):
+        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
             return
-        found = list(self._find())
-        self._seen = params
+        self._shared = list(self._find())
+        self._params = params
         self._counted = dict.fromkeys(map(id, params), True)
-        self._tied = [shared for shared in found if shared.title[0] < self._num_ties]
-        self._params = [s for s in found if len(s.here) > 1 or len(s.ranks) > 1]
-        for shared in self._params:
-            is_home = self._transport is None or self._transport.rank == shared.home
-            for place, tensor in enumerate(shared.here):
-                self._counted[id(tensor)] = place == 0 and is_home
+        for shared in self._shared:
+            for place, tensor in enumerate(shared.tensors if shared.is_summed else ()):
+                self._counted[id(tensor)] = place == 0 and self._is_home(shared)
+
+    def _is_home(self, shared: _Shared) -> bool:
+        return self._transport is None or self._transport.rank == shared.home
 
     def _find(self, *, buffers: bool = False) -> Iterator[_Shared]:
-        """Find the shared parameters, or buffers, of this process's stages, sorted by title."""
-        claimed: dict[int, int] = {}
+        """Find the shared parameters, or buffers, of this process's stages, sorted by key."""
+        group_of: dict[int, int] = {}
         for number, group in enumerate(self._groups):
-            found: dict[str, dict[int, Tensor]] = {}
-            labels: dict[str, str] = {}
+            # By name: the tensors by id, and the first of their stages.
+            found: dict[str, tuple[dict[int, Tensor], int]] = {}
             for stage in sorted(group.keys() & self._stages.keys()):
                 named = _named(self._stages[stage].submod, stage, group[stage], buffers)
                 for name, tensor in named.items():
                     # A tie includes all copies of the model, so that these need no further sharing.
-                    if claimed.setdefault(id(tensor), number) == number:
-                        found.setdefault(name, {})[id(tensor)] = tensor
-                        full = ".".join(filter(None, (group[stage], name)))
-                        labels.setdefault(name, f"{full} of stage {stage}")
+                    if group_of.setdefault(id(tensor), number) == number:
+                        found.setdefault(name, ({}, stage))[0][id(tensor)] = tensor
                     elif number < self._num_ties:
                         raise PartitionError(
                             f"{group[stage]!r} of stage {stage} is named by two of the ties; "
                             "name all places of a parameter in one"
                         )
-            for name, tensors in sorted(found.items()):
+            for name, (tensors, stage) in sorted(found.items()):
                 yield _Shared(
-                    title=(number, name),
-                    label=labels[name],
+                    key=(number, name),
+                    label=f"{'.'.join(filter(None, (group[stage], name)))} of stage {stage}",
                     ranks=self._ranks_of(group) if self._transport is not None else (0,),
                     home=self._placement.rank_of(min(group)),
-                    here=tuple(tensors.values()),
+                    tensors=tuple(tensors.values()),
                 )
 
     # --- before the first step ---------------------------------------------------------------
@@ -207,35 +204,34 @@ class SharedParams:
         """
         if not self._groups:
             return
-        self._resolve()
-        every = [*self._find(), *self._find(buffers=True)]
-        self._compare(every)
+        self._find_params()
+        found = [*self._find(), *self._find(buffers=True)]
+        self._compare(found)
         with torch.no_grad():
-            for shared in every:
-                for other in shared.here[1:]:
-                    _local(other).copy_(_local(shared.here[0]))
-            if self._transport is not None:
-                for bucket in _buckets(every):
-                    self._broadcast(bucket, self._transport)
-                    self._transport.drain()
+            for bucket in _buckets(found):
+                values = [s.local if self._is_home(s) else None for s in bucket]
+                for shared, value in zip(bucket, self._sum(bucket, values), strict=True):
+                    assert value is not None, "the home rank has it"
+                    for tensor in shared.tensors:
+                        _local(tensor).copy_(value)
 
-    def _compare(self, every: Sequence[_Shared]) -> None:
-        mine = [[*shared.title, _kind_of(t), shared.label] for shared in every for t in shared.here]
-        everyones = [json.dumps(mine).encode()]
+    def _compare(self, found: Sequence[_Shared]) -> None:
+        mine = [(*s.key, _describe(tensor), s.label) for s in found for tensor in s.tensors]
+        gathered = [json.dumps(mine).encode()]
         if self._transport is not None:
-            everyones = self._transport.all_gather_bytes(everyones[0])
+            gathered = self._transport.all_gather_bytes(gathered[0])
         first: dict[tuple[int, str], tuple[str, str]] = {}
-        holders: dict[tuple[int, str], set[int]] = {}
-        for rank, data in enumerate(everyones):
+        present: dict[tuple[int, str], set[int]] = {}
+        for rank, data in enumerate(gathered):
             for number, name, kind, label in json.loads(data):
                 first_kind, first_label = first.setdefault((number, name), (kind, label))
-                holders.setdefault((number, name), set()).add(rank)
+                present.setdefault((number, name), set()).add(rank)
                 if kind != first_kind:
                     raise PartitionError(
                         f"{first_label} ({first_kind}) and {label} ({kind}) can't be shared: "
                         "shapes, dtypes or shards differ"
                     )
-        for (number, name), ranks in holders.items() if self._transport is not None else ():
+        for (number, name), ranks in present.items() if self._transport is not None else ():
             group = self._groups[number]
             if lacking := sorted({*self._ranks_of(group)} - ranks):
                 raise PartitionError(
@@ -243,91 +239,82 @@ class SharedParams:
                     f"no {name!r} in {group}; the modules must have the same parameters and buffers"
                 )
 
-    @staticmethod
-    def _broadcast(bucket: Sequence[_Shared], transport: Transport) -> None:
-        """Broadcast the values from the home rank."""
-        likes = [shared.like for shared in bucket]
-        home = bucket[0].home
-        if transport.rank == home:
-            for peer in bucket[0].ranks:
-                if peer != home:
-                    transport.send(peer, [like.contiguous() for like in likes])
-            return
-        metas = list(map(_meta_of, likes))
-        received = transport.receive(home, metas, likes[0].device).wait()
-        for shared, value in zip(bucket, received, strict=True):
-            for tensor in shared.here:
-                _local(tensor).copy_(value)
-
     # --- a step ------------------------------------------------------------------------------
 
     @contextmanager
-    def reduced(self) -> Iterator[None]:
+    def summing_grads(self) -> Iterator[None]:
         """A context for a training step; at exit each copy has the whole gradient.
 
         Raises:
             StageError: a shared parameter has a post-accumulate-grad hook, which would see only a
                 part of the gradient.
         """
-        self._resolve()
-        # Autograd sums over the stages of one rank in stage order.
-        for shared in (*self._params, *self._tied):
-            if any(map(has_grad_hooks, shared.here)):
+        self._find_params()
+        for shared in self._shared:
+            # Autograd sums over the stages of one rank in stage order.
+            is_partial = shared.is_summed or shared.key[0] < self._num_ties
+            if is_partial and any(map(has_grad_hooks, shared.tensors)):
                 raise StageError(
                     f"{shared.label} is shared with other stages and has a post-accumulate-grad "
                     "hook, which would see the gradient of one stage alone; step the optimizer "
                     "after step() instead"
                 )
-        params = [param for shared in self._params for param in shared.here]
+        summed = [shared for shared in self._shared if shared.is_summed]
+        params = [param for shared in summed for param in shared.tensors]
         earlier = [param.grad for param in params]
         for param in params:
             param.grad = None
-        is_whole = False
+        is_complete = False
         try:
             yield
             with torch.no_grad():
-                for bucket in _buckets(self._params):
-                    self._sum(bucket)
-            is_whole = True
+                for bucket in _buckets(summed):
+                    totals = self._sum(bucket, [_local_sum(shared) for shared in bucket])
+                    for shared, total in zip(bucket, totals, strict=True):
+                        for param in shared.tensors:
+                            _set_grad(param, total)
+            is_complete = True
         finally:
             # A failed step leaves no gradients.
             with torch.no_grad():
                 for param, before in zip(params, earlier, strict=True):
-                    param.grad = _added(before, param.grad if is_whole else None)
+                    param.grad = _added(before, param.grad if is_complete else None)
 
-    def _sum(self, bucket: Sequence[_Shared]) -> None:
-        parts = [[_part_of(shared) for shared in bucket]]
+    def _sum(
+        self, bucket: Sequence[_Shared], mine: Sequence[Tensor | None]
+    ) -> Iterator[Tensor | None]:
+        """Sum this rank's parts of a bucket with those of its other ranks, in rank order."""
+        parts = [mine]
         if self._transport is not None and len(bucket[0].ranks) > 1:
-            parts = self._exchange(bucket, parts[0], self._transport)
-        for shared, contributions in zip(bucket, zip(*parts, strict=True), strict=True):
+            parts = _exchange(bucket, mine, self._transport)
+        for contributions in zip(*parts, strict=True):
             present = [part for part in contributions if part is not None]
-            if present:
-                total = sum(present[1:], start=present[0])
-                for param in shared.here:
-                    _put_grad(param, total)
+            yield sum(present[1:], start=present[0]) if present else None
 
-    @staticmethod
-    def _exchange(
-        bucket: Sequence[_Shared], mine: list[Tensor | None], transport: Transport
-    ) -> list[list[Tensor | None]]:
-        """Exchange a bucket's gradients; returns the parts of its ranks in rank order."""
-        likes = [shared.like for shared in bucket]
-        peers = [rank for rank in bucket[0].ranks if rank != transport.rank]
-        for peer in peers:
-            transport.send_metadata(peer, bytes(part is not None for part in mine))
-        is_present = {peer: transport.recv_metadata(peer) for peer in peers}
-        receives = {}
-        for peer in peers:
-            metas = [_meta_of(t) for t, there in zip(likes, is_present[peer], strict=True) if there]
-            receives[peer] = transport.receive(peer, metas, likes[0].device)
-        for peer in peers:
-            transport.send(peer, [part.contiguous() for part in mine if part is not None])
-        parts = {transport.rank: mine}
-        for peer in peers:
-            tensors = iter(receives[peer].wait())
-            parts[peer] = [next(tensors) if there else None for there in is_present[peer]]
-        transport.drain()
-        return [parts[rank] for rank in bucket[0].ranks]
+
+def _exchange(
+    bucket: Sequence[_Shared], mine: Sequence[Tensor | None], transport: Transport
+) -> list[Sequence[Tensor | None]]:
+    """Exchange a bucket's parts; returns those of its ranks in rank order."""
+    likes = [shared.local for shared in bucket]
+    metas = [TensorMeta(shape=t.shape, dtype=t.dtype, requires_grad=False) for t in likes]
+    ranks = bucket[0].ranks
+    peers = [rank for rank in ranks if rank != transport.rank]
+    for peer in peers:
+        transport.send_metadata(peer, bytes(part is not None for part in mine))
+    present = {peer: transport.recv_metadata(peer) for peer in peers}
+    receives = {
+        peer: transport.receive(peer, [*compress(metas, present[peer])], likes[0].device)
+        for peer in peers
+    }
+    for peer in peers:
+        transport.send(peer, [part.contiguous() for part in mine if part is not None])
+    parts = {transport.rank: mine}
+    for peer in peers:
+        tensors = iter(receives[peer].wait())
+        parts[peer] = [next(tensors) if is_there else None for is_there in present[peer]]
+    transport.drain()
+    return [parts[rank] for rank in ranks]
 
 
 # Weak references to this process's pipelines, latest last. Norms over ranks look up there which
@@ -341,12 +328,12 @@ def owner_of(param: Tensor) -> SharedParams | None:
     return next((p for p in alive if p is not None and p.counts_here(param) is not None), None)
 
 
-def _places_of(tie: Tie, placement: Placement) -> dict[int, str]:
+def _names_by_stage(tie: Tie, placement: Placement) -> dict[int, str]:
     """The names of a tie in all copies of the model, by stage.
 
     Example:
         >>> from penstock.schedule.placement import bidirectional
-        >>> _places_of({0: "embed.weight", 1: "head.weight"}, bidirectional(2))
+        >>> _names_by_stage({0: "embed.weight", 1: "head.weight"}, bidirectional(2))
         {0: 'embed.weight', 2: 'embed.weight', 1: 'head.weight', 3: 'head.weight'}
     """
     if not isinstance(tie, Mapping):
@@ -354,23 +341,23 @@ def _places_of(tie: Tie, placement: Placement) -> dict[int, str]:
             f"a tie is {tie!r}; expected a dict, from each stage that holds the parameter to its "
             "name there"
         )
-    group: dict[int, str] = {}
+    if len(tie) < 2:
+        raise PartitionError(f"the tie {dict(tie)} has one place; name all stages that share")
+    names: dict[int, str] = {}
     for stage, name in tie.items():
         if stage not in range(placement.num_stages):
             raise PartitionError(
                 f"the tie {dict(tie)} names stage {stage}; there are stages 0 to "
                 f"{placement.num_stages - 1}"
             )
-        for copy in range(placement.num_directions):
-            place = placement.model_stage(stage) + copy * placement.num_model_stages
-            if group.setdefault(place, name) != name:
+        first = placement.model_stage(stage)
+        for copy in range(first, placement.num_stages, placement.num_model_stages):
+            if names.setdefault(copy, name) != name:
                 raise PartitionError(
                     f"the tie {dict(tie)} has two names for one of the model's stages, which is "
                     "the same in each copy; give it one"
                 )
-    if len(tie) < 2:
-        raise PartitionError(f"the tie {dict(tie)} has one place; name all stages that share")
-    return group
+    return names
 
 
 def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str, Tensor]:
@@ -389,7 +376,7 @@ def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str,
     return dict(named_plainly(within, buffers=buffers))
 
 
-def _buckets(every: Iterable[_Shared]) -> Iterator[list[_Shared]]:
+def _buckets(found: Iterable[_Shared]) -> Iterator[list[_Shared]]:
     """Group tensors with the same ranks, home and device into buckets of bounded size.
 
     The order is the same on every rank. So all ranks of the first unfinished bucket have reached
@@ -397,10 +384,10 @@ def _buckets(every: Iterable[_Shared]) -> Iterator[list[_Shared]]:
     """
 
     def kind(shared: _Shared) -> tuple[Any, ...]:
-        return (shared.ranks, shared.home, shared.like.device.type)
+        return (shared.ranks, shared.home, shared.local.device.type)
 
-    for _, alike in groupby(sorted(every, key=lambda s: (*kind(s), *s.title)), key=kind):
-        yield from in_buckets(alike, lambda shared: shared.like.nbytes, BUCKET_BYTES)
+    for _, alike in groupby(sorted(found, key=lambda s: (*kind(s), *s.key)), key=kind):
+        yield from in_buckets(alike, lambda shared: shared.local.nbytes, BUCKET_BYTES)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -408,26 +395,22 @@ def _local(tensor: Tensor) -> Tensor:
     return local_part(tensor).detach()
 
 
-def _meta_of(tensor: Tensor) -> TensorMeta:
-    return TensorMeta(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False)
-
-
-def _kind_of(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     # Local shards are summed directly, so they must be the same part of the tensor.
     shards = [str(p) for p in getattr(tensor, "placements", ()) if not p.is_replicate()]
     return f"{kind}, {tuple(_local(tensor).shape)} by {', '.join(shards)}" if shards else kind
 
 
-def _part_of(shared: _Shared) -> Tensor | None:
+def _local_sum(shared: _Shared) -> Tensor | None:
     """The sum of the gradients of this process's copies, in stage order."""
-    grads = [_local(param.grad) for param in shared.here if param.grad is not None]
+    grads = [_local(param.grad) for param in shared.tensors if param.grad is not None]
     parts = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     return sum(parts[1:], start=parts[0]) if parts else None
 
 
-def _put_grad(param: Tensor, total: Tensor) -> None:
-    if not param.requires_grad:
+def _set_grad(param: Tensor, total: Tensor | None) -> None:
+    if total is None or not param.requires_grad:
         return
     if param.grad is None or param.grad.is_sparse:
         param.grad = torch.zeros_like(param, requires_grad=False)
