@@ -81,15 +81,17 @@ def play_cases(rank: int, num_ranks: int, cases: Sequence[Case]) -> list[list[tu
     return told
 
 
-def attempts_of(cases: Sequence[Case], num_ranks: int) -> list[list[list[Attempt]]]:
-    """Per case, per rank, its attempts, over real processes."""
-    # Ranks mostly wait for one that failed: two sets of processes don't disturb each other.
-    told: list[Any] = [None] * len(cases)
-    halves = [slice(0, None, 2), slice(1, None, 2)][: len(cases)]
-    with ThreadPoolExecutor(len(halves)) as pool:
-        for half, found in pool.map(lambda h: (h, _attempts_in(cases[h], num_ranks)), halves):
-            told[half] = found
-    return told
+def attempts_of(
+    cases: Sequence[Case], num_ranks: int, launches: int = 4
+) -> list[list[list[Attempt]]]:
+    """Per case, per rank, its attempts, over real processes in so many launches at once."""
+    # Ranks mostly wait for one that failed: launches don't disturb each other.
+    attempts: list[Any] = [None] * len(cases)
+    parts = [slice(first, None, launches) for first in range(min(launches, len(cases)))]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for part, found in pool.map(lambda p: (p, _attempts_in(cases[p], num_ranks)), parts):
+            attempts[part] = found
+    return attempts
 
 
 def _attempts_in(cases: Sequence[Case], num_ranks: int) -> list[list[list[Attempt]]]:
@@ -99,9 +101,17 @@ def _attempts_in(cases: Sequence[Case], num_ranks: int) -> list[list[list[Attemp
     return [[[Attempt(*told) for told in ranks[i]] for ranks in by_rank] for i in range(len(cases))]
 
 
-def played(cases: tuple[Case, ...], num_ranks: int) -> dict[Case, list[list[Attempt]]]:
-    """As ``attempts_of``, by case; run once, however many tests look at it."""
-    told = _played_once(cases, num_ranks)
+def played(
+    cases: tuple[Case, ...], num_ranks: int, *, alone: bool = False
+) -> dict[Case, list[list[Attempt]]]:
+    """As ``attempts_of``, by case; run once, however many tests look at it.
+
+    Args:
+        cases: the cases.
+        num_ranks: the number of ranks.
+        alone: True for a launch per case.
+    """
+    told = _played_once(cases, num_ranks, len(cases) if alone else 4)
     if isinstance(told, AssertionError):
         raise told
     return told
@@ -109,10 +119,10 @@ def played(cases: tuple[Case, ...], num_ranks: int) -> dict[Case, list[list[Atte
 
 @functools.cache
 def _played_once(
-    cases: tuple[Case, ...], num_ranks: int
+    cases: tuple[Case, ...], num_ranks: int, launches: int
 ) -> dict[Case, list[list[Attempt]]] | AssertionError:
     # A run that hangs is not run again for every test that looks at it.
     try:
-        return dict(zip(cases, attempts_of(cases, num_ranks), strict=True))
+        return dict(zip(cases, attempts_of(cases, num_ranks, launches), strict=True))
     except AssertionError as error:
         return error

@@ -515,7 +515,8 @@ def test_every_rank_gets_one_clear_error(name: str) -> None:
 @pytest.mark.parametrize("name", NO_GROUP)
 def test_a_mistake_before_there_is_a_stage(name: str) -> None:
     mistake = NO_GROUP[name]
-    assert_told(mistake, [told[0] for told in played((mistake,), 2)[mistake]])
+    attempts = played(tuple(NO_GROUP.values()), 2, alone=True)[mistake]
+    assert_told(mistake, [of_rank[0] for of_rank in attempts])
 
 
 @dataclass(frozen=True)
