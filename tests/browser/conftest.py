@@ -1,4 +1,4 @@
-"""A headless Chromium, and pages that tell what went wrong in them.
+"""A headless Chromium, and tabs that record errors and requests.
 
 The browser is the system's, or Playwright's own (`make browser` gets one). Where there is none
 the tests are skipped, unless PENSTOCK_NEEDS_BROWSER is set: then that is an error.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from playwright import sync_api
@@ -22,24 +23,24 @@ _LOCAL = ("file:", "data:", "blob:", "http://127.0.0.1:", "ws://127.0.0.1:")
 
 
 class Tab:
-    """A page, with what it asked the network for and what it complained of."""
+    """A page, with its errors and its requests to other sites."""
 
     def __init__(self, page: sync_api.Page) -> None:
         self.page = page
         self.errors: list[str] = []
-        self.strangers: list[str] = []
-        page.on("console", self._said)
+        self.other_sites: list[str] = []
+        page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", self._asked)
-        page.on("websocket", self._asked)
+        page.on("request", self._on_request)
+        page.on("websocket", self._on_request)
 
-    def _said(self, message: sync_api.ConsoleMessage) -> None:
+    def _on_console(self, message: sync_api.ConsoleMessage) -> None:
         if message.type == "error":
             self.errors.append(message.text)
 
-    def _asked(self, request: sync_api.Request | sync_api.WebSocket) -> None:
+    def _on_request(self, request: sync_api.Request | sync_api.WebSocket) -> None:
         if not request.url.startswith(_LOCAL):
-            self.strangers.append(request.url)
+            self.other_sites.append(request.url)
 
     def open(self, url: str) -> sync_api.Page:
         """Go there, and wait until all is drawn."""
@@ -50,9 +51,9 @@ class Tab:
         return self.page
 
     def finish(self) -> None:
-        """Check that the page raised no error and asked no other site."""
+        """Check that the page raised no error and requested nothing from other sites."""
         assert self.errors == []
-        assert self.strangers == []
+        assert self.other_sites == []
 
 
 @pytest.fixture(scope="session")
@@ -70,10 +71,17 @@ def browser() -> Iterator[sync_api.Browser]:
         opened.close()
 
 
-@pytest.fixture
-def tab(browser: sync_api.Browser) -> Iterator[Tab]:
+@contextmanager
+def tab_of(browser: sync_api.Browser) -> Iterator[Tab]:
+    """A new tab, which must end without errors."""
     context = browser.new_context(viewport={"width": 1400, "height": 900})
     tab = Tab(context.new_page())
     yield tab
     context.close()
     tab.finish()
+
+
+@pytest.fixture
+def tab(browser: sync_api.Browser) -> Iterator[Tab]:
+    with tab_of(browser) as tab:
+        yield tab

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright import sync_api
 
 from penstock import Costs, build, simulate
 from penstock.schedule.passes import recompute
@@ -13,7 +15,7 @@ from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.page import save_page
 
-from .conftest import Tab
+from .conftest import Tab, tab_of
 
 # The position on the screen of a point of the plot.
 PLACE = """([x, y]) => {
@@ -28,18 +30,27 @@ def step(name: str = "zbv", *, ranks: int = 4, microbatches: int = 8) -> Simulat
     return simulate(build(name, ranks=ranks, microbatches=microbatches))
 
 
-def hover(tab: Tab, x: float, y: float, *told: str) -> None:
-    """Move to a point of the plot, and wait for a tooltip that tells all this."""
+def hover(tab: Tab, x: float, y: float, *texts: str) -> None:
+    """Move to a point of the plot, and wait for a tooltip with these texts."""
     left, top = tab.page.evaluate(PLACE, [x, y])
     tab.page.mouse.move(left - 3, top)
     tab.page.mouse.move(left, top)
-    for text in told:
+    for text in texts:
         tab.page.locator(".tooltip", has_text=text).wait_for(timeout=5000)
 
 
-def test_hovering_tells_what_an_action_is_and_what_it_waited_for(tab: Tab, tmp_path: Path) -> None:
-    save_page(step("1f1b"), tmp_path / "page.html")
-    tab.open((tmp_path / "page.html").as_uri())
+@pytest.fixture(scope="module")
+def tab_1f1b(browser: sync_api.Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """The page of 1F1B, opened once."""
+    path = tmp_path_factory.mktemp("pages") / "page.html"
+    save_page(step("1f1b"), path)
+    with tab_of(browser) as tab:
+        tab.open(path.as_uri())
+        yield tab
+
+
+def test_the_tooltip_shows_an_action_and_its_cause(tab_1f1b: Tab) -> None:
+    tab = tab_1f1b
     hover(
         tab, 10.5, 0.3, "0B0 backward", "rank 0 · stage 0 · microbatch 0",
         "start 10 · end 12 · lasts 2", "waited for 1B0 of rank 1, idle for 6",
@@ -50,9 +61,8 @@ def test_hovering_tells_what_an_action_is_and_what_it_waited_for(tab: Tab, tmp_p
         assert tab.page.get_by_text(word, exact=True).first.is_visible()
 
 
-def test_buttons_show_the_critical_path_and_hide_the_memory(tab: Tab, tmp_path: Path) -> None:
-    save_page(step("1f1b"), tmp_path / "page.html")
-    page = tab.open((tmp_path / "page.html").as_uri())
+def test_buttons_show_the_critical_path_and_hide_the_memory(tab_1f1b: Tab) -> None:
+    page = tab_1f1b.page
     seen = f"() => ['path', 'memory'].map(n => ({MODEL})('timeline ' + n).visible)"
     assert page.evaluate(seen) == [False, True]
     before = page.screenshot()
@@ -63,11 +73,12 @@ def test_buttons_show_the_critical_path_and_hide_the_memory(tab: Tab, tmp_path: 
     assert page.screenshot() != before
     page.get_by_text("critical path", exact=True).click()
     assert page.evaluate(seen) == [False, False]
+    page.get_by_text("memory", exact=True).click()
+    assert page.evaluate(seen) == [False, True]
 
 
-def test_the_wheel_zooms_into_time(tab: Tab, tmp_path: Path) -> None:
-    save_page(step(), tmp_path / "page.html")
-    page = tab.open((tmp_path / "page.html").as_uri())
+def test_the_wheel_zooms_into_time(tab_1f1b: Tab) -> None:
+    page = tab_1f1b.page
     x, y = page.evaluate(PLACE, [25, 0.3])
     page.mouse.move(x, y)
     for _ in range(3):
@@ -75,11 +86,11 @@ def test_the_wheel_zooms_into_time(tab: Tab, tmp_path: Path) -> None:
         page.wait_for_timeout(50)
     axis = f"() => {{ const r = ({MODEL})('timeline').x_range; return [r.start, r.end] }}"
     start, end = page.evaluate(axis)
-    assert 0 < start < 25 < end < 51
-    hover(tab, 25.2, 0.3, "rank 0")
+    assert 0 < start < 25 < end < 33
+    hover(tab_1f1b, 25.2, 0.3, "rank 0")
 
 
-def test_labels_come_where_boxes_are_wide_enough(tab: Tab, tmp_path: Path) -> None:
+def test_labels_appear_in_wide_boxes(tab: Tab, tmp_path: Path) -> None:
     save_page(step("1f1b", ranks=8, microbatches=128), tmp_path / "page.html")
     page = tab.open((tmp_path / "page.html").as_uri())
     labels = f"() => ({MODEL})('timeline labels').data.x.length"
@@ -126,7 +137,7 @@ def measured(result: Simulation, *, slower: float) -> Trace:
     return Trace(name="1f1b", num_ranks=4, unit="s", spans=spans)
 
 
-def test_a_measured_step_is_laid_beside_the_simulated_one(tab: Tab, tmp_path: Path) -> None:
+def test_a_measured_step_is_drawn_above_the_simulated_one(tab: Tab, tmp_path: Path) -> None:
     planned = simulate(
         build("1f1b", ranks=4, microbatches=8),
         Costs(forward=0.001, input_grad=0.001, weight_grad=0.001),
@@ -150,7 +161,7 @@ def test_blocks_are_framed_and_boxes_bear_letters(tab: Tab, tmp_path: Path) -> N
     page = tab.open((tmp_path / "page.html").as_uri())
     assert page.get_by_text("run as one block", exact=True).is_visible()
     frames = f"() => ({MODEL})('timeline frame').data_source.data.left.length"
-    assert page.evaluate(frames) == len(result.trace.blocks)
+    assert page.evaluate(frames) == len(result.trace.overlapped_pairs)
     shown = page.evaluate(f"() => ({MODEL})('timeline labels').data.text")
     assert {"F0", "B1", "I2", "W2"} <= set(shown)
     hover(tab, 7.5, 0.3, "0F3 forward", "one block with 3B1")

@@ -67,17 +67,27 @@ def test_an_installed_package_s_schedule_is_one_of_the_command(tmp_path: Path) -
     )
     searched = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
 
-    def run(*arguments: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-m", "penstock", *arguments],
-            env={**os.environ, "PYTHONPATH": searched},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-    assert "held-back" in run("schedules", "--names").split()
-    assert json.loads(run("simulate", "held-back", "--json"))["makespan"] == 33
     path = tmp_path / "x.json"
-    assert run("render", "held-back", "-p", "2", "-m", "3", "-o", str(path)) == f"wrote {path}\n"
+    commands = (
+        ["schedules", "--names"],
+        ["simulate", "held-back", "--json"],
+        ["render", "held-back", "-p", "2", "-m", "3", "-o", str(path)],
+    )
+    code = (
+        "from contextlib import suppress\n"
+        "from penstock.cli.app import main\n"
+        f"for arguments in {commands}:\n"
+        "    with suppress(SystemExit):\n"
+        "        main(arguments)\n"
+    )
+    *names, figures, wrote = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": searched},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert "held-back" in names
+    assert json.loads(figures)["makespan"] == 33
+    assert wrote == f"wrote {path}"
     assert from_perfetto(path.read_text()).name == "held-back"

@@ -14,7 +14,8 @@ import torch
 import penstock
 from penstock import PartitionError, Plan
 from penstock.cli.app import main
-from penstock.cli.values import bytes_text, parse_bytes
+from penstock.cli.models import parse_bytes
+from penstock.cli.output import bytes_text
 from penstock.partition.balance.costs import BlockCosts, BlockKind, Profile, repeat_layers
 
 FACTORY = """
@@ -158,7 +159,7 @@ def run(*arguments: str) -> None:
     assert not ended.value.code
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What the command says when it does not."""
     with pytest.raises(SystemExit) as ended:
         main(["split", *arguments])
@@ -199,7 +200,7 @@ def test_memory_is_shown_where_it_is_limited(
     assert "holds" in out
     # Two microbatches in flight: 2 × (512 + 4 × 352) + 2 × 4000.
     assert "11.8 kB" in out
-    told = refused(capsys, "mine:tiny", "-s", "2", "--costs", costs, "--memory-limit", "5kB")
+    told = error_of(capsys, "mine:tiny", "-s", "2", "--costs", costs, "--memory-limit", "5kB")
     assert "the least that works is" in told
 
 
@@ -291,7 +292,7 @@ def test_models_of_other_kinds(
 
 
 def test_a_large_model_is_not_made_by_surprise(capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, "llama", "--stages", "4")
+    told = error_of(capsys, "llama", "--stages", "4")
     assert "llama has 6,738,415,616 parameters, 27.0 GB, more than --max-size 4.00 GB" in told
     assert "--set num_hidden_layers=4" in told
     assert "--sample 3" in told
@@ -304,7 +305,7 @@ def test_a_few_layers_stand_for_all(capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for stage in plan.stages for name in stage]
     assert [n for n in names if "layers" in n] == [f"model.layers.{i}" for i in range(32)]
     assert names[-1] == "lm_head"
-    told = refused(capsys, "llama", *SMALL, "--max-size", "100kB", "-s", "4")
+    told = error_of(capsys, "llama", *SMALL, "--max-size", "100kB", "-s", "4")
     assert "--sample 3" in told
 
 
@@ -358,13 +359,13 @@ def test_sampled_layers_are_repeated_in_turn() -> None:
         (["wav2vec2", "-s", "2"], "of which no example is made"),
     ],
 )
-def test_mistakes_are_told_in_one_message(
+def test_invalid_input_is_refused_in_one_message(
     arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if told is None:
         run(*arguments, "--runs", "1")
         return
-    said = refused(capsys, *arguments, "--runs", "1")
+    said = error_of(capsys, *arguments, "--runs", "1")
     assert told in said
     assert "Traceback" not in said
 
@@ -374,22 +375,22 @@ def test_mistakes_are_told_in_one_message(
     [
         (
             "mine:bad_weights",
-            "bad_weights() failed with ValueError: no weights in here (mine.py",
+            "mine:bad_weights failed with ValueError: no weights in here (mine.py",
         ),
-        ("mine:broken", "its model, run on its example, failed with RuntimeError: "),
-        ("wrong:tiny", "the import of wrong failed with SyntaxError"),
+        ("mine:broken", "mine:broken, run on its example, failed with RuntimeError: "),
+        ("wrong:tiny", "wrong:tiny failed with SyntaxError: invalid syntax (wrong.py"),
         (
             "late:tiny",
-            "the import of late failed with ZeroDivisionError: division by zero (late.py",
+            "late:tiny failed with ZeroDivisionError: division by zero (late.py",
         ),
     ],
 )
-def test_what_fails_in_the_users_own_code_is_told_in_one_line(
+def test_errors_of_user_code_are_reported_in_one_line_with_their_place(
     name: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "wrong.py").write_text("def tiny(:\n")
     (here / "late.py").write_text("1 / 0\n")
-    said = refused(capsys, name, "-s", "2", "--runs", "1").replace(f"{here}/", "")
+    said = error_of(capsys, name, "-s", "2", "--runs", "1").replace(f"{here}/", "")
     assert told in said
     assert "line " in said
     assert len(said.splitlines()) == 1
@@ -421,7 +422,7 @@ def test_memory_is_that_of_the_schedule(costs: str, capsys: pytest.CaptureFixtur
     options = ["-s", "4", "--schedule", "zbv", "--state-factor", "1", "-m", "8", "--costs", costs]
     run("mine:tiny", *options, "--memory-limit", "15kB")
     assert "holds" in capsys.readouterr().out
-    told = refused(capsys, "mine:tiny", *options, "--memory-limit", "3kB")
+    told = error_of(capsys, "mine:tiny", *options, "--memory-limit", "3kB")
     assert "the least found to work is" in told
 
 
@@ -429,12 +430,12 @@ def test_memory_is_that_of_the_schedule(costs: str, capsys: pytest.CaptureFixtur
     ("text", "number"),
     [("16GB", 16e9), ("1.5 GiB", 1.5 * 2**30), ("300", 300), ("2k", 2000), ("1e3MB", 1e9)],
 )
-def test_bytes_are_read(text: str, number: float) -> None:
+def test_parse_bytes(text: str, number: float) -> None:
     assert parse_bytes(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1.2.3GB", "0", "16XB", "1e999GB"])
-def test_what_is_no_number_of_bytes(text: str) -> None:
+def test_parse_bytes_refuses_other_texts(text: str) -> None:
     with pytest.raises(PartitionError, match="no number of bytes"):
         parse_bytes(text)
 
@@ -443,7 +444,7 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
     ("number", "text"),
     [(0, "0 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (27e9, "27.0 GB"), (3e15, "3000 TB")],
 )
-def test_bytes_are_written(number: float, text: str) -> None:
+def test_bytes_text(number: float, text: str) -> None:
     assert bytes_text(number) == text
 
 

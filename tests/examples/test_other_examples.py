@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+from .conftest import RunExample
 
 
-def run(command: list[str], **environment: str) -> str:
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_a_sharded_pipeline_loses_what_the_plain_loop_loses() -> None:
-    script = str(EXAMPLES / "pipeline_and_fsdp.py")
-    out = run([*TORCHRUN, "--nproc-per-node", "4", script], STEPS="3", SCHEDULE="zbv")
+def test_a_sharded_pipeline_has_the_losses_of_the_plain_loop(run_example: RunExample) -> None:
+    out = run_example("pipeline_and_fsdp.py", 4, STEPS="3", SCHEDULE="zbv")
     assert "zbv: 2 ranks x 2 replicas, 3 steps" in out
     first, last = re.findall(r"step +([\d.]+) +plain loop ([\d.]+)", out)
     for ours, plain in (first, last):
@@ -37,11 +20,10 @@ def test_a_sharded_pipeline_loses_what_the_plain_loop_loses() -> None:
     assert float(last[0]) < float(first[0])
 
 
-@pytest.mark.parametrize(
-    "launcher", [[sys.executable], [*TORCHRUN, "--nproc-per-node", "2"]], ids=["python", "torchrun"]
-)
-def test_hugging_face(launcher: list[str], tmp_path: Path) -> None:
-    out = run([*launcher, str(EXAMPLES / "huggingface.py")], STEPS="6", OUT=str(tmp_path))
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("num_processes", [None, 2], ids=["python", "torchrun"])
+def test_hugging_face(num_processes: int | None, tmp_path: Path, run_example: RunExample) -> None:
+    out = run_example("huggingface.py", num_processes, STEPS="6", OUT=str(tmp_path))
     losses = [float(found) for found in re.findall(r"step +\d+ +loss ([\d.]+)", out)]
     assert losses == sorted(losses, reverse=True)
     (after,) = re.findall(r"the plain model .* loss ([\d.]+)", out)

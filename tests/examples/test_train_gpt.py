@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_name
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-
-
-def run_demo(command: list[str], out: Path, **environment: str) -> str:
-    settings = {"STEPS": "3", "OUT": str(out), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [*command, str(SCRIPT)],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from .conftest import EXAMPLES, RunExample
 
 
 def row(output: str, name: str) -> list[str]:
@@ -46,8 +29,8 @@ def expect_agreement(output: str) -> None:
     assert float(ours) < float(first)
 
 
-def test_the_model_is_plain_and_causal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+@pytest.mark.usefixtures("run_example")
+def test_the_model_is_plain_and_causal() -> None:
     import gpt
 
     torch.manual_seed(0)
@@ -61,11 +44,14 @@ def test_the_model_is_plain_and_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scores.shape == (1, 10, 256)
     assert torch.equal(scores[:, :6], others[:, :6])
     assert (scores[:, 6:] != others[:, 6:]).any(-1).all()
-    assert "penstock" not in (SCRIPT.parent / "gpt.py").read_text()
+    assert "penstock" not in (EXAMPLES / "gpt.py").read_text()
 
 
-def test_all_ranks_in_one_process(tmp_path: Path) -> None:
-    output = run_demo([sys.executable], tmp_path, SCHEDULE="zbv", MICROBATCHES="4")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_all_ranks_in_one_process(tmp_path: Path, run_example: RunExample) -> None:
+    output = run_example(
+        "train_gpt.py", STEPS="3", OUT=str(tmp_path), SCHEDULE="zbv", MICROBATCHES="4"
+    )
     expect_agreement(output)
     assert "zbv: 2 ranks, 4 microbatches" in output
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -76,8 +62,8 @@ def test_all_ranks_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_process_per_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = run_demo([*TORCHRUN, "--nproc-per-node", "2"], tmp_path)
+def test_a_process_per_rank(tmp_path: Path, run_example: RunExample) -> None:
+    output = run_example("train_gpt.py", 2, STEPS="3", OUT=str(tmp_path))
     expect_agreement(output)
     assert "1f1b: 2 ranks, 8 microbatches" in output
     for rank in range(2):
@@ -87,7 +73,6 @@ def test_a_process_per_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < float(measured.removesuffix("%")) < 100
     assert 0 < float(simulated.removesuffix("% simulated")) < 100
     # The checkpoint of two ranks goes into the plain model.
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import gpt
 
     model = gpt.gpt(gpt.Config(num_blocks=8, dim=96, max_length=64))

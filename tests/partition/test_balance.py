@@ -441,7 +441,7 @@ def test_limits_per_stage_grow_alike() -> None:
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
         ({"objective": "least"}, r"'least' is unknown; known are \['max', 'step'\]"),
         ({"objective": "step"}, "say how many"),
-        ({"objective": SplitObjective.STEP, "microbatches": 0}, "microbatches=0"),
+        ({"objective": SplitObjective.STEP, "microbatches": 0}, "microbatches is 0"),
         ({"bandwidth": 0}, "bandwidth is 0"),
         ({"latency_s": -1}, "latency_s is -1"),
         ({"state_factor": float("inf")}, "state_factor is inf"),

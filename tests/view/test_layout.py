@@ -15,8 +15,8 @@ from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
-from penstock.view.html import figures_of
 from penstock.view.layout import arrange
+from penstock.view.page import figures_of
 
 
 def step(name: str, *, costs: Costs | None = None) -> Simulation:

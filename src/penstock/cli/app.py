@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.compare import compare
-from penstock.cli.output import escape_unencodable, plain, stderr, stdout
-from penstock.cli.programs import check, schedules, simulate
+from penstock.cli import output as out
+from penstock.cli.programs import check, compare, schedules, simulate
 from penstock.cli.render import playground, render
 from penstock.cli.search import search
 from penstock.cli.settings import message_of
@@ -19,25 +19,15 @@ from penstock.errors import PenstockError
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
-    name="penstock",
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(name="penstock", pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 COMMANDS: tuple[Callable[..., None], ...] = (
-    schedules,
-    simulate,
-    compare,
-    check,
-    render,
-    search,
-    playground,
-    split,
-)
+    schedules, simulate, compare, check, render, search, playground, split,
+)  # fmt: skip
 for each in COMMANDS:
-    app.command(each.__name__.replace("_", "-"))(each)
+    app.command(each.__name__)(each)
 
+_command = cache(typer.main.get_command)
 # The usage error of Click: its module depends on the version of Typer.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -52,10 +42,10 @@ def penstock(
     if version:
         from importlib.metadata import version as installed
 
-        stdout().print(f"penstock {installed('penstock')}", markup=False)
+        typer.echo(f"penstock {installed('penstock')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        stdout().print(context.get_help(), end="", markup=False)
+        out.stdout().print(context.get_help(), end="", markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,14 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the command line without ``penstock``; None for this process's.
     """
-    escape_unencodable()
+    out.escape_unencodable()
     try:
-        code = app(arguments, prog_name="penstock", standalone_mode=False)
+        code = _command(app)(arguments, prog_name="penstock", standalone_mode=False)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "penstock"
         _fail(f"{error.format_message().rstrip('.')}; {command} --help tells more")
-    except (PenstockError, OSError) as error:
-        _fail(_message(error))
+    except PenstockError as error:
+        _fail(message_of(error))
+    except OSError as error:
+        named = error.strerror and error.filename
+        _fail(f"{error.filename}: {error.strerror}" if named else str(error))
     except MemoryError:
         _fail("that is more than this machine's memory holds; take fewer ranks or microbatches")
     except typer.Abort:
@@ -82,11 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str) -> None:
-    stderr().print(f"[bold red]error:[/] {plain(message)}", highlight=False, soft_wrap=True)
+    out.stdout(error=True).print(
+        f"[bold red]error:[/] {out.plain(message)}", highlight=False, soft_wrap=True
+    )
     sys.exit(2)
-
-
-def _message(error: PenstockError | OSError) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) if isinstance(error, OSError) else message_of(error)

@@ -1,4 +1,4 @@
-"""Print results: consoles, tables, warnings, and the figures of a simulated step.
+"""Print results: consoles, tables, warnings, numbers, and the figures of a simulated step.
 
 Everything is printed through Rich. This module reads no option and simulates nothing.
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from penstock.cli.values import number, percent
 from penstock.schedule.messages import number_of
 from penstock.simulate.simulation import Simulation
 
@@ -25,20 +25,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 __all__ = [
-    "escape_unencodable",
-    "figures_json",
-    "figures_text",
-    "over_limit",
-    "peaks_text",
-    "per_rank",
-    "plain",
-    "print_table",
-    "progress_bar",
-    "stderr",
-    "stdout",
-    "table",
-    "warn",
-]
+    "bytes_text", "escape_unencodable", "figures_json", "figures_text", "number", "over_limit",
+    "peaks_text", "per_rank", "plain", "print_table", "progress_bar", "seconds_text",
+    "stdout", "table", "warn",
+]  # fmt: skip
 
 # The width for piped output, which Rich would wrap at 80 columns.
 _PIPED_WIDTH = 140
@@ -54,37 +44,22 @@ def escape_unencodable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def stdout() -> Console:
-    """A console for results."""
-    return _console(error=False)
-
-
-def stderr() -> Console:
-    """A console for errors and progress."""
-    return _console(error=True)
-
-
-def _console(*, error: bool) -> Console:
+def stdout(*, error: bool = False) -> Console:
+    """A console for results; with ``error``, for errors and progress."""
     stream = sys.stderr if error else sys.stdout
     piped = not stream.isatty() and "COLUMNS" not in os.environ
     width = _PIPED_WIDTH if piped else None
     return Console(stderr=error, width=width, highlight=False, emoji=False)
 
 
-def warn(message: str) -> None:
-    """Print a line on standard error, in yellow."""
-    stderr().print(f"[yellow]{plain(message)}[/]", soft_wrap=True)
+def warn(message: str | None) -> None:
+    """Print a line on standard error, in yellow; nothing for None."""
+    if message is not None:
+        stdout(error=True).print(f"[yellow]{plain(message)}[/]", soft_wrap=True)
 
 
 def plain(text: str) -> str:
-    """Escape Rich's markup and control characters in external text.
-
-    Example:
-        >>> print(plain("[a].csv: '0F0\\x1b'"))
-        \\[a].csv: '0F0\\x1b'
-    """
-    from rich.markup import escape
-
+    """External text with Rich's markup and control characters escaped."""
     shown = (each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
     return escape("".join(shown))
 
@@ -93,35 +68,26 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
     """A transient progress bar on standard error, drawn on a terminal only."""
     from rich.progress import Progress  # lazy, since few subcommands need it
 
-    console = stderr()
+    console = stdout(error=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) -> Table:
-    """An empty table; columns in ``numbers`` are aligned to the right."""
+    """An empty table; columns in ``numbers`` are aligned to the right, the first never wraps."""
     made = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False
     )
     for column in columns:
-        made.add_column(
-            column,
-            justify="right" if column in numbers else "left",
-            overflow="fold",
-            # The first column names the row, and is never wrapped.
-            no_wrap=column == columns[0],
-        )
+        justify = "right" if column in numbers else "left"
+        made.add_column(column, justify=justify, overflow="fold", no_wrap=column == columns[0])  # type: ignore[arg-type]
     return made
 
 
 def print_table(shown: Table, console: Console) -> None:
-    """Print a table made by ``table``.
-
-    On a narrow console headings and texts wrap. Numbers and the first column never wrap, even if
-    lines exceed the console's width.
-    """
+    """Print a table made by ``table``; numbers never wrap, even on a narrow console."""
     for column in shown.columns:
-        whole = column.no_wrap or column.justify == "right"
-        kept = (*str(column.header).split(), *(column.cells if whole else ()))
+        unwrapped = column.no_wrap or column.justify == "right"
+        kept = (*str(column.header).split(), *(column.cells if unwrapped else ()))
         column.min_width = max((console.measure(text).maximum for text in kept), default=0)
     least = sum((column.min_width or 0) + _GAP for column in shown.columns)
     width, console.width = console.width, max(console.width, least)
@@ -129,28 +95,22 @@ def print_table(shown: Table, console: Console) -> None:
     console.width = width
 
 
-def figures_json(result: Simulation) -> str:
-    """The figures of a simulated step as one JSON object.
+# --- a simulated step ---------------------------------------------------------------------------
 
-    Peaks are in activations, and in bytes too if the costs give the size of an activation.
-    """
-    figures: dict[str, object] = {
-        "makespan": result.makespan,
-        "span": result.span,
-        "bubble_ratio": result.bubble_ratio,
-        "span_bubble_ratio": result.span_bubble_ratio,
-        "peak_in_flight": list(result.peak_in_flight),
-    }
-    if result.costs.activation_bytes is not None:
-        figures["peak_bytes"] = list(result.peak_bytes)
+
+def figures_json(result: Simulation) -> str:
+    """The figures of a simulated step as one JSON object."""
+    names = ("makespan", "span", "bubble_ratio", "span_bubble_ratio", "peak_in_flight")
+    bytes_known = result.costs.activation_bytes is not None
+    figures = {name: getattr(result, name) for name in (*names, *["peak_bytes"] * bytes_known)}
     return json.dumps(figures, allow_nan=False)
 
 
 def figures_text(result: Simulation) -> str:
     """The times of a simulated step in a line, with Rich's markup."""
     return (
-        f"makespan [bold]{number(result.makespan)}[/], bubble [bold]{percent(result.bubble_ratio)}"
-        f"[/]; span {number(result.span)}, bubble {percent(result.span_bubble_ratio)}; "
+        f"makespan [bold]{number(result.makespan)}[/], bubble [bold]{result.bubble_ratio:.2%}"
+        f"[/]; span {number(result.span)}, bubble {result.span_bubble_ratio:.2%}; "
         + number_of(result.messages, "message")
     )
 
@@ -164,20 +124,15 @@ def peaks_text(result: Simulation) -> str:
 
 
 def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
-    """Name the ranks that exceed a memory limit; None if no rank does.
-
-    Example:
-        >>> over_limit((4, 3, 2, 1), 2)
-        'over the memory limit of 2 on ranks 0, 1'
-    """
+    """A line about the ranks that exceed a memory limit; None if no rank does."""
     if limit is None:
         return None
     # Sums of fractions, such as thirds, may exceed the limit by a rounding error.
-    over = [rank for rank, peak in enumerate(peaks) if peak > limit * (1 + _ROUNDING)]
+    over = [str(rank) for rank, peak in enumerate(peaks) if peak > limit * (1 + _ROUNDING)]
     if not over:
         return None
     ranks = "rank" if len(over) == 1 else "ranks"
-    return f"over the memory limit of {number(limit)} on {ranks} {', '.join(map(str, over))}"
+    return f"over the memory limit of {number(limit)} on {ranks} {', '.join(over)}"
 
 
 def per_rank(values: tuple[float, ...]) -> str:
@@ -197,3 +152,29 @@ def per_rank(values: tuple[float, ...]) -> str:
     if len(runs) > 6:
         return f"{number(min(values))} to {number(max(values))}"
     return ", ".join(f"{number(value)} on {count}" for value, count in runs)
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def bytes_text(value: float) -> str:
+    """Format a number of bytes with three digits, as ``1.23 kB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    digits = 0 if unit == "B" else 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a duration with three digits, as ``12.3 ms``."""
+    for scale, unit in ((1, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def number(value: float) -> str:
+    """Format a simulated time or an amount, as ``51`` or ``0.3333``."""
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"

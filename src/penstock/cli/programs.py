@@ -1,24 +1,18 @@
-"""``penstock schedules``, ``simulate`` and ``check``: one schedule or one program."""
+"""``penstock schedules``, ``simulate``, ``compare`` and ``check``: schedules and programs."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated
 
 import typer
 
-from penstock.cli import settings as given
-from penstock.cli.output import (
-    figures_json,
-    figures_text,
-    over_limit,
-    peaks_text,
-    print_table,
-    stdout,
-    table,
-    warn,
-)
-from penstock.cli.settings import Settings
-from penstock.cli.sources import complete, is_file, load, load_program
+from penstock.cli import output as out
+from penstock.cli.settings import Settings, message_of, with_options
+from penstock.cli.sources import complete, is_file, load, load_program, takes_virtual
 from penstock.errors import ScheduleError
 from penstock.schedule.check import Channels
 from penstock.schedule.check import check as check_program
@@ -29,10 +23,24 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import family
 from penstock.schedule.registry import schedules as families
 from penstock.schedule.rules import COMPUTE
+from penstock.simulate.costs import Costs, share_of, share_out
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 
-__all__ = ["check", "schedules", "simulate"]
+__all__ = ["check", "compare", "schedules", "simulate"]
+
+# Marks a failed schedule in a table; its reason replaces all figures of the row.
+_REASON = "\ue000"
+
+
+class Per(Enum):
+    """The part of the model that costs are given for."""
+
+    STAGE = "stage"
+    RANK = "rank"
+
+
+# --- schedules ----------------------------------------------------------------------------------
 
 
 def schedules(
@@ -46,32 +54,31 @@ def schedules(
 
     With a NAME: describe one schedule, with its timeline.
     """
-    console = stdout()
     if name is not None:
         each = family(name)
-        console.print(each.doc or each.summary, markup=False, highlight=False, soft_wrap=True)
+        typer.echo(each.doc or each.summary)
         return
     if names:
-        for each in families():
-            console.print(each.name, markup=False)
+        typer.echo("\n".join(each.name for each in families()))
         return
-    shown = table("schedule", "stages, ranks P, microbatches M", "what it is")
+    shown = out.table("schedule", "stages, ranks P, microbatches M", "what it is")
     for each in families():
         summary = f"{each.summary} [dim]{each.source}[/]"
         shown.add_row(f"[bold]{each.name}[/]", _rules(each), summary)
-    print_table(shown, console)
+    out.print_table(shown, out.stdout())
 
 
 def _rules(each: Family) -> str:
     where = "rank" if each.num_directions == 1 else "rank and direction"
-    rules = [f"{each.arrangement.value}, {each.virtuals_text} per {where}"]
-    if each.rule:
-        rules.append(each.rule)
-    if each.options:
-        rules.append(", ".join(f"{name}=" for name in each.options))
-    return "; ".join(rules)
+    placed = f"{each.arrangement.value}, {each.virtuals_text} per {where}"
+    options = ", ".join(f"{name}=" for name in each.options)
+    return "; ".join(filter(None, (placed, each.rule, options)))
 
 
+# --- simulate -----------------------------------------------------------------------------------
+
+
+@with_options
 def simulate(
     schedule: Annotated[
         str,
@@ -80,42 +87,23 @@ def simulate(
         ),
     ],
     *,
-    ranks: given.Ranks = None,
-    microbatches: given.Microbatches = None,
-    virtual: given.Virtual = None,
-    option: given.Option = None,
-    memory: given.Memory = None,
-    forward: given.Forward = "1",
-    input_grad: given.InputGrad = "1",
-    weight_grad: given.WeightGrad = "1",
-    latency: given.Latency = "0",
-    overlap: given.OverlapTime = None,
-    cost: given.OtherCosts = None,
-    jitter: given.Jitter = 0.0,
-    jitter_seed: given.JitterSeed = 0,
+    settings: Settings,
     json: Annotated[bool, typer.Option("--json", help="Print the figures alone, as JSON.")] = False,
 ) -> None:
     """Simulate a step: its timeline in colour, its bubble, its peak memory."""
-    settings = Settings(
-        ranks=ranks, microbatches=microbatches, virtual=virtual, option=option, memory=memory,
-        forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency,
-        overlap=overlap, cost=cost, jitter=jitter, jitter_seed=jitter_seed,
-    )  # fmt: skip
     result = settings.simulate(load_program(schedule, settings))
     if json:
-        stdout().print(figures_json(result), markup=False, soft_wrap=True)
+        typer.echo(out.figures_json(result))
     else:
         _print_timeline(result)
     # Peaks are in activations unless the costs give the size of an activation.
-    over = over_limit(result.peak_bytes, settings.memory)
-    if over is not None:
-        warn(over)
+    out.warn(out.over_limit(result.peak_bytes, settings.memory))
 
 
 def _print_timeline(result: Simulation) -> None:
     from penstock.view.terminal import legend, timeline
 
-    program, console = result.program, stdout()
+    program, console = result.program, out.stdout()
     coloured = console.color_system is not None
     shaded = console.color_system in ("256", "truecolor")
     chunks = f" of {program.num_splits} chunks" if program.num_splits > 1 else ""
@@ -129,8 +117,130 @@ def _print_timeline(result: Simulation) -> None:
     console.print(drawn, end="")
     if coloured:
         console.print(legend(result.trace, shaded=shaded))
-    console.print(f"\n{figures_text(result)}", soft_wrap=True)
-    console.print(peaks_text(result), soft_wrap=True)
+    console.print(f"\n{out.figures_text(result)}", soft_wrap=True)
+    console.print(out.peaks_text(result), soft_wrap=True)
+
+
+# --- compare ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One schedule of the table; with costs per rank, peaks are in activations of a rank's part."""
+
+    label: str
+    result: Simulation
+    peaks: tuple[float, ...]
+    fault: str | None  # the ranks over the memory limit
+
+
+@with_options
+def compare(
+    schedules: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCHEDULE...",
+            help="Names, each with options of its own if need be, as in "
+            "interleaved-1f1b:virtual=4; or files with programs.",
+            autocompletion=complete,
+        ),
+    ],
+    *,
+    settings: Settings,
+    per: Annotated[
+        Per,
+        typer.Option(
+            help="Whether costs are those of a stage, or of a rank, divided equally among its "
+            "stages: this compares one model cut into more or fewer stages."
+        ),
+    ] = Per.STAGE,
+) -> None:
+    """Compare schedules: time, bubble and memory side by side.
+
+    --virtual and --option go to the schedules that take them. Schedules over --memory are marked;
+    a schedule that can't be built is listed with the reason.
+    """
+    costs = settings.costs()
+    _refuse_unused(schedules, settings)
+    rows = [_row(each, settings, costs, per) for each in schedules]
+    failed = [row for row in rows if isinstance(row, ScheduleError)]
+    if len(failed) == len(rows):
+        raise failed[0]
+    _print_rows(schedules, rows)
+    for row in rows:
+        if isinstance(row, _Row) and row.fault is not None:
+            out.warn(f"{row.label}: {row.fault}")
+
+
+def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | ScheduleError:
+    try:
+        program = load_program(source, settings, lenient=True)
+        share = share_of(program) if per is Per.RANK else 1
+        costs = share_out(costs, share) if per is Per.RANK else costs
+        result = settings.simulate(program, costs)
+    except ScheduleError as error:
+        return error
+    # Bytes are already per stage; counted activations are the smaller ones of a stage.
+    unit = share if costs.activation_bytes is None else 1
+    return _Row(
+        label=source if ":" in source else program.name,
+        result=result,
+        peaks=tuple(peak / share for peak in result.peak_in_flight),
+        fault=out.over_limit([peak / unit for peak in result.peak_bytes], settings.memory),
+    )
+
+
+def _refuse_unused(sources: list[str], settings: Settings) -> None:
+    """Refuse options that none of the schedules takes."""
+    chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
+    if not chosen:
+        settings.refuse_for_program(" ".join(sources))
+        return
+    unused = [
+        f"option {name!r}"
+        for name in settings.options()
+        if not any(each.takes_option(name) for each in chosen)
+    ]
+    if not any(takes_virtual(each, settings.virtual) for each in chosen):
+        unused.append(f"--virtual {settings.virtual}")
+    if unused:
+        names = ", ".join(each.name for each in chosen)
+        raise ScheduleError(
+            f"none of {names} takes {', '.join(unused)}; `penstock schedules` lists what each takes"
+        )
+
+
+def _print_rows(sources: Sequence[str], rows: Sequence[_Row | ScheduleError]) -> None:
+    numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
+    shown = out.table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
+    fitting = [row for row in rows if isinstance(row, _Row) and row.fault is None]
+    best = min((row.result.bubble_ratio for row in fitting), default=None)
+    reasons = []
+    for source, row in zip(sources, rows, strict=True):
+        if isinstance(row, ScheduleError):
+            shown.add_row(out.plain(source), _REASON)
+            reasons.append(" ".join(message_of(row).split()).replace(f"{source}: ", "", 1))
+            continue
+        fits, result, peaks = row.fault is None, row.result, out.per_rank(row.peaks)
+        bubble = f"{result.bubble_ratio:.2%}"
+        shown.add_row(
+            out.plain(row.label),
+            out.number(result.program.num_stages / result.program.num_ranks),
+            out.number(result.makespan),
+            f"[bold green]{bubble}[/]" if fits and result.bubble_ratio == best else bubble,
+            out.number(result.span),
+            f"{result.span_bubble_ratio:.2%}",
+            peaks if fits else f"[yellow]{peaks} over[/]",
+            str(result.messages),
+        )
+    console = out.stdout()
+    with console.capture() as drawn:
+        out.print_table(shown, console)
+    # Rich has no cell that spans columns.
+    console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {reasons.pop(0)}", drawn.get()), end="")
+
+
+# --- check --------------------------------------------------------------------------------------
 
 
 def check(
@@ -153,7 +263,7 @@ def check(
     program = load(file, Settings())
     if isinstance(program, Trace):
         raise ScheduleError(f"{file}: a trace of what ran; check takes a program")
-    console = stdout()
+    console = out.stdout()
     try:
         checked = check_program(program, model)
         if not program.has_transfers:
@@ -161,7 +271,7 @@ def check(
             check_program(lower(checked, channels=model), model)
     except ScheduleError as error:
         console.print(f"[bold red]wrong[/] {_summary(program)}", soft_wrap=True)
-        console.print(str(error), markup=False, soft_wrap=True)
+        typer.echo(str(error))
         raise typer.Exit(1) from error
     console.print(f"[bold green]ok[/] {_summary(program)}", soft_wrap=True)
 

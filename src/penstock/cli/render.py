@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.cli import settings as given
-from penstock.cli.output import over_limit, stdout, warn
-from penstock.cli.settings import Settings
+from penstock.cli import output as out
+from penstock.cli.settings import Settings, with_options
 from penstock.cli.sources import complete, load
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
@@ -17,12 +17,12 @@ from penstock.schedule.rules import COMPUTE
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.trace import Trace
 
-__all__ = ["playground", "render", "write_drawing"]
+__all__ = ["playground", "refuse_suffix", "render", "write_drawing"]
 
-_PICTURES = (".png", ".svg", ".pdf")
 _KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.perfetto.dev)"
 
 
+@with_options
 def render(
     source: Annotated[
         str,
@@ -32,19 +32,7 @@ def render(
         ),
     ],
     *,
-    ranks: given.Ranks = None,
-    microbatches: given.Microbatches = None,
-    virtual: given.Virtual = None,
-    option: given.Option = None,
-    memory: given.Memory = None,
-    forward: given.Forward = "1",
-    input_grad: given.InputGrad = "1",
-    weight_grad: given.WeightGrad = "1",
-    latency: given.Latency = "0",
-    overlap: given.OverlapTime = None,
-    cost: given.OtherCosts = None,
-    jitter: given.Jitter = 0.0,
-    jitter_seed: given.JitterSeed = 0,
+    settings: Settings,
     output: Annotated[Path, typer.Option("--output", "-o", help=f"The file: {_KINDS}.")],
     alone: Annotated[
         bool, typer.Option("--alone", help="Draw a measured step without the simulated one.")
@@ -54,31 +42,23 @@ def render(
 
     Ranks that hold more than --memory are listed.
     """
-    settings = Settings(
-        ranks=ranks, microbatches=microbatches, virtual=virtual, option=option, memory=memory,
-        forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency,
-        overlap=overlap, cost=cost, jitter=jitter, jitter_seed=jitter_seed,
-    )  # fmt: skip
-    if output.suffix.lower() not in (".html", ".json", *_PICTURES):
-        raise PenstockError(f"{output}: don't know how to write {output.suffix!r}; take {_KINDS}")
-    found = load(source, settings)
-    if isinstance(found, Trace):
-        if not any(span.action.op in COMPUTE for span in found.spans):
+    refuse_suffix(output, _KINDS)
+    step = load(source, settings)
+    simulated: Simulation | None = None
+    if isinstance(step, Trace):
+        if not any(span.action.op in COMPUTE for span in step.spans):
             raise ScheduleError(f"{source}: a trace without a computation: nothing to draw")
         settings.refuse_for_trace(source)
-        simulated = None if alone or found.unit != "s" else _simulated(found, source)
-        peaks = None
-        if settings.memory is not None:
-            peaks = (simulated or _simulated(found, source)).peak_bytes
-        write_drawing(found, output, simulated)
+        beside = step.unit == "s" and not alone
+        if beside or settings.memory is not None:
+            simulated = _simulated(step, source)
+        write_drawing(step, output, simulated if beside else None)
     else:
-        result = settings.simulate(check(found))
-        peaks = result.peak_bytes
-        write_drawing(result, output)
-    stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
-    over = None if peaks is None else over_limit(peaks, settings.memory)
-    if over is not None:
-        warn(over)
+        simulated = settings.simulate(check(step))
+        write_drawing(simulated, output)
+    typer.echo(f"wrote {output}")
+    if simulated is not None:
+        out.warn(out.over_limit(simulated.peak_bytes, settings.memory))
 
 
 def _simulated(measured: Trace, source: str) -> Simulation:
@@ -96,6 +76,12 @@ def _simulated(measured: Trace, source: str) -> Simulation:
         ) from error
 
 
+def refuse_suffix(output: Path, kinds: str) -> None:
+    """Refuse a file whose suffix is none of those in the text ``kinds``."""
+    if output.suffix.lower() not in kinds.replace(",", "").split():
+        raise PenstockError(f"{output}: don't know how to write {output.suffix!r}; take {kinds}")
+
+
 def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | None = None) -> None:
     """Write a page, a picture or a Perfetto file, by the file's suffix."""
     # These imports are slow, and each file type needs only one.
@@ -109,17 +95,14 @@ def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | N
 
         save_perfetto(trace, output)
     else:
-        from dataclasses import replace
-
         from penstock.view.picture import draw, title_of
 
         if beside is None:
             draw(trace, output)
         else:
-            traces = [trace, replace(beside.trace, unit=trace.unit)]
-            names = ("measured", "simulated")
-            titles = [f"{n}: {title_of(t)}" for n, t in zip(names, traces, strict=True)]
-            draw(traces, output, titles=titles)
+            named = {"measured": trace, "simulated": replace(beside.trace, unit=trace.unit)}
+            titles = [f"{name}: {title_of(each)}" for name, each in named.items()]
+            draw(list(named.values()), output, titles=titles)
 
 
 def playground(
@@ -136,6 +119,6 @@ def playground(
         ) from error
 
     def ready(url: str) -> None:
-        stdout().print(f"the playground is at [bold]{url}[/] (Ctrl-C ends it)", soft_wrap=True)
+        out.stdout().print(f"the playground is at [bold]{url}[/] (Ctrl-C ends it)", soft_wrap=True)
 
     serve(port=port, browser=browser, ready=ready)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import settings as given
-from penstock.cli.output import figures_text, peaks_text, print_table, progress_bar, stdout, table
-from penstock.cli.render import write_drawing
-from penstock.cli.settings import Settings
-from penstock.cli.values import number, percent
-from penstock.errors import PenstockError
+from penstock.cli import output as out
+from penstock.cli.render import refuse_suffix, write_drawing
+from penstock.cli.settings import Settings, with_options
 from penstock.schedule.text import save_csv, to_json
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from penstock.search.result import Progress, SearchResult
 
 __all__ = ["search"]
 
-_KINDS = (".csv", ".json", ".html", ".png", ".svg", ".pdf")
+_KINDS = ".csv or .json for the program, .html for its page, .png, .svg or .pdf for a picture"
 
 
 class SearchObjective(Enum):
@@ -33,18 +29,10 @@ class SearchObjective(Enum):
     SPAN = "span"
 
 
+@partial(with_options, omit=("option", "jitter", "jitter_seed"))
 def search(
     *,
-    ranks: given.Ranks = None,
-    microbatches: given.Microbatches = None,
-    virtual: given.Virtual = None,
-    memory: given.Memory = None,
-    forward: given.Forward = "1",
-    input_grad: given.InputGrad = "1",
-    weight_grad: given.WeightGrad = "1",
-    latency: given.Latency = "0",
-    overlap: given.OverlapTime = None,
-    cost: given.OtherCosts = None,
+    settings: Settings,
     objective: Annotated[
         SearchObjective,
         typer.Option(help="The time to minimize: span if no barrier precedes the optimizer."),
@@ -74,33 +62,25 @@ def search(
     ] = None,
 ) -> None:
     """Search for the best program of one copy of the model within --memory, and prove a bound."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
     from penstock.search.engine import search as find
 
-    settings = Settings(
-        ranks=ranks, microbatches=microbatches, virtual=virtual, memory=memory, forward=forward,
-        input_grad=input_grad, weight_grad=weight_grad, latency=latency, overlap=overlap, cost=cost,
-    )  # fmt: skip
-    if output is not None and output.suffix.lower() not in _KINDS:
-        raise PenstockError(
-            f"{output}: don't know how to write {output.suffix!r}; take .csv or .json for the "
-            "program, .html for its page, .png, .svg or .pdf for a picture"
-        )
-    with _bar() as bar:
+    if output is not None:
+        refuse_suffix(output, _KINDS)
+    method, best = TextColumn("{task.description}"), TextColumn("{task.fields[best]}")
+    with out.progress_bar(method, BarColumn(), best, TimeElapsedColumn()) as bar:
         task = bar.add_task("search", total=1.0, best="")
 
         def show(progress: Progress) -> None:
-            best = "" if progress.value is None else f"best {number(progress.value)}, "
-            bar.update(
-                task, completed=progress.share, description=progress.method,
-                best=f"{best}none is below {number(progress.bound)}",
-            )  # fmt: skip
+            found = "" if progress.value is None else f"best {out.number(progress.value)}, "
+            text = f"{found}none is below {out.number(progress.bound)}"
+            bar.update(task, completed=progress.share, description=progress.method, best=text)
 
         found = find(
             settings.costs(),
-            ranks=settings.num_ranks,
-            microbatches=settings.num_microbatches,
-            virtual=virtual,
-            memory_limit=memory,
+            **settings.sizes(),
+            memory_limit=settings.memory,
             objective=objective.value,
             time_limit_s=time_limit,
             seed=seed,
@@ -111,39 +91,29 @@ def search(
         )
         bar.update(task, completed=1.0)
     # Without a memory limit, recomputation and offload can't make a program faster.
-    _print(found, among_all=memory is None or recompute or offload)
+    _print(found, among_all=settings.memory is None or recompute or offload)
     if output is not None:
         _write(found, output)
-        stdout().print(f"wrote {output}", markup=False, soft_wrap=True)
-
-
-def _bar() -> Bar:
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-
-    method, best = TextColumn("{task.description}"), TextColumn("{task.fields[best]}")
-    return progress_bar(method, BarColumn(), best, TimeElapsedColumn())
+        typer.echo(f"wrote {output}")
 
 
 def _print(found: SearchResult, *, among_all: bool) -> None:
-    console = stdout()
+    console = out.stdout()
     among = "" if among_all else "without recomputation or offload, "
     proof = (
         f"[bold green]{among}no program of one copy of the model is better[/]"
         if found.is_proven
-        else f"{among}no program of one copy of the model is below {number(found.bound)}: "
-        f"a gap of {percent(found.gap)} at most"
+        else f"{among}no program of one copy of the model is below {out.number(found.bound)}: "
+        f"a gap of {found.gap:.2%} at most"
     )
-    console.print(
-        f"[bold]{found.objective} {number(found.value)}[/], {proof}; found by {found.method}",
-        soft_wrap=True,
-    )
-    console.print(figures_text(found.simulation), soft_wrap=True)
-    console.print(peaks_text(found.simulation), soft_wrap=True)
+    best = f"[bold]{found.objective} {out.number(found.value)}[/], {proof}; found by {found.method}"
+    for line in (best, out.figures_text(found.simulation), out.peaks_text(found.simulation)):
+        console.print(line, soft_wrap=True)
     if found.pareto:
-        shown = table("peak", found.objective, "found by", numbers=("peak", found.objective))
+        shown = out.table("peak", found.objective, "found by", numbers=("peak", found.objective))
         for point in found.pareto:
-            shown.add_row(number(point.peak), number(point.value), point.method)
-        print_table(shown, console)
+            shown.add_row(out.number(point.peak), out.number(point.value), point.method)
+        out.print_table(shown, console)
 
 
 def _write(found: SearchResult, output: Path) -> None:

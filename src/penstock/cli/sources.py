@@ -32,12 +32,7 @@ _TRACE = re.compile(r'"traceEvents"\s*:')
 
 
 def complete(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Shell completions of schedules and files, each with a description.
-
-    Example:
-        >>> [name for name, _ in complete("zb-h")]
-        ['zb-h1', 'zb-h2']
-    """
+    """Shell completions of schedules and files, each with a description."""
     for each in schedules():
         if each.name.startswith(incomplete.lower()):
             yield each.name, each.summary
@@ -49,13 +44,9 @@ def complete(incomplete: str) -> Iterator[tuple[str, str]]:
 
 
 def is_file(source: str) -> bool:
-    """True if ``source`` names a file, existing or not.
+    """True if ``source`` names a file, existing or not: ``mine.csv``, or ``./1f1b``.
 
-    A schedule's name takes precedence: write ``./1f1b`` for a file called ``1f1b``.
-
-    Example:
-        >>> [is_file(each) for each in ("1f1b", "mine.csv", "./1f1b", "zbv:virtual=2")]
-        [False, True, True, False]
+    A schedule's name takes precedence.
     """
     path = Path(source)
     if path.suffix.lower() in _SUFFIXES or any(mark in source for mark in _SEPARATORS):
@@ -68,7 +59,7 @@ def is_file(source: str) -> bool:
 
 
 def load_program(source: str, settings: Settings, *, lenient: bool = False) -> Program:
-    """Load or build a program, and check it; arguments and errors are those of ``load``."""
+    """Load or build a program, and check it; the arguments are those of ``load``."""
     found = load(source, settings, lenient=lenient)
     if isinstance(found, Trace):
         raise ScheduleError(f"{source}: a trace, expected a schedule or a file with a program")
@@ -78,15 +69,8 @@ def load_program(source: str, settings: Settings, *, lenient: bool = False) -> P
 def load(source: str, settings: Settings, *, lenient: bool = False) -> Program | Trace:
     """Load a program or a trace from a file, or build a schedule; does not check the program.
 
-    Args:
-        source: a schedule's name, or a file with a program or a trace.
-        settings: the options of the command line.
-        lenient: if True, drops options that this schedule does not take, as when comparing several.
-
-    Raises:
-        ScheduleError: an unknown schedule, an invalid option or file, or a file together with
-            options that build a schedule.
-        OSError: the file can't be read.
+    With ``lenient``, options that this schedule does not take are dropped, as when comparing
+    several.
     """
     if not is_file(source):
         return _build(source, settings, lenient)
@@ -110,21 +94,14 @@ def load(source: str, settings: Settings, *, lenient: bool = False) -> Program |
 def _build(source: str, settings: Settings, lenient: bool) -> Program:
     name, colon, own = source.partition(":")
     chosen = family(name)
-    options, virtual = settings.options(), settings.virtual
+    options, sizes = settings.options(), settings.sizes()
     if lenient:
         options = {key: value for key, value in options.items() if chosen.takes_option(key)}
-        virtual = virtual if takes_virtual(chosen, virtual) else None
+        sizes["virtual"] = settings.virtual if takes_virtual(chosen, settings.virtual) else None
     options |= parse_options(own.split(",")) if colon else {}
-    virtual = options.pop("virtual", virtual)  # type: ignore[assignment]
+    sizes["virtual"] = options.pop("virtual", sizes["virtual"])
     refuse_options(chosen, options)
-    return build_for(
-        settings.costs(),
-        name,
-        ranks=settings.num_ranks,
-        microbatches=settings.num_microbatches,
-        virtual=virtual,
-        **options,
-    )
+    return build_for(settings.costs(), name, **sizes, **options)
 
 
 def takes_virtual(chosen: Family, virtual: int | None) -> bool:

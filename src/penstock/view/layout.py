@@ -15,9 +15,10 @@ knows neither Bokeh nor Matplotlib.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from penstock.schedule.action import Op, Overlap
@@ -28,7 +29,7 @@ from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.palette import amount, ink, letter_of, name_of, shades
 
-__all__ = ["Columns", "Drawable", "Drawing", "arrange", "drawn", "trace_of"]
+__all__ = ["Columns", "Drawable", "Drawing", "arrange", "drawn", "ops_drawn", "trace_of"]
 
 Drawable: TypeAlias = Trace | Simulation
 """One step, measured or simulated."""
@@ -82,6 +83,12 @@ def drawn(trace: Trace) -> list[Span]:
     ]
 
 
+def ops_drawn(traces: Sequence[Trace]) -> list[Op]:
+    """The ops shown in a drawing of these traces."""
+    used = {span.action.op for trace in traces for span in drawn(trace)}
+    return [op for op in Op if op in used]
+
+
 def arrange(
     step: Drawable, *, unit: str | None = None, differences: dict[str, str] | None = None
 ) -> Drawing:
@@ -109,12 +116,16 @@ def arrange(
         causes = causes_of(trace) if step.program.has_transfers else step.causes
         curves, path = step.memory, step.critical_path
     peaks = tuple(max((held for _, held in curve), default=0.0) for curve in curves)
-    blocks = _blocks(trace, spans)
+    pair_of = trace.pair_of()
+    pairs: defaultdict[tuple[int, Overlap], list[Span]] = defaultdict(list)
+    for span in spans if pair_of else ():
+        if span.action in pair_of:
+            pairs[span.rank, pair_of[span.action]].append(span)
     end = axes.x(max((s.end for s in spans), default=origin))
-    boxes = _boxes(trace, spans, axes, causes.cause, set(path), blocks, differences or {})
+    boxes = _boxes(trace, spans, axes, causes.cause, set(path), pairs.values(), differences or {})
     return Drawing(
         boxes=_columns(_BOX_COLUMNS, boxes),
-        blocks=_columns(_FRAME_COLUMNS, (axes.frame(block) for block in blocks)),
+        blocks=_columns(_FRAME_COLUMNS, map(axes.frame, pairs.values())),
         path=_path(path, axes),
         memory=_outline(curves, axes, end, max(peaks, default=0.0)),
         peaks=peaks,
@@ -131,20 +142,14 @@ class _Axes:
     top: float  # top of boxes in their lane
 
     def x(self, time: float) -> float:
-        """The position of a time."""
         return (time - self.origin) * self.scale
 
-    def y(
-        self, rank: int, op: Op, share: tuple[int, int] = (0, 1)
-    ) -> tuple[float, float, float, float]:
-        """The top and bottom of a box, with the memory shown and without.
-
-        ``share`` is the index of the box, and the number of boxes that share the height.
-        """
+    def y(self, rank: int, op: Op, part: int = 0, parts: int = 1) -> tuple[float, ...]:
+        """Top and bottom with the memory shown, and without, of one of the ``parts`` that share
+        the height."""
         if op not in COMPUTE:
             top, foot = _RELOADS if op is Op.RELOAD else _OFFLOADS
             return rank + top, rank + foot, rank + top, rank + foot
-        part, parts = share
         height, alone = (_FOOT - self.top) / parts, (_FOOT_ALONE - self.top) / parts
         top = rank + self.top
         return (
@@ -163,67 +168,51 @@ def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
     return {name: list(column) for name, column in zip(names, columns, strict=True)}
 
 
-def _blocks(trace: Trace, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
-    """The spans of each overlapped pair."""
-    block_of = trace.pair_of()
-    found: dict[tuple[int, Overlap], list[Span]] = {}
-    for span in spans if block_of else ():
-        block = block_of.get(span.action)
-        if block is not None:
-            found.setdefault((span.rank, block), []).append(span)
-    return [tuple(parts) for parts in found.values()]
-
-
 def _boxes(
     trace: Trace,
     spans: Sequence[Span],
     axes: _Axes,
     cause_of: Callable[[Span], Span | None],
     path: set[Span],
-    blocks: Sequence[tuple[Span, ...]],
+    pairs: Iterable[Sequence[Span]],
     differences: dict[str, str],
-) -> Iterable[tuple[Any, ...]]:
+) -> Iterator[tuple[Any, ...]]:
     """One row of ``_BOX_COLUMNS`` per span."""
     colours = shades(trace)
     inks = {colour: ink(colour) for colour in set(colours.values())}
-    block_of = {span: block for block in blocks for span in block}
+    pair_of = {span: pair for pair in pairs for span in pair}
     # Per rank, the end of its last computation.
     free: dict[int, float] = {}
     for span in spans:
-        act, computes = span.action, span.action.op in COMPUTE
+        act, pair, part = span.action, pair_of.get(span, ()), (0, 1)
         left, right, name = axes.x(span.start), axes.x(span.end), str(act)
         fill = colours[span.rank, act.op, act.stage]
-        number = "" if act.microbatch is None else str(act.microbatch)
-        block = block_of.get(span, ())
-        others = ", ".join(str(other.action) for other in block if other.action != act)
+        number, label = "" if act.microbatch is None else str(act.microbatch), ""
         waited = "nothing"
-        if computes:
-            waited = _waited(span, cause_of(span), axes.x(free.get(span.rank, axes.origin)), left)
+        if act.op in COMPUTE:
+            label = letter_of(act.op) + number
+            idle = left - axes.x(free.get(span.rank, axes.origin))
+            waited = _waited(span, cause_of(span), idle)
             free[span.rank] = span.end
+        middle = (span.start + span.end) / 2
+        if any(other.start < middle < other.end for other in pair if other is not span):
+            part = pair.index(span), len(pair)
+        others = ", ".join(str(other.action) for other in pair if other.action != act)
         yield (
-            left, right, *axes.y(span.rank, act.op, _share(span, block)), right - left, fill,
-            inks[fill], letter_of(act.op) + number if computes else "", span.rank, name,
-            name_of(act.op), act.stage, number, waited,
+            left, right, *axes.y(span.rank, act.op, *part), right - left, fill, inks[fill], label,
+            span.rank, name, name_of(act.op), act.stage, number, waited,
             f"one block with {others}" if others else "", differences.get(name, ""),
             1.0 if span in path else _PALE,
         )  # fmt: skip
 
 
-def _waited(span: Span, cause: Span | None, free: float, start: float) -> str:
+def _waited(span: Span, cause: Span | None, idle: float) -> str:
     """The tooltip's text on the cause of a span's start."""
     if cause is None:
         return "nothing"
     if cause.rank == span.rank:
         return f"its rank, busy with {cause.action}"
-    return f"{cause.action} of rank {cause.rank}, idle for {amount(start - free)}"
-
-
-def _share(span: Span, block: Sequence[Span]) -> tuple[int, int]:
-    """The part of the lane's height: all of it, unless actions of a pair ran at the same time."""
-    middle = (span.start + span.end) / 2
-    if any(other.start < middle < other.end for other in block if other is not span):
-        return block.index(span), len(block)
-    return 0, 1
+    return f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
 
 
 def _path(path: Sequence[Span], axes: _Axes) -> Columns:
@@ -242,28 +231,21 @@ def _activations(trace: Trace) -> tuple[Curve, ...]:
     memory = StageMemory.counting(1 + max((act.stage for act in acts), default=0))
     recomputed = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
     backward = any(act.op in (Op.FULL_BACKWARD, Op.INPUT_GRAD) for act in acts)
-    changes: list[dict[float, float]] = [{} for _ in range(trace.num_ranks)]
+    changes: list[defaultdict[float, float]] = [defaultdict(float) for _ in range(trace.num_ranks)]
     for span in trace.spans:
         taken, freed = memory.changes(span.action, recomputed, backward=backward)
-        at = changes[span.rank]
         for time, change in ((span.start, taken), (span.end, -freed)):
             if change:
-                at[time] = at.get(time, 0.0) + change
-    curves: list[Curve] = []
-    for at in changes:
-        held, curve = 0.0, list[tuple[float, float]]()
-        for time in sorted(at):
-            held += at[time]
-            curve.append((time, held))
-        curves.append(tuple(curve))
-    return tuple(curves)
+                changes[span.rank][time] += change
+    times = [sorted(each) for each in changes]
+    return tuple(
+        tuple(zip(when, accumulate(each[time] for time in when), strict=True))
+        for when, each in zip(times, changes, strict=True)
+    )
 
 
 def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -> Columns:
-    """The memory of all ranks as one outline, which draws fast.
-
-    The amount ``highest`` fills the height.
-    """
+    """The memory of all ranks as one outline, which draws fast; ``highest`` fills the height."""
     xs: list[float] = []
     ys: list[float] = []
     for rank, curve in enumerate(curves):

@@ -1,33 +1,54 @@
 """A timeline as one HTML file that needs no network: zoom, hover, memory, critical path.
 
 A measured step can be drawn above a simulated one on the same time axis, with a table of the
-differences, action by action.
+differences, action by action. The playground shares the HTML parts; they escape external text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
+from penstock.schedule.action import Op
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.measured import Difference, compare_traces
-from penstock.trace import Span, Trace
-from penstock.view.html import PAGE_CSS, figures_html, figures_of, heading_html, legend_html
-from penstock.view.layout import Drawable, trace_of
-from penstock.view.palette import name_of, time_text
+from penstock.simulate.simulation import Simulation
+from penstock.trace import Trace
+from penstock.view.layout import Drawable, ops_drawn, trace_of
+from penstock.view.palette import (
+    FONT,
+    FRAME,
+    amount,
+    colour_of,
+    ink,
+    letter_of,
+    name_of,
+    shade,
+    time_text,
+)
 
 if TYPE_CHECKING:
     from bokeh.models.ui import UIElement
-    from bokeh.models.widgets.tables import DataTable
 
-__all__ = ["save_page"]
+__all__ = [
+    "CARD", "figures_html", "figures_of", "heading_html", "legend_html",
+    "save_page", "tag",
+]  # fmt: skip
 
-_SIGNED = """<span style="color:<%= value > 0 ? '#b3261e' : '#1b7a3d' %>;float:right">
-<%= (value > 0 ? '+' : '') + value.toFixed(3) %></span>"""
+CARD = "background:#fff;border:1px solid #dde3e9;border-radius:8px;padding:8px 14px"
+_SQUARE = (
+    "display:inline-block;width:16px;height:16px;border-radius:3px;box-sizing:border-box;"
+    "font-size:10.5px;line-height:16px;text-align:center"
+)
+_LEGEND = (
+    "display:flex;flex-wrap:wrap;gap:4px 16px;align-items:center;min-height:31px;"
+    f"font:13px {FONT};color:#3a4652"
+)
 
 
 def save_page(
@@ -69,24 +90,23 @@ def save_page(
             "pages need Bokeh, which is not installed: pip install 'penstock[view]'"
         ) from error
     steps = [shown] if beside is None else [shown, beside]
-    named = trace_of(shown).name if title is None else title
-    document = Document(title=named)
-    document.add_root(_content(steps, names, named))
+    title = trace_of(shown).name if title is None else title
+    document = Document(title=title)
+    document.add_root(_content(steps, names, title))
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(file_html(document, resources=INLINE, title=named), encoding="utf-8")
+    target.write_text(file_html(document, resources=INLINE, title=title), encoding="utf-8")
 
 
 def _content(steps: Sequence[Drawable], names: tuple[str, str], title: str) -> UIElement:
-    from bokeh.layouts import column, row
-    from bokeh.models import GlobalInlineStyleSheet
     from bokeh.models.widgets.markups import Div
 
-    from penstock.view.timeline import Timeline, toggles
+    from penstock.view.timeline import STRETCHED, Timeline, differences_table, page_of, toggle_row
 
     traces = [trace_of(step) for step in steps]
-    unit = traces[0].unit
-    rows = _differences(*traces) if len(traces) > 1 else []
+    unit, several = traces[0].unit, len(traces) > 1
+    rows = compare_traces(*traces) if several else ()
+    rows = tuple(row for row in rows if row.action.op in COMPUTE)
     texts = {str(each.action): _tooltip(each, names, unit) for each in rows}
     timelines: list[Timeline] = []
     ends = []
@@ -96,32 +116,20 @@ def _content(steps: Sequence[Drawable], names: tuple[str, str], title: str) -> U
             name="beside" if timelines else "timeline",
             x_range=timelines[0].x_range if timelines else None,
         )
-        shown_name = name if len(traces) > 1 else ""
-        ends.append(timeline.show(step, unit=unit, differences=texts, title=shown_name).end)
+        drawing = timeline.show(step, unit=unit, differences=texts, title=name if several else "")
+        ends.append(drawing.end)
         timelines.append(timeline)
     timelines[0].set_end(max(ends))
-    stretched: dict[str, Any] = {"sizing_mode": "stretch_width"}
-    parts: list[UIElement] = [
-        Div(text=heading_html(title, _subtitle(traces[0])), **stretched),
-        Div(text=figures_html(figures_of(steps, names)), **stretched),
-        row(*toggles(timelines), Div(text=legend_html(traces), **stretched), **stretched),
+    stages = len({span.action.stage for span in traces[0].spans})
+    microbatches = len({span.action.microbatch for span in traces[0].spans} - {None})
+    sizes = numbers_of(rank=traces[0].num_ranks, stage=stages, microbatch=microbatches)
+    return page_of(
+        Div(text=heading_html(title, sizes), **STRETCHED),
+        Div(text=figures_html(figures_of(steps, names)), **STRETCHED),
+        toggle_row(timelines, Div(text=legend_html(traces), **STRETCHED)),
         *(timeline.plot for timeline in timelines),
-    ]
-    if len(traces) > 1:
-        parts.append(_differences_table(rows, names, unit))
-    look = GlobalInlineStyleSheet(css=PAGE_CSS)
-    return column(*parts, spacing=12, stylesheets=[look], **stretched)
-
-
-def _subtitle(trace: Trace) -> str:
-    stages = len({span.action.stage for span in trace.spans})
-    microbatches = len({span.action.microbatch for span in trace.spans} - {None})
-    return numbers_of(rank=trace.num_ranks, stage=stages, microbatch=microbatches)
-
-
-def _differences(one: Trace, other: Trace) -> list[Difference]:
-    """The differences of all computations in both traces, from the first computation on."""
-    return [row for row in compare_traces(one, other) if row.action.op in COMPUTE]
+        *([differences_table(rows, names, unit)] if several else []),
+    )
 
 
 def _tooltip(row: Difference, names: tuple[str, str], unit: str) -> str:
@@ -132,51 +140,101 @@ def _tooltip(row: Difference, names: tuple[str, str], unit: str) -> str:
     return f"{names[0]} − {names[1]}: starts {later}, lasts {longer}"
 
 
-def _differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> DataTable:
-    """A sortable table of all computations."""
-    from bokeh.models import ColumnDataSource
-    from bokeh.models.widgets.tables import (
-        DataTable,
-        HTMLTemplateFormatter,
-        NumberFormatter,
-        StringFormatter,
-        TableColumn,
-    )
+# --- parts in HTML ------------------------------------------------------------------------------
 
-    scale, suffix = (1e3, ", ms") if unit == "s" else (1.0, "")
-    first, second = names
-    plain, number = StringFormatter(), NumberFormatter(format="0,0.000", text_align="right")
-    whole, signed = NumberFormatter(text_align="right"), HTMLTemplateFormatter(template=_SIGNED)
-    columns: list[tuple[str, str, Any, list[Any]]] = [
-        ("action", "action", plain, [str(row.action) for row in rows]),
-        ("kind", "kind", plain, [name_of(row.action.op) for row in rows]),
-        ("rank", "rank", whole, [row.rank for row in rows]),
-    ]
-    times = [
-        ("start", f"start {first}", number, [row.measured.start for row in rows]),
-        ("start_other", f"start {second}", number, [row.simulated.start for row in rows]),
-        ("later", "later by", signed, [row.later for row in rows]),
-        ("lasts", f"lasts {first}", number, [_duration(row.measured) for row in rows]),
-        ("lasts_other", f"lasts {second}", number, [_duration(row.simulated) for row in rows]),
-        ("longer", "longer by", signed, [row.longer for row in rows]),
-    ]
-    columns += [
-        (field, title + suffix, formatter, [time * scale for time in values])
-        for field, title, formatter, values in times
-    ]
-    return DataTable(
-        source=ColumnDataSource({field: values for field, _, _, values in columns}),
-        columns=[
-            TableColumn(field=field, title=title, formatter=formatter)
-            for field, title, formatter, _ in columns
-        ],
-        index_position=None,
-        reorderable=False,
-        height=340,
-        sizing_mode="stretch_width",
-        name="differences",
+
+def tag(name: str, style: str, *inner: str) -> str:
+    """An element with a style; ``name`` may have further attributes."""
+    return f'<{name} style="{style}">{"".join(inner)}</{name.split()[0]}>'
+
+
+def heading_html(title: str, subtitle: str) -> str:
+    """A heading with a subtitle."""
+    return tag(
+        "div",
+        f"font-family:{FONT};color:#1c2733;line-height:1.35",
+        tag("span", "font-size:22px;font-weight:650", escape(title)),
+        tag("span", "font-size:14px;color:#66727f;margin-left:12px", escape(subtitle)),
     )
 
 
-def _duration(span: Span) -> float:
-    return span.end - span.start
+def figures_html(figures: Sequence[tuple[str, str]]) -> str:
+    """A row of cards, each with a heading and a figure."""
+    cards = [
+        tag(
+            "div",
+            f"{CARD};min-width:104px;box-sizing:border-box",
+            tag("div", "font-size:11.5px;color:#66727f", escape(name)),
+            tag("div", "font-size:17px;font-weight:600", escape(value)),
+        )
+        for name, value in figures
+    ]
+    return tag(
+        "div", f"display:flex;flex-wrap:wrap;gap:10px;font-family:{FONT};color:#1c2733", *cards
+    )
+
+
+def figures_of(
+    steps: Sequence[Drawable], names: tuple[str, str] = ("", ""), *, limit: float | None = None
+) -> list[tuple[str, str]]:
+    """The figures of a step, for ``figures_html``.
+
+    Args:
+        steps: one step, or two to compare, in the unit of the first.
+        names: names of the two steps.
+        limit: memory limit of a rank; None for none.
+    """
+    traces, first = [trace_of(step) for step in steps], steps[0]
+    unit = traces[0].unit
+    of = f", {names[0]} | {names[1]}" if len(traces) > 1 else ""
+    texts = {
+        "makespan": [time_text(trace.makespan, unit) for trace in traces],
+        "bubble": [f"{trace.bubble_ratio:.2%}" for trace in traces],
+        "span": [time_text(trace.span, unit) for trace in traces],
+        "span bubble": [f"{trace.span_bubble_ratio:.2%}" for trace in traces],
+    }
+    figures = [(f"{name}{of}", " | ".join(values)) for name, values in texts.items()]
+    if isinstance(first, Simulation):
+        peak = max(first.peak_bytes)
+        over = " (over the limit)" if limit is not None and peak > limit else ""
+        figures.append(("peak held", amount(peak) + over))
+        if first.bounds is not None:
+            figures.append(("makespan lower bound", amount(first.bounds.makespan)))
+        figures.append(("messages", str(first.messages)))
+    if len(traces) > 1 and traces[1].makespan:
+        ratio = traces[0].makespan / traces[1].makespan
+        figures.append((f"{names[0]} ÷ {names[1]}", f"{ratio:.3f}"))
+    return figures
+
+
+def legend_html(traces: Sequence[Trace]) -> str:
+    """The legend of the colours used in a drawing of these traces."""
+    chips = [
+        (
+            name_of(op),
+            f"background:{colour_of(op)};color:{ink(colour_of(op))}",
+            letter_of(op) if op in COMPUTE else "",
+        )
+        for op in ops_drawn(traces)
+    ]
+    chips.append(("idle", "background:#fff;border:1px solid #b9c3cd", ""))
+    for trace in traces:
+        stages = {(span.rank, span.action.stage) for span in trace.spans}
+        if len(stages) > len({rank for rank, _ in stages}):
+            first, last = (shade(colour_of(Op.FORWARD), step, 2) for step in (0, 1))
+            look = f"background:linear-gradient(90deg,{first} 50%,{last} 50%)"
+            chips.append(("a rank's first, last stage", look, ""))
+            break
+    if any(trace.overlapped_pairs for trace in traces):
+        chips.append(("run as one block", f"background:#fff;border:2px solid {FRAME}", ""))
+    chips.append(("memory held", "background:#e6c68b", ""))
+    shown = [
+        tag(
+            "span",
+            "display:inline-flex;align-items:center;gap:6px",
+            tag("span", f"{_SQUARE};{look}", letter),
+            escape(name),
+        )
+        for name, look, letter in chips
+    ]
+    return tag("div", _LEGEND, *shown)

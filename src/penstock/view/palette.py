@@ -10,19 +10,9 @@ from penstock.schedule.action import Op
 from penstock.trace import Trace
 
 __all__ = [
-    "ANSI",
-    "COLOURS",
-    "FRAME",
-    "amount",
-    "axis_label",
-    "colour_of",
-    "ink",
-    "letter_of",
-    "name_of",
-    "shade",
-    "shades",
-    "time_text",
-]
+    "ANSI", "COLOURS", "FONT", "FRAME", "amount", "axis_label", "colour_of", "ink", "letter_of",
+    "name_of", "shade", "shades", "time_text",
+]  # fmt: skip
 
 COLOURS: dict[Op, str] = {
     Op.FORWARD: "#4f86d9",
@@ -49,6 +39,9 @@ nearest to ``COLOURS`` would coincide for several ops."""
 FRAME = "#1c2733"
 """The colour of the frame around an overlapped pair."""
 
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+"""The font of pages."""
+
 _NAMES: dict[Op, str] = {
     Op.FORWARD: "forward",
     Op.FULL_BACKWARD: "backward",
@@ -73,7 +66,7 @@ def name_of(op: Op) -> str:
 
 
 def letter_of(op: Op) -> str:
-    """The letter of an op, for labels of boxes."""
+    """The letter of an op in labels."""
     return op.value[0]
 
 
@@ -90,10 +83,8 @@ def shade(colour: str, step: int, num_steps: int) -> str:
     """The shade of ``#rrggbb`` for one of several stages of a rank, darkest for the first.
 
     Example:
-        >>> shade("#4f86d9", 0, 1)
-        '#4f86d9'
-        >>> shade("#808080", 0, 2), shade("#808080", 1, 2)
-        ('#636363', '#b0b0b0')
+        >>> shade("#808080", 0, 1), shade("#808080", 0, 2), shade("#808080", 1, 2)
+        ('#808080', '#636363', '#b0b0b0')
     """
     if num_steps < 2:
         return colour
@@ -107,10 +98,10 @@ def shade(colour: str, step: int, num_steps: int) -> str:
 
 def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
     """The colour of every rank, op and stage of a trace."""
-    held: dict[int, set[int]] = {}
+    stages: dict[int, set[int]] = {}
     for span in trace.spans:
-        held.setdefault(span.rank, set()).add(span.action.stage)
-    order = {rank: sorted(stages) for rank, stages in held.items()}
+        stages.setdefault(span.rank, set()).add(span.action.stage)
+    order = {rank: sorted(each) for rank, each in stages.items()}
     used = {(span.rank, span.action.op, span.action.stage) for span in trace.spans}
     return {
         (rank, op, stage): shade(colour_of(op), order[rank].index(stage), len(order[rank]))
@@ -119,12 +110,7 @@ def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
 
 
 def ink(colour: str) -> str:
-    """Black or white, for better contrast with a background colour.
-
-    Example:
-        >>> ink("#3d68a8"), ink("#aed6ef")
-        ('#ffffff', '#000000')
-    """
+    """Black or white, for better contrast with a background colour."""
     red, green, blue = _channels(colour)
     # Luminance by ITU-R BT.601.
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 145 else "#ffffff"
@@ -144,12 +130,7 @@ def amount(value: float) -> str:
 
 
 def time_text(value: float, unit: str) -> str:
-    """Format a time of a trace in its unit.
-
-    Example:
-        >>> time_text(0.0123456, "s"), time_text(51.0, "1")
-        ('12.35 ms', '51')
-    """
+    """Format a time of a trace in its unit: ``12.35 ms`` for seconds, else an ``amount``."""
     return f"{value * 1e3:.4g} ms" if unit == "s" else amount(value)
 
 

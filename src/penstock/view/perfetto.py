@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ __all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
 
 # Microseconds per unit. An abstract cost of 1 is shown as a millisecond.
 _SCALE = {"s": 1e6, "1": 1e3}
-
 _COMPUTE_LANE, _OTHER_LANE = 0, 1
+
+_Event = dict[str, Any]
 
 
 def to_perfetto(trace: Trace) -> str:
@@ -46,40 +48,25 @@ def to_perfetto(trace: Trace) -> str:
         >>> [e["name"] for e in json.loads(text)["traceEvents"] if e["ph"] == "X"]
         ['0F3']
     """
-    scale = _SCALE.get(trace.unit)
-    if scale is None:
-        raise ScheduleError(
-            f"the trace's unit is {trace.unit!r}, expected one of {', '.join(map(repr, _SCALE))}"
-        )
-    events = _lane_names(trace)
-    block_of = trace.pair_of()
-    events += [_complete_event(span, scale, block_of.get(span.action)) for span in trace.spans]
+    if trace.unit not in _SCALE:
+        raise ScheduleError(f"the trace's unit is {trace.unit!r}, expected one of 's', '1'")
+    scale, pair_of = _SCALE[trace.unit], trace.pair_of()
+    events = [*_lane_names(trace)]
+    events += [_complete_event(span, scale, pair_of.get(span.action)) for span in trace.spans]
     events += _arrows(trace, scale)
-    document = {
-        "displayTimeUnit": "ms",
-        "otherData": {"schedule": trace.name, "ranks": trace.num_ranks, "unit": trace.unit},
-        "traceEvents": events,
-    }
-    return json.dumps(document)
+    header = {"schedule": trace.name, "ranks": trace.num_ranks, "unit": trace.unit}
+    return json.dumps({"displayTimeUnit": "ms", "otherData": header, "traceEvents": events})
 
 
 def save_perfetto(trace: Trace, path: str | PathLike[str]) -> None:
-    """Write ``to_perfetto(trace)`` to a file; its folder is created if needed.
-
-    Args:
-        trace: the trace.
-        path: the file, usually ``*.json``.
-    """
+    """Write ``to_perfetto(trace)`` to a file, usually ``*.json``; its folder is created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(to_perfetto(trace), encoding="utf-8")
 
 
 def from_perfetto(text: str) -> Trace:
-    """Read a trace back.
-
-    Args:
-        text: the output of ``to_perfetto``.
+    """Read the output of ``to_perfetto`` back.
 
     Raises:
         ScheduleError: not JSON, or JSON that ``to_perfetto`` did not write.
@@ -99,29 +86,27 @@ def from_perfetto(text: str) -> Trace:
         ) from error
 
 
-def _read(document: dict[str, Any]) -> Trace:
+def _read(document: _Event) -> Trace:
     header, events = document["otherData"], document["traceEvents"]
     name, num_ranks, scale = header["schedule"], header["ranks"], _SCALE[header["unit"]]
     # Every rank has at least one metadata event.
     if not isinstance(name, str) or type(num_ranks) is not int or num_ranks > len(events):
         raise ValueError(f"{num_ranks!r} ranks of schedule {name!r} in {len(events)} events")
     complete = [event for event in events if event["ph"] == "X"]
-    # The sort is stable: spans that start together keep their order.
-    spans = sorted(
-        (_span(event, scale, num_ranks) for event in complete), key=lambda s: (s.rank, s.start)
-    )
+    spans = [_span(event, scale, num_ranks) for event in complete]
     texts = dict.fromkeys(e["args"]["block"] for e in complete if "block" in e["args"])
-    blocks = [step for step in map(parse_step, texts) if isinstance(step, Overlap)]
+    pairs = [step for step in map(parse_step, texts) if isinstance(step, Overlap)]
     return Trace(
         name=name,
         num_ranks=num_ranks,
         unit=header["unit"],
-        spans=tuple(spans),
-        overlapped_pairs=tuple(blocks),
+        # The sort is stable: spans that start together keep their order.
+        spans=tuple(sorted(spans, key=lambda s: (s.rank, s.start))),
+        overlapped_pairs=tuple(pairs),
     )
 
 
-def _span(event: dict[str, Any], scale: float, num_ranks: int) -> Span:
+def _span(event: _Event, scale: float, num_ranks: int) -> Span:
     rank, start, length = event["pid"], event["ts"] / scale, event["dur"] / scale
     if type(rank) is not int or not 0 <= rank < num_ranks:
         raise ValueError(f"{event['name']} has pid {rank!r}, expected a rank below {num_ranks}")
@@ -134,48 +119,36 @@ def _lane(span: Span) -> int:
     return _COMPUTE_LANE if span.action.op in COMPUTE else _OTHER_LANE
 
 
-def _lane_names(trace: Trace) -> list[dict[str, Any]]:
+def _lane_names(trace: Trace) -> Iterator[_Event]:
     """Metadata events that name and order processes and threads."""
     used = {(span.rank, _lane(span)) for span in trace.spans}
-    events: list[dict[str, Any]] = []
-
-    def name(kind: str, rank: int, lane: int, text: str, order: int) -> None:
-        for event, args in (("name", {"name": text}), ("sort_index", {"sort_index": order})):
-            events.append(
-                {"ph": "M", "name": f"{kind}_{event}", "pid": rank, "tid": lane, "args": args}
-            )
-
     for rank in range(trace.num_ranks):
-        name("process", rank, 0, f"rank {rank}", rank)
-        for lane, text in ((_COMPUTE_LANE, "compute"), (_OTHER_LANE, "messages")):
-            if lane == _COMPUTE_LANE or (rank, lane) in used:
-                name("thread", rank, lane, text, lane)
-    return events
+        lanes = [("process", 0, f"rank {rank}", rank), ("thread", _COMPUTE_LANE, "compute", 0)]
+        if (rank, _OTHER_LANE) in used:
+            lanes.append(("thread", _OTHER_LANE, "messages", 1))
+        for kind, lane, text, order in lanes:
+            place = {"pid": rank, "tid": lane}
+            yield {"ph": "M", "name": f"{kind}_name", **place, "args": {"name": text}}
+            yield {"ph": "M", "name": f"{kind}_sort_index", **place, "args": {"sort_index": order}}
 
 
-def _complete_event(span: Span, scale: float, block: Overlap | None) -> dict[str, Any]:
+def _complete_event(span: Span, scale: float, block: Overlap | None) -> _Event:
     act = span.action
-    args = {"stage": act.stage, "op": act.op.value}
+    args: _Event = {"stage": act.stage, "op": act.op.value}
     if act.microbatch is not None:
         args["microbatch"] = act.microbatch
     if block is not None:
         args["block"] = str(block)
     return {
-        "ph": "X",
-        "name": str(act),
-        "cat": name_of(act.op),
-        "pid": span.rank,
-        "tid": _lane(span),
-        "ts": span.start * scale,
-        "dur": (span.end - span.start) * scale,
-        "args": args,
-    }
+        "ph": "X", "name": str(act), "cat": name_of(act.op), "pid": span.rank, "tid": _lane(span),
+        "ts": span.start * scale, "dur": (span.end - span.start) * scale, "args": args,
+    }  # fmt: skip
 
 
-def _arrows(trace: Trace, scale: float) -> list[dict[str, Any]]:
+def _arrows(trace: Trace, scale: float) -> list[_Event]:
     """A pair of flow events for each result that crosses ranks."""
     made = makers(trace.spans)
-    events: list[dict[str, Any]] = []
+    events: list[_Event] = []
     for span in trace.spans:
         for needed in needed_by(span.action) if span.action.op in COMPUTE else ():
             maker = made.get(needed)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.errors import PenstockError
-from penstock.schedule.action import Op
 from penstock.schedule.messages import number_of
 from penstock.trace import Trace
-from penstock.view.layout import Columns, Drawing, arrange, drawn
+from penstock.view.layout import Columns, Drawing, arrange, ops_drawn
 from penstock.view.palette import FRAME, axis_label, colour_of, name_of, time_text
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _FONT = 7.5
 _NARROW = 0.05
 _EDGE = 0.5  # in points
 
-Corners: TypeAlias = tuple[tuple[float, float], ...]
+_Corners: TypeAlias = tuple[tuple[float, float], ...]
 
 
 def draw(
@@ -71,17 +70,34 @@ def draw(
     if not shown or len({trace.unit for trace in shown}) > 1:
         units = sorted({trace.unit for trace in shown})
         raise ValueError(f"draw takes one or more traces in one unit, and was given {units}")
-    named = [title_of(trace) for trace in shown] if titles is None else list(titles)
-    if len(named) != len(shown):
-        raise ValueError(f"{len(named)} titles for {len(shown)} traces")
+    titles = [title_of(trace) for trace in shown] if titles is None else titles
+    if len(titles) != len(shown):
+        raise ValueError(f"{len(titles)} titles for {len(shown)} traces")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PenstockError(
+            "pictures need Matplotlib, which is not installed: pip install 'penstock[view]'"
+        ) from error
     drawings = [arrange(trace) for trace in shown]
-    figure, panels = _panels(shown, drawings, width)
-    for axes, drawing, title in zip(panels, drawings, named, strict=True):
-        _draw_lanes(axes, drawing, (width - _MARGIN - 0.2) / axes.get_xlim()[1])
+    end = max(drawing.end for drawing in drawings) or 1.0
+    top = height = _FOOT_HEIGHT + sum(t.num_ranks * _LANE_HEIGHT + _TITLE_HEIGHT for t in shown)
+    figure = Figure(figsize=(width, height))
+    for trace, drawing, title in zip(shown, drawings, titles, strict=True):
+        top -= trace.num_ranks * _LANE_HEIGHT + _TITLE_HEIGHT
+        axes = _add_panel(figure, trace.num_ranks, top)
+        axes.set_xlim(0, end)
+        _draw_lanes(axes, drawing, (width - _MARGIN - 0.2) / end)
         axes.set_title(title, loc="left", fontsize=9.5)
-    panels[-1].set_xlabel(axis_label(shown[0].unit), fontsize=8.5)
+    axes.set_xlabel(axis_label(shown[0].unit), fontsize=8.5)
     _draw_legend(figure, shown)
-    _save(figure, Path(path), dpi)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # No date, and ids from a fixed salt, so that equal pictures give equal files.
+    metadata = {"Date": None} if target.suffix == ".svg" else None
+    with matplotlib.rc_context({"svg.hashsalt": "penstock", "svg.fonttype": "none"}):
+        figure.savefig(target, dpi=dpi, metadata=metadata)
 
 
 def title_of(trace: Trace) -> str:
@@ -92,62 +108,48 @@ def title_of(trace: Trace) -> str:
     )
 
 
-def _panels(
-    traces: Sequence[Trace], drawings: Sequence[Drawing], width: float
-) -> tuple[Figure, list[Axes]]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PenstockError(
-            "pictures need Matplotlib, which is not installed: pip install 'penstock[view]'"
-        ) from error
-    heights = [trace.num_ranks * _LANE_HEIGHT + _TITLE_HEIGHT for trace in traces]
-    total = sum(heights) + _FOOT_HEIGHT
-    figure = Figure(figsize=(width, total))
-    end = max(drawing.end for drawing in drawings) or 1.0
-    panels = []
-    top = total
-    for trace, height in zip(traces, heights, strict=True):
-        top -= height
-        frame = (
+def _add_panel(figure: Figure, num_ranks: int, bottom: float) -> Axes:
+    """Add axes with a lane per rank, ``bottom`` inches above the figure's foot."""
+    width, height = figure.get_size_inches()
+    axes: Axes = figure.add_axes(
+        (
             _MARGIN / width,
-            (top + 0.25) / total,
+            (bottom + 0.25) / height,
             1 - (_MARGIN + 0.2) / width,
-            trace.num_ranks * _LANE_HEIGHT / total,
+            num_ranks * _LANE_HEIGHT / height,
         )
-        axes: Axes = figure.add_axes(frame)
-        axes.set_xlim(0, end)
-        axes.set_ylim(trace.num_ranks, 0)
-        axes.set_yticks([rank + 0.5 for rank in range(trace.num_ranks)])
-        axes.set_yticklabels([f"rank {rank}" for rank in range(trace.num_ranks)])
-        axes.tick_params(labelsize=8, length=0, axis="y")
-        axes.tick_params(labelsize=8, axis="x")
-        axes.spines[["top", "right"]].set_visible(False)
-        panels.append(axes)
-    return figure, panels
+    )
+    axes.set_ylim(num_ranks, 0)
+    names = [f"rank {rank}" for rank in range(num_ranks)]
+    axes.set_yticks([rank + 0.5 for rank in range(num_ranks)], names)
+    axes.tick_params(labelsize=8, length=0, axis="y")
+    axes.tick_params(labelsize=8, axis="x")
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
 
 
 def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
     """Draw the boxes of a step; ``inches`` is the width of one unit of time."""
-    boxes, blocks = drawing.boxes, drawing.blocks
+    boxes = drawing.boxes
     usual = inches * sum(boxes["lasts"]) / max(1, len(boxes["lasts"]))
     edge = _EDGE if usual > _NARROW else 0.0
-    looks: dict[tuple[str, float], list[Corners]] = {}
+    looks: dict[tuple[str, float], list[_Corners]] = {}
     for colour, label, each in zip(boxes["fill"], boxes["label"], _corners(boxes), strict=True):
         # A box without a label is a strip, too thin for an edge.
         looks.setdefault((colour, edge if label else 0.0), []).append(each)
     for (colour, width), corners in sorted(looks.items()):
         _add(axes, corners, facecolors=colour, edgecolors="white", linewidths=width)
-    _add(axes, _corners(blocks), facecolors="none", edgecolors=FRAME, linewidths=2 * edge)
+    frames = _corners(drawing.blocks)
+    _add(axes, frames, facecolors="none", edgecolors=FRAME, linewidths=2 * edge)
     _draw_labels(axes, boxes, inches)
 
 
-def _corners(columns: Columns) -> list[Corners]:
+def _corners(columns: Columns) -> list[_Corners]:
     sides = zip(*(columns[n] for n in ("left", "right", "top_alone", "foot_alone")), strict=True)
     return [((le, to), (ri, to), (ri, fo), (le, fo)) for le, ri, to, fo in sides]
 
 
-def _add(axes: Axes, corners: Sequence[Corners], **look: Any) -> None:
+def _add(axes: Axes, corners: Sequence[_Corners], **look: Any) -> None:
     """Add one collection per style, since thousands of single boxes draw slowly."""
     from matplotlib.collections import PolyCollection
 
@@ -174,21 +176,8 @@ def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
 def _draw_legend(figure: Figure, traces: Sequence[Trace]) -> None:
     from matplotlib.patches import Patch
 
-    used = {span.action.op for trace in traces for span in drawn(trace)}
-    patches: list[Any] = [
-        Patch(facecolor=colour_of(op), label=name_of(op)) for op in Op if op in used
-    ]
+    patches = [Patch(facecolor=colour_of(op), label=name_of(op)) for op in ops_drawn(traces)]
     patches.append(Patch(facecolor="white", edgecolor="#bbbbbb", label="idle"))
     if any(trace.overlapped_pairs for trace in traces):
         patches.append(Patch(facecolor="white", edgecolor=FRAME, label="run as one block"))
     figure.legend(handles=patches, loc="lower right", ncols=len(patches), fontsize=8, frameon=False)
-
-
-def _save(figure: Figure, path: Path, dpi: int) -> None:
-    import matplotlib
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # No date, and ids from a fixed salt, so that equal pictures give equal files.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    with matplotlib.rc_context({"svg.hashsalt": "penstock", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=dpi, metadata=metadata)

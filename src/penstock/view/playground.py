@@ -9,14 +9,13 @@ from __future__ import annotations
 import socket
 import time
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from html import escape
 from typing import Any
 
 from bokeh.document import Document
 from bokeh.layouts import column, row
-from bokeh.models import GlobalInlineStyleSheet
-from bokeh.models.ui import UIElement
 from bokeh.models.widgets.groups import RadioButtonGroup
 from bokeh.models.widgets.inputs import MultiChoice, Select, TextInput
 from bokeh.models.widgets.markups import Div
@@ -30,24 +29,31 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, refuse_options, schedules
 from penstock.simulate.costs import Costs, share_of, share_out, wanted_costs
 from penstock.simulate.simulation import Simulation, simulate
-from penstock.view.html import (
-    PAGE_CSS,
-    comparison_html,
-    error_html,
+from penstock.view.page import (
+    CARD,
     figures_html,
     figures_of,
     heading_html,
     legend_html,
+    tag,
 )
-from penstock.view.timeline import Timeline, toggles
+from penstock.view.palette import FONT, amount
+from penstock.view.timeline import STRETCHED, Timeline, page_of, toggle_row
 
 __all__ = ["Playground", "serve"]
 
 ADDRESS = "127.0.0.1"
 _COMPARED = ["gpipe", "1f1b", "interleaved-1f1b", "zbv"]
 _SLICE_S = 0.1
-_STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
+_ERROR = (
+    f"font:14px {FONT};color:#8a1c2c;background:#fdeeee;border:1px solid #f1c4c4;"
+    "border-radius:8px;padding:10px 14px;white-space:pre-wrap"
+)
 _BARE_TITLE = "font:600 13px system-ui,sans-serif;color:#3a4652;margin-top:6px"
+_HEAD = "text-align:left;font-weight:500;color:#66727f;padding:4px 14px 6px 0;white-space:nowrap"
+_CELL = "padding:3px 14px 3px 0;white-space:nowrap"
+_ALL_COLUMNS = 'td colspan="5"'
+_COLUMNS = ("schedule", "stages per rank", "makespan", "bubble", "span bubble", "peak held")
 
 _Options = tuple[tuple[str, object], ...]
 
@@ -78,21 +84,15 @@ class Playground:
             name="compared", width=255,
         )  # fmt: skip
         self.timeline = Timeline(num_ranks=4)
-        self.heading = Div(**_STRETCHED)
-        self.figures = Div(name="figures", **_STRETCHED)
-        self.legend = Div(**_STRETCHED)
-        self.error = Div(visible=False, name="error", **_STRETCHED)
-        self.comparison = Div(name="comparison", **_STRETCHED)
+        self.heading = Div(**STRETCHED)
+        self.figures = Div(name="figures", **STRETCHED)
+        self.legend = Div(**STRETCHED)
+        self.error = Div(visible=False, name="error", **STRETCHED)
+        self.comparison = Div(name="comparison", **STRETCHED)
         # The comparison so far, and the schedules still to simulate.
         self._outcomes: dict[str, Simulation | str] = {}
         self._pending: list[str] = []
         self._draw_scheduled = self._compare_scheduled = False
-        self._add_callbacks()
-        self._draw()
-        document.title = "Penstock playground"
-        document.add_root(self._layout())
-
-    def _add_callbacks(self) -> None:
         self.schedule.on_change("value", self._reset_schedule)
         for widget in (
             self.ranks, self.microbatches, self.virtual, self.forward, self.input_grad,
@@ -100,6 +100,23 @@ class Playground:
         ):  # fmt: skip
             widget.on_change("value", self._schedule_draw)
         self.per.on_change("active", self._schedule_draw)
+        self._draw()
+        document.title = "Penstock playground"
+        panel = column(
+            Div(text=heading_html("Penstock", "playground")),
+            self.schedule, self.ranks, self.microbatches, self.virtual, self.options,
+            Div(text=tag("div", _BARE_TITLE, "costs")),
+            self.per, self.forward, self.input_grad, self.weight_grad, self.latency,
+            Div(text=tag("div", _BARE_TITLE, "memory and comparison")),
+            self.memory, self.compared,
+            width=270,
+        )  # fmt: skip
+        view = column(
+            self.heading, self.figures, toggle_row([self.timeline], self.legend), self.error,
+            self.timeline.plot, self.comparison,
+            spacing=10, **STRETCHED,
+        )  # fmt: skip
+        document.add_root(page_of(panel, view, arrange=row, spacing=26))
 
     def _reset_schedule(self, attr: str, old: object, new: str) -> None:
         """Start a newly chosen schedule with its default number of stages and no options."""
@@ -117,26 +134,19 @@ class Playground:
 
     def _simulate(self, name: str) -> Simulation:
         """Simulate a schedule; only the drawn one gets the stages per rank and the options."""
-        is_chosen = name == self.schedule.value
+        virtual, options = None, dict[str, object]()
+        if name == self.schedule.value:
+            virtual = int(self.virtual.value)
+            options = parse_options(filter(None, map(str.strip, self.options.value.split(","))))
         costs = Costs(
             forward=self.forward.value,
             input_grad=self.input_grad.value,
             weight_grad=self.weight_grad.value,
             latency=self.latency.value,
         )
-        return _simulated(
-            name,
-            int(self.ranks.value),
-            int(self.microbatches.value),
-            int(self.virtual.value) if is_chosen else None,
-            tuple(self._options().items()) if is_chosen else (),
-            costs,
-            self.per.active == 1,
-        )
-
-    def _options(self) -> dict[str, object]:
-        """The options of the schedule, parsed from one line."""
-        return parse_options(filter(None, map(str.strip, self.options.value.split(","))))
+        built = name, int(self.ranks.value), int(self.microbatches.value), virtual
+        options |= wanted_costs(costs, name)
+        return _simulated(*built, tuple(options.items()), costs, self.per.active == 1)
 
     def _draw(self) -> None:
         """Draw the step; all changes reach the browser in one message."""
@@ -152,31 +162,26 @@ class Playground:
         try:
             result = self._simulate(name)
         except PenstockError as error:
-            self.error.text = error_html(str(error))
-            self.error.visible = True
-            self.timeline.plot.visible = False
+            self.error.text = tag('div role="alert"', _ERROR, escape(str(error)))
             self.heading.text = heading_html(name, "")
             self.figures.text = self.legend.text = ""
+            self.error.visible, self.timeline.plot.visible = True, False
         else:
-            self.error.visible = False
-            self.timeline.plot.visible = True
-            self._show(result)
+            self.error.visible, self.timeline.plot.visible = False, True
+            program = result.program
+            self.timeline.show(result)
+            sizes = numbers_of(
+                rank=program.num_ranks,
+                stage=program.num_stages,
+                microbatch=program.num_whole_microbatches,
+            )
+            self.heading.text = heading_html(program.name, sizes)
+            self.legend.text = legend_html([result.trace])
+            self.figures.text = figures_html(figures_of([result], limit=self.memory.value or None))
         self._outcomes, self._pending = {}, list(dict.fromkeys([name, *self.compared.value]))
         if not self._compare_scheduled:
             self._compare_scheduled = True
             self.document.add_next_tick_callback(self._compare)
-
-    def _show(self, result: Simulation) -> None:
-        program = result.program
-        self.timeline.show(result)
-        subtitle = numbers_of(
-            rank=program.num_ranks,
-            stage=program.num_stages,
-            microbatch=program.num_whole_microbatches,
-        )
-        self.heading.text = heading_html(program.name, subtitle)
-        self.legend.text = legend_html([result.trace])
-        self.figures.text = figures_html(figures_of([result], limit=self.memory.value or None))
 
     def _compare(self) -> None:
         """Simulate the schedules to compare, then show the table.
@@ -195,32 +200,9 @@ class Playground:
             self.document.add_next_tick_callback(self._compare)
             return
         self._compare_scheduled = False
-        self.comparison.text = comparison_html(
+        self.comparison.text = _comparison_html(
             self._outcomes, memory=self.memory.value or None, chosen=self.schedule.value
         )
-
-    def _layout(self) -> UIElement:
-        panel = column(
-            Div(text=heading_html("Penstock", "playground")),
-            self.schedule, self.ranks, self.microbatches, self.virtual, self.options,
-            Div(text=f'<div style="{_BARE_TITLE}">costs</div>'),
-            self.per, self.forward, self.input_grad, self.weight_grad, self.latency,
-            Div(text=f'<div style="{_BARE_TITLE}">memory and comparison</div>'),
-            self.memory, self.compared,
-            width=270,
-        )  # fmt: skip
-        view = column(
-            self.heading,
-            self.figures,
-            row(*toggles([self.timeline]), self.legend, **_STRETCHED),
-            self.error,
-            self.timeline.plot,
-            self.comparison,
-            spacing=10,
-            **_STRETCHED,
-        )
-        look = GlobalInlineStyleSheet(css=PAGE_CSS)
-        return row(panel, view, spacing=26, stylesheets=[look], **_STRETCHED)
 
 
 def _slider(title: str, value: float, start: float, end: float, step: float) -> Slider:
@@ -231,20 +213,14 @@ def _slider(title: str, value: float, start: float, end: float, step: float) -> 
 
 @lru_cache(maxsize=64)
 def _simulated(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    virtual: int | None,
-    options: _Options,
-    costs: Costs,
+    name: str, ranks: int, microbatches: int, virtual: int | None, options: _Options, costs: Costs,
     per_rank: bool,
-) -> Simulation:
+) -> Simulation:  # fmt: skip
     """Simulate a schedule; cached, since one slider changes few of the compared schedules.
 
     With ``per_rank``, costs are for a rank's whole part of the model, not for a stage.
     """
-    wanted = tuple(wanted_costs(costs, name).items())
-    program = _built(name, ranks, microbatches, virtual, (*wanted, *options))
+    program = _built(name, ranks, microbatches, virtual, options)
     return simulate(program, share_out(costs, share_of(program)) if per_rank else costs)
 
 
@@ -255,6 +231,62 @@ def _built(
     """Build a schedule; cached, since most costs do not change the program."""
     refuse_options(family(name), dict(options))
     return build(name, ranks=ranks, microbatches=microbatches, virtual=virtual, **dict(options))
+
+
+def _comparison_html(
+    outcomes: Mapping[str, Simulation | str], *, memory: float | None, chosen: str
+) -> str:
+    """A table of schedules with a bar per figure, smallest bubble first.
+
+    Args:
+        outcomes: by schedule name, its simulated step, or the reason why it has none.
+        memory: memory limit of a rank, above which a peak is red; None for none.
+        chosen: name of the schedule that is drawn, in bold.
+    """
+    results = [each for each in outcomes.values() if isinstance(each, Simulation)]
+    most = max((max(each.peak_bytes) for each in results), default=0.0)
+    widest = max((each.bubble_ratio for each in results), default=0.0)
+
+    def order(name: str) -> float:
+        outcome = outcomes[name]
+        return outcome.bubble_ratio if isinstance(outcome, Simulation) else 2.0
+
+    def table_row(name: str) -> str:
+        outcome, weight = outcomes[name], 650 if name == chosen else 400
+        head = tag("td", f"{_CELL};font-weight:{weight}", escape(name))
+        if isinstance(outcome, str):
+            style = f"{_CELL};color:#8a97a3;white-space:normal"
+            return f"<tr>{head}{tag(_ALL_COLUMNS, style, escape(outcome))}</tr>"
+        peak = max(outcome.peak_bytes)
+        over = memory is not None and peak > memory
+        cells = (
+            str(outcome.program.num_stages // outcome.program.num_ranks),
+            amount(outcome.makespan),
+            _bar(f"{outcome.bubble_ratio:.1%}", outcome.bubble_ratio, widest, "#4f86d9"),
+            f"{outcome.span_bubble_ratio:.1%}",
+            _bar(amount(peak), peak, most, "#d64545" if over else "#d9a441"),
+        )
+        return f"<tr>{head}{''.join(tag('td', _CELL, cell) for cell in cells)}</tr>"
+
+    head = "".join(tag("th", _HEAD, name) for name in _COLUMNS)
+    body = "".join(map(table_row, sorted(outcomes, key=order)))
+    style = f"border-collapse:collapse;font:13px {FONT};color:#1c2733"
+    parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return tag("div", CARD, tag("table", style, parts))
+
+
+def _bar(text: str, value: float, most: float, colour: str) -> str:
+    width = 110 * value / most if most > 0 else 0
+    bar = f"display:inline-block;height:11px;border-radius:2px;width:{width:.1f}px"
+    return tag(
+        "span",
+        "display:inline-flex;align-items:center;gap:8px",
+        tag("span", "display:inline-block;width:52px;text-align:right", text),
+        tag("span", f"{bar};background:{colour}"),
+    )
+
+
+# --- the server ---------------------------------------------------------------------------------
 
 
 def serve(
@@ -293,8 +325,7 @@ def _open(document: Document) -> None:
 
 
 def _reserved(port: int) -> int:
-    """Return a free port for 0, and refuse a port in use, since Bokeh would leave its socket
-    open."""
+    """A free port for 0; refuses a port in use, since Bokeh would leave its socket open."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -26,10 +26,10 @@ def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = Tr
     """
     if not colour:
         return Text(to_text(trace, width=width), end="", no_wrap=True)
-    cells = grid(trace, width=width, brief=True)
+    heads, rows, labelled = grid(trace, width=width, brief=True)
     styles = _styles(trace, shaded=shaded)
     text = Text(end="", no_wrap=True)
-    for head, row in zip(cells.heads, cells.rows, strict=True):
+    for head, row in zip(heads, rows, strict=True):
         text.append(head)
         for cell in row:
             blank = " " * len(cell.text)
@@ -37,7 +37,7 @@ def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = Tr
                 text.append(blank)
                 continue
             act = cell.span.action
-            label = cell.text if cell.begins and cells.labelled else blank
+            label = cell.text if cell.begins and labelled else blank
             if cell.joins:
                 label = "+" + label[1:]
             text.append(label, styles[cell.span.rank, act.op, act.stage])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.action import Action, Op, Overlap
@@ -24,7 +24,7 @@ from penstock.trace import Span, Trace
 from penstock.view.layout import drawn
 from penstock.view.palette import letter_of
 
-__all__ = ["Cell", "Grid", "grid", "to_text"]
+__all__ = ["Cell", "grid", "to_text"]
 
 _SMALLEST_WIDTH = 20
 # Rounding makes sums of costs differ by less than this share of a cell.
@@ -58,15 +58,23 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         rank 0  F0 .. .. .. B0 --
         rank 1  .. F0 B0 -- .. ..
     """
-    cells = grid(trace, width=width)
+    heads, rows, labelled = grid(trace, width=width)
     lines = []
-    for head, row in zip(cells.heads, cells.rows, strict=True):
-        line = head.removesuffix(" ") if cells.labelled else head
+    for head, row in zip(heads, rows, strict=True):
+        line = head.removesuffix(" ") if labelled else head
         for cell in row:
-            gap = ("+" if cell.joins else " ") if cells.labelled else ""
-            line += gap + _text(cell, cells.labelled)
+            gap = ("+" if cell.joins else " ") if labelled else ""
+            line += gap + _text(cell, labelled)
         lines.append(line.rstrip() + "\n")
     return "".join(lines)
+
+
+def _text(cell: Cell, labelled: bool) -> str:
+    if cell.span is None:
+        return "." * len(cell.text)
+    if not labelled:
+        return "+" if cell.joins else letter_of(cell.span.action.op)
+    return cell.text if cell.begins else "-" * len(cell.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,38 +87,35 @@ class Cell:
     text: str  # the label, of equal length in all cells of a grid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """A timeline in cells of equal time."""
+def grid(
+    trace: Trace, *, width: int, brief: bool = False
+) -> tuple[list[str], list[list[Cell]], bool]:
+    """A timeline in cells of equal time.
 
-    heads: tuple[str, ...]  # names of the lanes, of equal length
-    rows: tuple[tuple[Cell, ...], ...]
-    labelled: bool  # True if labels fit
+    Args:
+        trace: the trace.
+        width: longest line allowed, in characters.
+        brief: if True, labels show only the microbatch, for coloured views.
 
-
-def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
-    """The cells of a timeline; ``brief`` labels, for coloured views, show only the microbatch.
-
-    Raises:
-        ValueError: ``width`` is too small.
+    Returns:
+        The names of the lanes, of equal length; the cells of each lane; and True if labels fit.
     """
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
-    heads, lanes = _lanes(trace)
+    lanes = list(_lanes(trace))
     spans = [span for rank in range(trace.num_ranks) for span in trace.compute(rank)]
-    margin = max(map(len, heads), default=0) + 2
+    margin = max((len(head) for head, _ in lanes), default=0) + 2
     room = width - margin
     origin = min((span.start for span in spans), default=0.0)
     cell = min((s.end - s.start for s in spans if s.end > s.start), default=trace.makespan or 1.0)
     several = any(s.action.stage >= trace.num_ranks for s in spans)
 
     def label(act: Action) -> str:
-        """The label of an action: `` 3`` if brief, else ``F3``, or ``2F3`` if ranks hold several
-        stages."""
+        """``F3``, or ``2F3`` if ranks hold several stages; `` 3`` if brief."""
         stage = str(act.stage) if several else ""
         return f" {act.microbatch}" if brief else f"{stage}{letter_of(act.op)}{act.microbatch}"
 
-    label_width = max((len(label(s.action)) for lane in lanes for s in lane), default=1)
+    label_width = max((len(label(s.action)) for _, lane in lanes for s in lane), default=1)
     count = math.ceil(trace.makespan / cell - _ROUNDING)
     labelled = count * (label_width + (not brief)) - (not brief) <= room
     if not labelled and count > room:
@@ -120,30 +125,20 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> Grid:
     # Cells with colours alone are easier to see if wide.
     if not labelled:
         label_width = max(1, room // max(1, count)) if brief else 1
-    block_of = trace.pair_of()
-    return Grid(
-        heads=tuple(head.ljust(margin) for head in heads),
-        rows=tuple(_cells(lane, times, label, label_width, block_of) for lane in lanes),
-        labelled=labelled,
-    )
+    pair_of = trace.pair_of()
+    rows = [_cells(lane, times, label, label_width, pair_of) for _, lane in lanes]
+    return [head.ljust(margin) for head, _ in lanes], rows, labelled
 
 
-def _lanes(trace: Trace) -> tuple[list[str], list[Sequence[Span]]]:
-    """The names and spans of all lanes: the computations of each rank, followed by its copies."""
-    copies: dict[tuple[int, Op], list[Span]] = {}
-    for span in drawn(trace):
-        if span.action.op in _COPIES:
-            copies.setdefault((span.rank, span.action.op), []).append(span)
-    heads: list[str] = []
-    lanes: list[Sequence[Span]] = []
+def _lanes(trace: Trace) -> Iterator[tuple[str, Sequence[Span]]]:
+    """The name and the spans of each lane: a rank's computations, followed by its copies."""
+    copies = [span for span in drawn(trace) if span.action.op in _COPIES]
     for rank in range(trace.num_ranks):
-        heads.append(f"rank {rank}")
-        lanes.append(trace.compute(rank))
+        yield f"rank {rank}", trace.compute(rank)
         for op, head in _COPIES.items():
-            if (rank, op) in copies:
-                heads.append(head)
-                lanes.append(copies[rank, op])
-    return heads, lanes
+            lane = [span for span in copies if (span.rank, span.action.op) == (rank, op)]
+            if lane:
+                yield head, lane
 
 
 def _cells(
@@ -151,25 +146,17 @@ def _cells(
     times: list[float],
     label: Callable[[Action], str],
     width: int,
-    block_of: Mapping[Action, Overlap],
-) -> tuple[Cell, ...]:
+    pair_of: Mapping[Action, Overlap],
+) -> list[Cell]:
     cells = []
     before = None
     for time in times:
         index = bisect_right(lane, time, key=lambda span: span.start) - 1
         span = lane[index] if index >= 0 and time < lane[index].end else None
         text = "" if span is None else label(span.action)
-        block, last = (block_of.get(s.action) if s else None for s in (span, before))
+        block, last = (pair_of.get(s.action) if s else None for s in (span, before))
         begins = span is not before
         joins = begins and block is not None and block == last
         cells.append(Cell(span=span, begins=begins, joins=joins, text=text.ljust(width)[:width]))
         before = span
-    return tuple(cells)
-
-
-def _text(cell: Cell, labelled: bool) -> str:
-    if cell.span is None:
-        return "." * len(cell.text)
-    if not labelled:
-        return "+" if cell.joins else letter_of(cell.span.action.op)
-    return cell.text if cell.begins else "-" * len(cell.text)
+    return cells

@@ -6,15 +6,17 @@ module imports Bokeh, so import it lazily.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from bokeh.core.properties import value
+from bokeh.layouts import column, row
 from bokeh.models import (
     ColumnDataSource,
     CustomJS,
     FixedTicker,
+    GlobalInlineStyleSheet,
     HoverTool,
     InlineStyleSheet,
     LinearAxis,
@@ -22,14 +24,30 @@ from bokeh.models import (
 )
 from bokeh.models.annotations import Title
 from bokeh.models.renderers import GlyphRenderer
+from bokeh.models.ui import UIElement
 from bokeh.models.widgets.buttons import Toggle
+from bokeh.models.widgets.markups import Div
+from bokeh.models.widgets.tables import (
+    DataTable,
+    HTMLTemplateFormatter,
+    NumberFormatter,
+    StringFormatter,
+    TableColumn,
+)
 from bokeh.plotting import figure
 
+from penstock.simulate.measured import Difference
 from penstock.view.layout import Drawable, Drawing, arrange, trace_of
-from penstock.view.palette import FRAME, amount, axis_label
+from penstock.view.palette import FONT, FRAME, amount, axis_label, name_of
 
-__all__ = ["Timeline", "toggles"]
+__all__ = ["STRETCHED", "Timeline", "differences_table", "page_of", "toggle_row"]
 
+STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
+
+_PAGE_CSS = f"""
+  html, body {{ margin: 0; background: #f6f8fa; font-family: {FONT}; color: #1c2733; }}
+  body {{ padding: 18px 24px; box-sizing: border-box; }}
+"""
 _MEMORY, _PATH, _PEAK = "#d9a441", "#c2255c", "#8a5f10"
 _LANES_HEIGHT, _AXES_HEIGHT = 900, 62
 _SMALLEST_LANE, _LARGEST_LANE = 13, 58
@@ -38,6 +56,9 @@ _BUTTON_CSS = """
 .bk-btn { background: #fff; border-color: #cbd3db; color: #3a4652; border-radius: 6px; }
 .bk-btn.bk-active { background: #e3ecfa; border-color: #4f86d9; color: #1f4f96; box-shadow: none; }
 """
+
+_SIGNED = """<span style="color:<%= value > 0 ? '#b3261e' : '#1b7a3d' %>;float:right">
+<%= (value > 0 ? '+' : '') + value.toFixed(3) %></span>"""
 
 _TOOLTIP = """
 <div class="tooltip" style="font:12px system-ui,sans-serif;color:#1c2733;max-width:340px">
@@ -301,12 +322,53 @@ def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
-def toggles(timelines: Sequence[Timeline]) -> tuple[Toggle, Toggle]:
-    """Buttons that show the critical path and the memory in these plots."""
+def toggle_row(timelines: Sequence[Timeline], legend: Div) -> UIElement:
+    """Buttons that show the critical path and the memory in these plots, beside the legend."""
     look = InlineStyleSheet(css=_BUTTON_CSS)
     path = Toggle(label="critical path", name="toggle path", width=112, stylesheets=[look])
     memory = Toggle(label="memory", active=True, name="toggle memory", width=84, stylesheets=[look])
     for timeline in timelines:
         path.js_on_change("active", timeline.show_path)
         memory.js_on_change("active", timeline.show_memory)
-    return path, memory
+    return row(path, memory, legend, **STRETCHED)
+
+
+def page_of(*parts: Any, arrange: Callable[..., Any] = column, spacing: int = 12) -> UIElement:
+    """A page of these parts, in a column or a row."""
+    look = GlobalInlineStyleSheet(css=_PAGE_CSS)
+    page: UIElement = arrange(*parts, spacing=spacing, stylesheets=[look], **STRETCHED)
+    return page
+
+
+def differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> DataTable:
+    """A sortable table of the differences of actions between two steps."""
+    scale, suffix = (1e3, ", ms") if unit == "s" else (1.0, "")
+    text, count = StringFormatter(), NumberFormatter(text_align="right")
+    number = NumberFormatter(format="0,0.000", text_align="right")
+    signed = HTMLTemplateFormatter(template=_SIGNED)
+    source: dict[str, list[Any]] = {
+        "action": [str(row.action) for row in rows],
+        "kind": [name_of(row.action.op) for row in rows],
+        "rank": [row.rank for row in rows],
+    }
+    shown = [("action", "action", text), ("kind", "kind", text), ("rank", "rank", count)]
+    times: tuple[tuple[str, str, Any, Callable[[Difference], float]], ...] = (
+        ("start", f"start {names[0]}", number, lambda row: row.measured.start),
+        ("start_other", f"start {names[1]}", number, lambda row: row.simulated.start),
+        ("later", "later by", signed, lambda row: row.later),
+        ("lasts", f"lasts {names[0]}", number, lambda row: row.measured.end - row.measured.start),
+        (
+            "lasts_other", f"lasts {names[1]}", number,
+            lambda row: row.simulated.end - row.simulated.start,
+        ),
+        ("longer", "longer by", signed, lambda row: row.longer),
+    )  # fmt: skip
+    for field, title, formatter, value_of in times:
+        source[field] = [value_of(row) * scale for row in rows]
+        shown.append((field, title + suffix, formatter))
+    return DataTable(
+        source=ColumnDataSource(source),
+        columns=[TableColumn(field=f, title=title, formatter=look) for f, title, look in shown],
+        index_position=None, reorderable=False, height=340, sizing_mode="stretch_width",
+        name="differences",
+    )  # fmt: skip

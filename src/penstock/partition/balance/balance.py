@@ -3,9 +3,7 @@
     chain.py           one stage on each rank: exact, by dynamic programming
     shared_ranks.py    several: local search, and branch and bound within a budget
 
-A pipeline runs at the pace of its busiest rank, so the objective is the least bottleneck. Memory
-limits and transfer times are part of the problem. This module knows neither models nor devices, and
-imports no torch.
+This module knows neither models nor devices, and imports no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class SplitObjective(Enum):
     """Minimize the time of the busiest rank; break ties by the sum of the stages' squared times."""
     STEP = "step"
     """Minimize the length of a step: microbatches - 1 times the busiest rank, plus one pass through
-    the pipeline with all its transfers. A cheap cut may justify a slower stage."""
+    the pipeline with all its transfers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,22 +79,18 @@ class Terms:
 
     def __post_init__(self) -> None:
         num, placement, limit = self.num_stages, self.placement, self.memory_limit
+        flights, is_step = self.in_flight, self.objective is SplitObjective.STEP
         _require(num >= 1, f"num_stages is {num}, expected at least 1")
-        _require(
-            self.bandwidth is None or self.bandwidth > 0,
-            f"bandwidth is {self.bandwidth}, expected bytes per second > 0, or None",
-        )
+        fine = self.bandwidth is None or self.bandwidth > 0
+        _require(fine, f"bandwidth is {self.bandwidth}, expected bytes per second > 0, or None")
         for name in ("latency_s", "state_factor"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}, expected a number ≥ 0")
-        is_step = self.objective is SplitObjective.STEP
+        fine = (self.microbatches is None and not is_step) or (self.microbatches or 0) >= 1
         _require(
-            not is_step or (self.microbatches or 0) >= 1,
-            f'objective="step" with microbatches={self.microbatches}: say how many a step has',
-        )
-        _require(
-            self.microbatches is None or self.microbatches >= 1,
-            f"microbatches is {self.microbatches}, expected at least 1",
+            fine,
+            f'microbatches is {self.microbatches}, expected at least 1; with objective="step" say '
+            "how many a step has",
         )
         _require(
             placement is None or placement.num_model_stages == num,
@@ -109,22 +103,17 @@ class Terms:
             f"memory_limit has {len(self.limits_given)} numbers for "
             f"{self.num_ranks} {per}s; give one per {per}, or one for all",
         )
-        _require(
-            all(each > 0 for each in self.limits), f"memory_limit is {limit}, expected bytes > 0"
-        )
-        flights = self.in_flight
-        _require(
-            flights is None or (len(flights) == num and min(flights) >= 0),
-            f"in_flight is {flights and list(flights)}, expected {num} numbers ≥ 0, one per stage",
-        )
+        fine = all(each > 0 for each in self.limits)
+        _require(fine, f"memory_limit is {limit}, expected bytes > 0")
+        fine = flights is None or (len(flights) == num and min(flights) >= 0)
+        _require(fine, f"in_flight is {flights}, expected {num} numbers ≥ 0, one per stage")
 
     @property
     def limits_given(self) -> tuple[float, ...]:
         """The memory limits as given, one per rank; infinity for no limit."""
         if isinstance(self.memory_limit, Sequence):
             return tuple(self.memory_limit)
-        limit = math.inf if self.memory_limit is None else self.memory_limit
-        return (limit,) * self.num_ranks
+        return (math.inf if self.memory_limit is None else self.memory_limit,) * self.num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -231,16 +220,10 @@ def balance(
     if not isinstance(objective, SplitObjective) and objective not in names:
         raise PartitionError(f"objective {objective!r} is unknown; known are {names}")
     terms = Terms(
-        num_stages=num_stages,
-        placement=placement,
-        objective=SplitObjective(objective),
-        memory_limit=memory_limit,
-        in_flight=in_flight,
-        state_factor=state_factor,
-        bandwidth=bandwidth,
-        latency_s=latency_s,
-        microbatches=microbatches,
-    )
+        num_stages=num_stages, placement=placement, objective=SplitObjective(objective),
+        memory_limit=memory_limit, in_flight=in_flight, state_factor=state_factor,
+        bandwidth=bandwidth, latency_s=latency_s, microbatches=microbatches,
+    )  # fmt: skip
     _require(0 <= slack < math.inf, f"slack is {slack}, expected a share ≥ 0, such as 0.02")
     return balanced(costs, terms, slack)
 
@@ -256,14 +239,10 @@ def balanced(costs: BlockTimes, terms: Terms, slack: float = 0.0) -> Balance:
     return _balance_of(blocks, chain, terms, ends, is_proven)
 
 
-def weigh(costs: BlockTimes, counts: Sequence[int], *, placement: Placement) -> Balance:
-    """The costs of a given split if ranks hold several stages.
-
-    Args:
-        costs: the costs, as for ``balance``.
-        counts: the number of blocks per stage, in order.
-        placement: the ranks of the stages.
-    """
+def weigh(
+    costs: BlockTimes, counts: Sequence[int], *, placement: Placement | None = None
+) -> Balance:
+    """The costs of a given split, without transfers; arguments are those of ``balance``."""
     terms = Terms(num_stages=len(counts), placement=placement)
     blocks = _blocks_of(costs)
     ends = list(accumulate(counts, initial=0))

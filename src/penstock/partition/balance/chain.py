@@ -77,15 +77,9 @@ def level(load: float, _: int) -> Price:
 
 
 def cheapest(chain: Chain, pace: float, price: Callable[[float, int], Price]) -> list[int]:
-    """The split of least total price with no stage busier than ``pace``.
+    """The ends of the split of least total price, from 0 on, with no stage busier than ``pace``.
 
-    Args:
-        chain: the problem.
-        pace: the load that no stage may exceed.
-        price: a function of a stage's load and end to its price, with a tie-breaker.
-
-    Returns:
-        The ends of the stages, starting with 0.
+    ``price`` is a function of a stage's load and end to its price, with a tie-breaker.
     """
     never: Price = (math.inf, math.inf)
     best: list[Price] = [never] * (chain.num_blocks + 1)

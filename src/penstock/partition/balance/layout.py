@@ -25,6 +25,7 @@ __all__ = ["Layout"]
 LETTERS = "".join(kind.value for kind in BlockKind)  # in execution order
 ONCE = (BlockKind.EMBEDDING.value, BlockKind.HEAD.value)
 MOST_LETTERS = 100_000
+TOKEN = re.compile(r"\*[,\s]*([0-9]{1,9})|.", re.S)
 
 Token = tuple[str, int]
 """A letter or |, and its column from 0."""
@@ -71,34 +72,22 @@ class Layout:
         Raises:
             PartitionError: with the column of the mistake, counted from 1.
         """
-        tokens, end = _read(text, 0, None)
+        tokens = _read(text)
         if not tokens:
             raise _wrong(text, 0, "the layout is empty; give each stage its letters")
-        assert end == len(text)
         _check(tokens, text)
         return cls(stages=tuple("".join(letter for letter, _ in tokens).split("|")))
 
     def __str__(self) -> str:
         """The layout string, shortened by repetitions; inverse of ``parse``."""
-        runs = [(stage, len(list(same))) for stage, same in groupby(self.stages)]
-        text = ""
-        for index, (stage, times) in enumerate(runs):
-            is_last = index == len(runs) - 1
-            repeated = times - is_last  # no | after the last stage
-            if repeated > 1:
-                text += f"({_folded(stage)}|)*{repeated},"
-            else:
-                text += f"{_folded(stage)}|" * repeated
-            text += _folded(stage) if is_last else ""
-        return text
+        *before, last = map(_folded, self.stages)
+        runs = [(stage, len(list(same))) for stage, same in groupby(before)]
+        # No | after the last stage.
+        return "".join(f"({s}|)*{n}," if n > 1 else f"{s}|" for s, n in runs) + last
 
     @classmethod
     def of(cls, blocks: Sequence[BlockCosts], counts: Sequence[int]) -> Layout:
-        """The layout for the given numbers of blocks per stage.
-
-        Raises:
-            PartitionError: a stage is empty.
-        """
+        """The layout for the given numbers of blocks per stage."""
         kinds = "".join(block.kind.value for block in blocks)
         return cls(stages=tuple("".join(letters) for letters in split_by_counts(kinds, counts)))
 
@@ -129,51 +118,44 @@ def _folded(stage: str) -> str:
     return "".join(letter * times if times < 3 else f"{letter}*{times}" for letter, times in runs)
 
 
-def _read(text: str, at: int, opened_at: int | None) -> tuple[list[Token], int]:
-    """Parse tokens from a column on, with repetitions expanded, up to the returned column.
+def _read(text: str) -> list[Token]:
+    """The letters of a layout string, with repetitions expanded.
 
     items = { ( letter | "|" | "(" items ")" ) [ "*" number ] }
     """
-    found: list[Token] = []
-    while True:
-        at = _skip(text, at)
-        here, start = text[at : at + 1], at
-        at += 1
-        if here == "":
-            if opened_at is not None:
-                raise _wrong(text, opened_at, "this ( is never closed")
-            return found, start
-        if here == ")":
-            if opened_at is None:
-                raise _wrong(text, start, "this ) closes nothing")
-            if not found:
+    groups: list[tuple[int, list[Token]]] = [(0, [])]  # the open parentheses
+    item: list[Token] = []  # what a * repeats
+    for found in TOKEN.finditer(text):
+        here, column, group = found[0], found.start(), groups[-1][1]
+        if here in ", \t\n":
+            continue
+        if here in LETTERS or here == "|":
+            item = [(here, column)]
+            group += item
+        elif here == "(":
+            groups.append((column, []))
+        elif here == ")":
+            opened_at, item = groups.pop()
+            if not groups:
+                raise _wrong(text, column, "this ) closes nothing")
+            if not item:
                 raise _wrong(text, opened_at, "there is nothing between ( and )")
-            return found, at
-        if here == "(":
-            item, at = _read(text, at, start)
-        elif here in LETTERS or here == "|":
-            item = [(here, start)]
+            groups[-1][1].extend(item)
+        elif here[0] != "*" or not item:
+            raise _wrong(text, column, f"{here[0]!r} is none of {', '.join(LETTERS)} | ( ) * and ,")
+        elif found[1] is None:
+            raise _wrong(text, column, "a number has to follow this *")
         else:
-            raise _wrong(text, start, f"{here!r} is none of {', '.join(LETTERS)} | ( ) * and ,")
-        star = _skip(text, at)
-        if text[star : star + 1] == "*":
-            digits = re.compile(r"[0-9]+").match(text, _skip(text, star + 1))
-            if digits is None:
-                raise _wrong(text, star, "a number has to follow this *")
-            at, times = digits.end(), int(digits.group())
+            times = int(found[1])
             if times < 1:
-                raise _wrong(text, digits.start(), "repeat at least once, or leave it out")
-            if times * (len(item) + len(found)) > MOST_LETTERS:
-                raise _wrong(text, digits.start(), f"more than {MOST_LETTERS} letters")
-            item *= times
-        found += item
-
-
-def _skip(text: str, at: int) -> int:
-    """The next column that is not ignored."""
-    while text[at : at + 1] in (",", " ", "\t", "\n"):
-        at += 1
-    return at
+                raise _wrong(text, found.start(1), "repeat at least once, or leave it out")
+            if times * len(item) + len(group) > MOST_LETTERS:
+                raise _wrong(text, found.start(1), f"more than {MOST_LETTERS} letters")
+            group += item * (times - 1)
+            item = []
+    if len(groups) > 1:
+        raise _wrong(text, groups[-1][0], "this ( is never closed")
+    return groups[0][1]
 
 
 def _check(tokens: Sequence[Token], text: str) -> None:
@@ -186,9 +168,8 @@ def _check(tokens: Sequence[Token], text: str) -> None:
         elif letter not in LETTERS:
             raise _wrong(text, column, f"{letter!r} is none of {', '.join(LETTERS)}")
         elif before and LETTERS.index(letter) < LETTERS.index(before):
-            raise _wrong(
-                text, column, f"{letter} can't run behind {before}; the order is {LETTERS}"
-            )
+            message = f"{letter} can't run behind {before}; the order is {LETTERS}"
+            raise _wrong(text, column, message)
         elif letter == before and letter in ONCE:
             raise _wrong(text, column, f"a second {letter}; a model has one")
         else:

@@ -6,12 +6,8 @@
 
 The dynamic program of ``chain.py`` does not apply: the best start depends on later stages of the
 same ranks, and the problem is NP-hard (it contains PARTITION). So a local search finds a good
-split, and branch and bound then tries every split that might be better, within a budget.
-
-    descend             move a cut, or several neighbouring ones, by a block while that helps
-    perturb             ... from random splits near the best so far
-    branch and bound    depth first over all cuts, pruned when no better split can follow
-    even_out            make the stages even, as long as the ranks stay as quick
+split, and branch and bound then tries every split that might be better, within a budget. At last
+the stages are made even, as long as the ranks stay as quick.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import mul
+from operator import mul, truediv
 from typing import TypeAlias
 
 from penstock.partition.balance.chain import Chain
@@ -47,13 +43,12 @@ class SharedChain:
 
     Args:
         chain: the blocks; its ``limits`` are the ranks'.
-        holders: per stage the ranks of the stage, one for each direction of the placement.
+        holders: per stage its ranks, one for each direction of the placement.
         communicating: per stage the ranks of the transfer before it: both sides in each direction,
             none if both sides are the same rank.
         pace: the weight of the busiest rank.
         communication_weight: the weight of crossings.
-        good_enough: the goal below which only the evenness of stages counts; 0 to minimize the
-            goal.
+        good_enough: the goal below which only the evenness of stages counts; 0 for none.
     """
 
     chain: Chain
@@ -86,12 +81,9 @@ class SharedChain:
 
 
 def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[list[int], bool]:
-    """The best split found.
+    """The best split found, from the ends of an initial split on, starting with 0.
 
-    Args:
-        problem: the problem.
-        ends: the initial split: the ends of its stages, starting with 0.
-        slack: the relative loss of the goal that is accepted for more even stages.
+    ``slack`` is the relative loss of the goal that is accepted for more even stages.
 
     Returns:
         The ends of its stages, and True if it is proven that no split has a lower goal or, if ranks
@@ -114,12 +106,7 @@ def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[lis
 
 
 class MutableSplit:
-    """A mutable split with the loads of its ranks.
-
-    Args:
-        problem: the problem.
-        ends: the ends of the stages, starting with 0.
-    """
+    """A mutable split, by the ends of its stages from 0 on, with the loads of its ranks."""
 
     def __init__(self, problem: SharedChain, ends: list[int]) -> None:
         self.problem = problem
@@ -147,14 +134,12 @@ class MutableSplit:
     def value(self) -> Value:
         """The split's value; lower is better."""
         problem = self.problem
-        fullest = 0.0
+        fullest, goal = 1.0, self._goal()
         if self._is_limited:
-            limits = problem.chain.limits
-            fullest = max(held / most for held, most in zip(self.held, limits, strict=True))
-        goal = self._goal()
+            fullest = max(fullest, *map(truediv, self.held, problem.chain.limits))
         if not problem.good_enough:
-            return max(fullest, 1.0), goal, sum(map(mul, self.loads, self.loads))
-        return max(fullest, 1.0), max(goal, problem.good_enough), self.squares
+            return fullest, goal, sum(map(mul, self.loads, self.loads))
+        return fullest, max(goal, problem.good_enough), self.squares
 
     def better(self, than: Value) -> Value | None:
         """The split's value, if lower than another value by more than rounding."""
@@ -195,8 +180,7 @@ def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
             for by in (1, -1):
                 moved = kept = 0
                 for cut in range(first, num_stages):
-                    # A block leaves the stage on one side of the run, and another enters at its
-                    # end.
+                    # A block leaves the stage on one side of the run, another enters at its end.
                     if by < 0 and cut == first and ends[cut] - ends[cut - 1] < 2:
                         break
                     if ends[cut] + by == ends[-1]:
@@ -249,10 +233,7 @@ class OutOfBudget(Exception):
 
 
 class BranchAndBound:
-    """Search all splits that may be better than the best known one.
-
-    Args:
-        known: the split to beat.
+    """Search all splits that may be better than the known one.
 
     Attributes:
         found: the best split found that is better; None if there is none.
@@ -268,10 +249,7 @@ class BranchAndBound:
         self._held = [0.0] * len(known.loads)
         self._looks = 0
         holders = self.problem.holders
-        self._later = [
-            sorted({rank for each in holders[stage + 1 :] for rank in each})
-            for stage in range(len(holders))
-        ]
+        self._later = [set().union(*holders[stage + 1 :]) for stage in range(len(holders))]
 
     def run(self) -> bool:
         """Search; return True if the budget sufficed."""
@@ -284,8 +262,7 @@ class BranchAndBound:
     def _cut(self, stage: int, start: int, crossed: float) -> None:
         """Try all ends of a stage that starts at block ``start``."""
         problem, chain = self.problem, self.problem.chain
-        ranks = problem.holders[stage]
-        before = list(self._loads), list(self._held)
+        ranks, before = problem.holders[stage], (self._loads, self._held)
         loads, held = chain.loads[stage], chain.held[stage]
         last = stage + 1 == chain.num_stages
         for end in chain.ends(stage):
@@ -299,9 +276,7 @@ class BranchAndBound:
                 self._loads[rank] += loads[end] - loads[start]
                 self._held[rank] += held[end] - held[start]
             most = self._most(crossed)
-            if any(
-                self._loads[rank] >= most or self._held[rank] > chain.limits[rank] for rank in ranks
-            ):
+            if any(self._loads[r] >= most or self._held[r] > chain.limits[r] for r in ranks):
                 break  # both only grow with more blocks
             now = crossed
             for rank in () if last else problem.communicating[stage + 1]:
@@ -320,15 +295,14 @@ class BranchAndBound:
 
     def _most(self, crossed: float) -> float:
         """The load that every rank must stay below."""
-        left = self._goal - self.problem.communication_weight * crossed
-        return left / self.problem.pace if self.problem.pace else (math.inf if left > 0 else 0)
+        rest = self._goal - self.problem.communication_weight * crossed
+        return rest / self.problem.pace if self.problem.pace else (math.inf if rest > 0 else 0)
 
     def _is_hopeless(self, stage: int, end: int, crossed: float) -> bool:
         """True if a rank is already too busy, or the remaining blocks do not fit."""
         most = self._most(crossed)
         if max(self._loads) >= most:
             return True
-        chain = self.problem.chain
-        left = chain.loads[stage][-1] - chain.loads[stage][end]
+        loads = self.problem.chain.loads[stage]
         room = sum(most - self._loads[rank] for rank in self._later[stage])
-        return left * len(self.problem.holders[0]) > room
+        return (loads[-1] - loads[end]) * len(self.problem.holders[0]) > room
