@@ -42,7 +42,6 @@ __all__ = [
     "WRAPPERS_STATE",
     "argument_effects",
     "around_compiled",
-    "as_fake",
     "autocast_enabled",
     "autocast_state",
     "broadcast_ddp_buffers",
@@ -56,7 +55,6 @@ __all__ = [
     "ddp_parameters",
     "ddp_within",
     "deferrable_now",
-    "fake_mode",
     "forward_of",
     "fsdp_finish_backward",
     "fused_by",
@@ -685,9 +683,6 @@ def make_group(
 
 
 # -------------------- cutting models by module --------------------
-# Torch has no public way to copy a module without its parameters, to query an operation's mutated
-# arguments and randomness, or to make a tensor without memory on a named device.
-# Torch 2.11 to 2.15.
 
 # The registries of a module's hooks, which a copy must not share.
 HOOKS = (
@@ -721,32 +716,18 @@ def forward_of(module: nn.Module) -> Any:
     """The function that calling ``module`` runs: an instance attribute, or its class's method.
 
     Reads the dicts, since ``getattr`` fails for some classes of torch.jit.
-
-    Example:
-        >>> forward_of(nn.Identity()) is nn.Identity.forward
-        True
     """
     owners = (module, *type(module).__mro__)
     return next(vars(owner)["forward"] for owner in owners if "forward" in vars(owner))
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """True if ``module`` runs its children in sequence, as ``nn.Sequential`` does.
-
-    Example:
-        >>> is_sequential(nn.ModuleList()), is_sequential(nn.Sequential())
-        (False, True)
-    """
+    """True if ``module`` runs its children in sequence, as ``nn.Sequential`` does."""
     return forward_of(module) is nn.Sequential.forward
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """True if ``module`` is a container without a forward, such as ``nn.ModuleList``.
-
-    Example:
-        >>> has_no_forward(nn.ModuleList()), has_no_forward(nn.Sequential())
-        (True, False)
-    """
+    """True if ``module`` is a container without a forward, such as ``nn.ModuleList``."""
     inherited: Any = nn.Module.forward
     return forward_of(module) is inherited
 
@@ -761,23 +742,12 @@ def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
-def copied_shell(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
-    """A shallow copy of ``module`` with registries of its own.
+def copied_shell(module: nn.Module) -> nn.Module:
+    """A shallow copy of ``module`` with registries of its own, which share their contents.
 
     ``copy.copy`` would share the registries, and ``copy.deepcopy`` would copy the parameters.
-
-    Args:
-        module: the module to copy. The copy shares its parameters, buffers and children.
-        cls: the class of the copy; the module's own if None.
-
-    Example:
-        >>> linear = nn.Linear(2, 2)
-        >>> copy = copied_shell(linear)
-        >>> del copy.bias
-        >>> copy.weight is linear.weight, linear.bias is None
-        (True, False)
     """
-    made: nn.Module = object.__new__(cls or type(module))
+    made: nn.Module = object.__new__(type(module))
     attributes = dict(vars(module))
     for name in REGISTRIES:
         if name in attributes:
@@ -791,18 +761,10 @@ def fused_by(module: nn.Module) -> str | None:
 
     A copy of a compiled module would run the original. torch.compile marks modules only by
     ``_compiled_call_impl`` and ``_torchdynamo_orig_callable``.
-
-    Example:
-        >>> linear = nn.Linear(2, 2)
-        >>> fused_by(linear) is None
-        True
-        >>> linear.compile(backend="eager")
-        >>> fused_by(linear)
-        'torch.compile'
     """
     compiled = getattr(module, "_compiled_call_impl", None) is not None
-    held = [value for value in vars(module).values() if callable(value)]
-    compiled |= any(hasattr(value, "_torchdynamo_orig_callable") for value in held)
+    functions = [value for value in vars(module).values() if callable(value)]
+    compiled |= any(hasattr(value, "_torchdynamo_orig_callable") for value in functions)
     if compiled or is_compiled(module):
         return "torch.compile"
     return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else None
@@ -834,11 +796,8 @@ def is_shared(tensor: Tensor) -> bool:
 
     Example:
         >>> tensor = torch.zeros(2)
-        >>> is_shared(tensor)
-        False
-        >>> other = tensor.detach()
-        >>> is_shared(tensor)
-        True
+        >>> is_shared(tensor), is_shared(tensor.detach())
+        (False, True)
     """
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
@@ -914,32 +873,6 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [value for value in found if value is not None]
 
 
-def fake_mode() -> Any:
-    """A mode for the tensors of ``as_fake``, which name a device and have no values.
-
-    Autocast ignores meta tensors, but treats a fake tensor as one on its named device.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def as_fake(mode: Any, meta: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor on ``device`` with the shape and dtype of the meta tensor ``meta``.
-
-    Example:
-        >>> mode = fake_mode()
-        >>> fake = as_fake(mode, torch.ones(2, 2, device="meta"), torch.device("cpu"))
-        >>> with mode, torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     (fake @ fake).dtype
-        torch.bfloat16
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    made: Tensor = FakeTensor(mode, meta, device)
-    return made
-
-
 def autocast_state(device: torch.device) -> tuple[Any, ...]:
     """The state of autocast on the CPU and on ``device``, to be compared."""
     kinds = sorted({"cpu", device.type} - {"meta"})
@@ -962,7 +895,7 @@ class HookWatch(TorchFunctionMode):
     Hooks on graph nodes can't be observed, but registering one requires reading ``grad_fn``.
 
     Args:
-        tell: called with a description of each event.
+        report: called with a description of each event.
 
     Example:
         >>> with HookWatch(print):
@@ -970,15 +903,15 @@ class HookWatch(TorchFunctionMode):
         registers a hook on a tensor
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` and report it if it registers a hook or reads ``grad_fn``."""
         if func is Tensor.register_hook:
-            self._tell("registers a hook on a tensor")
+            self._report("registers a hook on a tensor")
         elif type(func) is _GETTER and func.__self__ is _GRAD_FN:
             frame: Any = sys._getframe(1)
             while frame.f_code.co_name == "__torch_function__":  # a frame of another mode
@@ -987,7 +920,7 @@ class HookWatch(TorchFunctionMode):
             while frame.f_code.co_filename == _GRAPH:
                 frame = frame.f_back
             if not frame.f_code.co_filename.startswith(_OURS if helps else (_TORCH, _OURS)):
-                self._tell("reads a tensor's grad_fn")
+                self._report("reads a tensor's grad_fn")
         return func(*args, **(kwargs or {}))
 
     def paused(self) -> AbstractContextManager[None]:
@@ -1000,10 +933,6 @@ def in_function_forward() -> bool:
 
     Such a function builds its own graph in its backward, or none. Torch has no query for this, so
     that the stack frames are inspected.
-
-    Example:
-        >>> in_function_forward()
-        False
     """
     frame: Any = sys._getframe(1)
     ours = True

@@ -290,7 +290,7 @@ def test_what_is_neither_says_both() -> None:
         (
             {"split": ["blocks.1.0.weight"], "example": (X,)},
             PartitionError,
-            r"is to begin with blocks\.1\.0\.weight, which is no module",
+            r"is to begin with blocks\.1\.0\.weight, but the model does not call it",
         ),
         ({"split": "auto", "ranks": 2}, PartitionError, "pass example="),
         ({"split": "auto", "example": (X,)}, ScheduleError, "pass ranks="),

@@ -128,18 +128,6 @@ def test_its_numbers_are_refused_by_torch(ask: Callable[[Tensor], object]) -> No
         ask(absent("h", 2, 3))
 
 
-def test_a_run_on_values_keeps_them() -> None:
-    """With a value as its body it computes, and still tells where results come from."""
-    x = PlaceholderTensor(torch.tensor([1.0, 2.0]), CPU, Provenance({source("x")}))
-    doubled: PlaceholderTensor = x * 2  # type: ignore[assignment]
-    assert doubled.body.tolist() == [2.0, 4.0]
-    assert bool((doubled > 1).all())
-    total = torch.zeros(2)
-    total += doubled
-    assert refs_of([total]) == {source("x")}
-    assert total.body.tolist() == [2.0, 4.0]  # type: ignore[attr-defined]
-
-
 def test_many_names_are_cut_short() -> None:
     assert describe_refs(source(f"m{i}") for i in range(6)) == (
         "output 0 of m0, output 0 of m1, output 0 of m2, output 0 of m3 and 2 more"

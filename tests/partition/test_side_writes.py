@@ -314,8 +314,8 @@ def collects(block: Any, make: Any, read: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("block", "make", "read", "told"),
     [
-        (Appends, list, sum, r"layers\.0 writes into a list or dict"),
-        (Fills, dict, lambda acc: acc["aux"], r"layers\.0 writes into a list or dict"),
+        (Appends, list, sum, r"layers\.0 writes tensors into the list or dict"),
+        (Fills, dict, lambda acc: acc["aux"], r"layers\.0 writes tensors into the list or dict"),
         (
             Adds,
             lambda: torch.zeros(DIM),

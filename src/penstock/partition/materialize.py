@@ -6,8 +6,6 @@ its own stages:
     the model      embed   layers.0   layers.1   head      values are drawn as the whole model
     rank 0         real     real        meta     meta      draws them, children first; writes to
     rank 1         meta     meta        real     real      the meta device go nowhere
-
-This module does not choose the stages.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ __all__ = ["materialize"]
 logger = logging.getLogger(__name__)
 
 InitFn: TypeAlias = Callable[[nn.Module], Any]
-Made: TypeAlias = dict[int, Tensor]
-"""The real tensors, by id of their meta tensors."""
 
 
 def materialize(
@@ -62,24 +58,24 @@ def materialize(
         >>> bool(linear.weight.isfinite().all())
         True
     """
-    made: Made = {}
+    real_of: dict[int, Tensor] = {}
     for stage in modules:
         for registry, name, tensor in _on_meta([stage]):
-            if id(tensor) not in made:
+            if id(tensor) not in real_of:
                 real = torch.empty_like(tensor, device=device)
                 real.fill_(float("nan") if real.is_floating_point() else 0)
                 is_param = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if is_param else real
-            registry[name] = made[id(tensor)]
+                real_of[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if is_param else real
+            registry[name] = real_of[id(tensor)]
         stage.to(device)
-    if not made:
+    if not real_of:
         return
-    blank = {id(real): version_of(real) for real in made.values()}
+    blank = {id(real): version_of(real) for real in real_of.values()}
     roots = modules if model is None else [model]
-    with torch.no_grad(), _lent(roots, made):
+    with torch.no_grad(), _in_place_of_meta(roots, real_of):
         done: set[int] = set()
         for root in roots:
-            _initialize(root, init_fn, set(blank), done, is_given=init_fn is not None)
+            _initialize(root, init_fn, blank, done, is_given=init_fn is not None)
     _warn_of_blank(modules, blank)
 
 
@@ -96,52 +92,46 @@ def _on_meta(roots: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tens
 
 
 @contextmanager
-def _lent(roots: Sequence[nn.Module], made: Made) -> Iterator[None]:
-    """Put the real tensors in place of the meta tensors of the whole model, within this block."""
-    lent = [place for place in _on_meta(roots) if id(place[2]) in made]
+def _in_place_of_meta(roots: Sequence[nn.Module], real_of: Mapping[int, Tensor]) -> Iterator[None]:
+    """Put real tensors in place of the whole model's meta tensors, within this block."""
+    places = [place for place in _on_meta(roots) if id(place[2]) in real_of]
     try:
-        for registry, name, tensor in lent:
-            registry[name] = made[id(tensor)]
+        for registry, name, tensor in places:
+            registry[name] = real_of[id(tensor)]
         yield
     finally:
-        for registry, name, tensor in lent:
+        for registry, name, tensor in places:
             registry[name] = tensor
 
 
 def _initialize(
     module: nn.Module,
     init_fn: InitFn | None,
-    fresh: set[int],
+    blank: Mapping[int, int],
     done: set[int],
     *,
     is_given: bool,
 ) -> None:
-    """Initialize a module after its children.
+    """Initialize the new tensors (``blank``) of a module after its children's.
 
-    Args:
-        module: the module.
-        init_fn: the user's function, or the enclosing model's.
-        fresh: the ids of the tensors to initialize.
-        done: the ids of visited modules.
-        is_given: True if ``init_fn`` is the user's.
+    ``init_fn`` is the user's if ``is_given``, else the enclosing model's.
     """
     if id(module) in done:
         return
     done.add(id(module))
     if not is_given:
         init_fn = _own_init(module) or init_fn
-    left = () if is_given else adapters(module)
+    omitted = () if is_given else adapters(module)
     for name, child in module.named_children():
-        if name not in left:
-            _initialize(child, init_fn, fresh, done, is_given=is_given)
+        if name not in omitted:
+            _initialize(child, init_fn, blank, done, is_given=is_given)
     own = [t for registry in registries(module) for t in registry.values() if t is not None]
-    held = list(module.parameters())
+    params = list(module.parameters())
     # Skips a module whose subtree already has loaded values, since its initializer would overwrite
     # them; tensors that it owns directly are initialized.
-    is_new = all(p.is_meta or id(p) in fresh for p in held) and any(
-        id(t) in fresh for t in (*held, *module.buffers())
-    )
-    if not is_new and not any(id(t) in fresh for t in own):
+    is_new = all(p.is_meta or id(p) in blank for p in params)
+    considered = (*own, *params, *module.buffers()) if is_new else own
+    if not any(id(tensor) in blank for tensor in considered):
         return
     reset = getattr(module, "reset_parameters", None)
     if init_fn is not None:
@@ -153,32 +143,30 @@ def _initialize(
 def _own_init(module: nn.Module) -> InitFn | None:
     """A model's ``_init_weights`` as a function of a module; None without this method."""
     found: Any = getattr(module, "_init_weights", None)
-    if not callable(found):
-        return None
     try:
         inspect.signature(found).bind(module)
-    except (TypeError, ValueError):  # an unrelated function of this name
+    except (TypeError, ValueError):  # none, or an unrelated function of this name
         return None
     return found  # type: ignore[no-any-return]
 
 
 def _warn_of_blank(modules: Sequence[nn.Module], blank: Mapping[int, int]) -> None:
     """Warn of uninitialized tensors, separately for tensors inside and outside state dicts."""
-    found: dict[bool, list[str]] = {True: [], False: []}
+    unset: dict[bool, list[str]] = {True: [], False: []}
     for stage in modules:
         saved = stage.state_dict(keep_vars=True).keys()
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             if id(tensor) in blank and _is_blank(tensor, blank[id(tensor)]):
-                found[name in saved].append(name)
-    told = "made on the meta device and initialized by nobody: "
-    if found[True]:
-        logger.warning("%s%s; load a state, or pass init_fn=", told, abbreviate(found[True]))
-    if found[False]:
+                unset[name in saved].append(name)
+    message = "made on the meta device and initialized by nobody: "
+    if unset[True]:
+        logger.warning("%s%s; load a state, or pass init_fn=", message, abbreviate(unset[True]))
+    if unset[False]:
         logger.warning(
             "%sthe buffers %s, which are in no state either, so that results will be wrong; set "
             "them in init_fn=, or in the model's _init_weights",
-            told,
-            abbreviate(found[False]),
+            message,
+            abbreviate(unset[False]),
         )
 
 

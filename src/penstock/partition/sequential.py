@@ -5,12 +5,6 @@
 
 If sequences are split into chunks, a layer that mixes positions keeps a state from chunk to chunk:
 it takes ``state`` and returns ``(output, state)``.
-
-    chunk i     embed ──────► block ──────► block ──────► head        looks at each position alone
-                              │ state       │ state
-    chunk i+1   embed ──────► block ──────► block ──────► head
-
-This module knows neither schedules nor ranks, and moves no parameter.
 """
 
 from __future__ import annotations
@@ -40,23 +34,9 @@ LayerSplit: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
 
 # torch's own layers that treat every position of a sequence independently.
 _POSITIONWISE = (
-    nn.Linear,
-    nn.Embedding,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.Dropout,
-    nn.Identity,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.GELU,
-    nn.SiLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.ELU,
-    nn.LeakyReLU,
-    nn.Softplus,
-    nn.Mish,
-    nn.Hardswish,
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU),
+    *(nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus),
+    *(nn.Mish, nn.Hardswish),
 )
 
 
@@ -101,15 +81,15 @@ class StatefulSequentialStage(SequentialStage):
     def __init__(self, stage: SequentialStage) -> None:
         layers = stage.layers
         super().__init__(layers, last=stage.last)
+        self._stateful = frozenset(name for name, layer in layers.items() if takes_state(layer))
         for name, layer in layers.items():
-            if not takes_state(layer) and not _is_positionwise(layer):
+            if name not in self._stateful and not _is_positionwise(layer):
                 raise PartitionError(
                     f"layer {name!r}, a {type(layer).__name__}, takes no state, so that it would "
-                    "see each piece of a split sequence alone. Let its forward take state=None "
-                    "and return (output, state); or, if it treats every position by itself, give "
-                    "it the attribute positionwise = True"
+                    "see each chunk of a sequence alone. Let its forward take state=None and "
+                    "return (output, state); or, if it treats every position by itself, give it "
+                    "the attribute positionwise = True"
                 )
-        self._stateful = frozenset(name for name, layer in layers.items() if takes_state(layer))
 
     def forward(self, value: Any, state: tuple[Any, ...] | None = None) -> Any:
         """Run the layers in sequence, each with its own state from the previous chunk."""
@@ -126,9 +106,6 @@ class StatefulSequentialStage(SequentialStage):
 def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """Convert stages for whole sequences to stages for sequence chunks.
 
-    Args:
-        modules: the stages of the model, as they were cut.
-
     Raises:
         PartitionError: the model was not cut layer by layer, or a layer takes no state.
     """
@@ -136,8 +113,8 @@ def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     for module in modules:
         if not isinstance(module, SequentialStage):
             raise PartitionError(
-                "where sequences are split, the model is a list of layers or an nn.Sequential of "
-                "them, each of which takes the state of the piece before; or pass PipelineStages"
+                "sequence chunks need a list of layers or an nn.Sequential of them, each of which "
+                "takes the state of the chunk before; or pass PipelineStages"
             )
         stages.append(StatefulSequentialStage(module))
     return tuple(stages)
@@ -202,8 +179,8 @@ def even_split(num_layers: int, num_stages: int) -> list[int]:
             f"{num_layers} layers can't make {num_stages} stages; use fewer ranks or virtual "
             "stages, or cut the model finer"
         )
-    whole, rest = divmod(num_layers, num_stages)
-    return [whole + (stage < rest) for stage in range(num_stages)]
+    quotient, rest = divmod(num_layers, num_stages)
+    return [quotient + (stage < rest) for stage in range(num_stages)]
 
 
 def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[SequentialStage]:
@@ -212,9 +189,6 @@ def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[SequentialSt
     Args:
         layers: all layers by name, in order.
         split: per stage either the number of its layers, or their names.
-
-    Returns:
-        One module per stage.
 
     Raises:
         PartitionError: the split leaves layers out, names unknown ones, or has empty stages.
@@ -227,11 +201,10 @@ def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[SequentialSt
         raise PartitionError(f"stage {groups.index([])} of the split is empty: {list(split)}")
     flat = [name for group in groups for name in group]
     if flat != names:
-        unknown = [name for name in flat if name not in layers]
-        missing = [name for name in names if name not in flat]
         raise PartitionError(
-            f"the split must name every layer once and in order: unknown {unknown}, left over "
-            f"{missing}, named {flat}, layers are {names}"
+            "the split must name every layer once and in order: unknown "
+            f"{[name for name in flat if name not in layers]}, left over "
+            f"{[name for name in names if name not in flat]}, named {flat}, layers are {names}"
         )
     last = len(groups) - 1
     return [
@@ -246,12 +219,9 @@ def _groups(names: list[str], split: LayerSplit) -> list[list[str]]:
         return [[part] if isinstance(part, str) else list(part) for part in split]  # type: ignore
     if len(counts) < len(split):
         raise PartitionError(f"the split {list(split)} mixes counts with names; use either")
-    if min(counts) < 0:
+    if min(counts) < 0 or sum(counts) != len(names):
         raise PartitionError(
-            f"the split {counts} has a negative count; say for each stage how many layers it has"
-        )
-    if sum(counts) != len(names):
-        raise PartitionError(
-            f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}"
+            f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}; say for "
+            "each stage how many layers it has, none of them negative"
         )
     return split_by_counts(names, counts)

@@ -38,8 +38,6 @@ Tie: TypeAlias = Mapping[int, str]
 """For each stage that holds a parameter, its name there; or the name of a module, for all its
 parameters."""
 
-_ADVICE = "give each stage its own layer, freeze it before (eval()), or put both uses in one stage"
-
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, then all buffers, each under all its names."""
@@ -62,14 +60,14 @@ def names_by_tensor(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
-    """Find parameters shared by several modules as one object.
+    """Find the parameters that several modules share as one object.
 
     Args:
         modules: the modules of all stages, in order.
 
     Returns:
-        A tie for each shared parameter, stages rising, in the order of the first stages'
-        parameters. If a stage has several names for the parameter, the tie uses the first.
+        A tie for each shared parameter, in the order of the first stages' parameters. If a stage
+        has several names for the parameter, the tie uses the first.
 
     Example:
         >>> embed, head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
@@ -85,16 +83,9 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
 
 
 def record_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
-    """Find the ties between stage modules, and record them as ``ties_of_stages`` on each.
+    """Record the ties between all stage modules as ``ties_of_stages`` on each, and return them.
 
-    A ``PipelineStage`` reads the attribute, since a process with one stage can't see the other
-    stages.
-
-    Args:
-        modules: the modules of all stages, in order.
-
-    Returns:
-        The ties.
+    A ``PipelineStage`` reads the attribute: a process with one stage can't see the others.
     """
     ties = find_ties(modules)
     for module in modules:
@@ -103,12 +94,7 @@ def record_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
 
 
 def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
-    """The names of a parameter in all stages tied to it.
-
-    Args:
-        ties: the ties of the model.
-        stage: the stage that holds the parameter.
-        name: the name of the parameter in that stage.
+    """The names of a stage's parameter in all stages tied to it; empty if it is not tied.
 
     Example:
         >>> all_names([{0: "embed", 3: "head"}], 3, "head.weight")
@@ -125,22 +111,16 @@ def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
 def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
     """The plain model's name of a stage's parameter: for a tied one, the name in its first stage.
 
-    Args:
-        ties: the ties of the model.
-        stage: the stage that holds the parameter.
-        name: the name of the parameter in that stage.
-
     Example:
-        >>> first_name([{0: "embed", 3: "head"}], 3, "head.weight")
-        'embed.weight'
-        >>> first_name([{0: "embed", 3: "head"}], 2, "norm.weight")
-        'norm.weight'
+        >>> ties = [{0: "embed", 3: "head"}]
+        >>> first_name(ties, 3, "head.weight"), first_name(ties, 2, "norm.weight")
+        ('embed.weight', 'norm.weight')
     """
     return next(iter(all_names(ties, stage, name)), name)
 
 
 def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse a layer with running statistics that several stages share.
+    """Refuse a layer that several stages share and that updates running statistics.
 
     A single process updates the statistics once per use and microbatch, in order. In a pipeline the
     order differs, and each process has statistics of its own.
@@ -149,7 +129,7 @@ def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
         modules: the modules of the model's stages, rising; those of other ranks may be missing.
 
     Raises:
-        PartitionError: a layer that updates running statistics is in several stages.
+        PartitionError: several stages share such a layer.
 
     Example:
         >>> norm = nn.BatchNorm1d(4)
@@ -163,8 +143,7 @@ def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
         if layer.training and getattr(layer, "track_running_stats", False):
             what = f"{type(layer).__name__} {name}".rstrip()
             raise PartitionError(
-                f"the {what} of stage {first} is that of stage {stage} too, and updates its "
-                f"running statistics in each call, in another order than one process; {_ADVICE}"
+                _shared_message(what, first, stage, "updates its running statistics")
             )
 
 
@@ -191,13 +170,11 @@ class SharedBuffers:
         """
         before = self._versions()
         yield
-        for entry, was, now in zip(self._shared, before, self._versions(), strict=True):
+        for (_, _, name, first, stage), was, now in zip(
+            self._shared, before, self._versions(), strict=True
+        ):
             if now[0] is not was[0] or now[1] != was[1]:
-                _, _, name, first, stage = entry
-                raise PartitionError(
-                    f"the buffer {name} of stage {first} is that of stage {stage} too, and is "
-                    f"written in each call, in another order than one process; {_ADVICE}"
-                )
+                raise PartitionError(_shared_message(f"buffer {name}", first, stage, "is written"))
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
         layers = ((ref(), buffer) for ref, buffer, *_ in self._shared)
@@ -205,12 +182,20 @@ class SharedBuffers:
         return [(b, 0 if b is None or b.is_inference() else version_of(b)) for b in found]
 
 
+def _shared_message(what: str, first: int, stage: int, how: str) -> str:
+    return (
+        f"the {what} of stage {first} is that of stage {stage} too, and {how} in each call, in "
+        "another order than one process; give each stage its own layer, freeze it before (eval()), "
+        "or put both uses in one stage"
+    )
+
+
 def _shared_layers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, int, str, nn.Module]]:
-    """Layers shared by several stages: the first stage, another stage, the name in the first, the
+    """Layers of several stages: the first stage, another stage, the name in the first, the
     layer."""
     seen: dict[int, tuple[int, str]] = {}
     for stage, module in modules.items():
         for name, layer in module.named_modules():
-            first, name_there = seen.setdefault(id(layer), (stage, name))
+            first, first_name = seen.setdefault(id(layer), (stage, name))
             if first != stage:
-                yield first, stage, name_there, layer
+                yield first, stage, first_name, layer

@@ -195,7 +195,7 @@ def _no_state_kept(model: nn.Module) -> Iterator[None]:
     writes to buffers are operations of the graph, and allowed.
     """
     snapshot = ModuleSnapshot(model)
-    snapshot.hold()
+    snapshot.watch_writes()
     try:
         yield
     finally:

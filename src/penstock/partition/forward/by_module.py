@@ -9,7 +9,7 @@
 
 The code between the modules (masks, rotary tables, residual sums, the loss) is the model's own
 top-level forward, and runs on every stage that needs it. One trace for each shape of inputs finds
-the values that cross. This module moves no parameter.
+the values that cross.
 """
 
 from __future__ import annotations
@@ -35,13 +35,9 @@ from penstock.partition.spec import Example, Split, SplitSpec, as_call
 from penstock.partition.ties import named_tensors, record_ties
 from penstock.stage.boundary import TensorMeta
 
-__all__ = [
-    "ModuleSplit",
-    "NotByModule",
-    "computes_loss",
-    "split_by_module",
-    "tensors_between",
-]
+__all__ = ["ModuleSplit", "NotByModule", "computes_loss", "split_by_module", "tensors_between"]
+
+BoundaryTensors: TypeAlias = tuple[TensorMeta, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +111,7 @@ def split_by_module(
                 f"{name or 'the model'} has a backward hook, but runs on several stages, each of "
                 "which would call it; register it on a module that runs whole"
             )
-    tracer, trace = _trace_first(leaves, device, example)
-    # A rank keeps only its own leaf modules.
+    tracer, trace = _trace_example(leaves, device, example)
     num_stages, shared = spec.num_stages, leaves.shared
     try:
         assignment = assign_stages(leaves, spec, trace)
@@ -138,18 +133,13 @@ def split_by_module(
     )
     # Stateless leaf modules are on every stage, and run where their inputs are available first.
     stateless = [name for name, at in assignment.items() if at is None]
+    # Only the first stage sees inputs of new shapes: a rank keeps only its own leaf modules, but
+    # its tracer may hold the whole model.
     stages = tuple(
-        # Only the first stage sees inputs of new shapes, so only its tracer may hold the whole
-        # model.
         ModuleStage(
-            leaves,
-            frozenset([*names[i], *stateless]),
-            i,
-            num_stages,
-            None if i else make_plan,
-            device,
+            leaves, frozenset([*own, *stateless]), i, num_stages, None if i else make_plan, device
         )
-        for i in range(num_stages)
+        for i, own in enumerate(names)
     )
     record_ties(stages)
     if example is not None and plan is not None:
@@ -160,18 +150,11 @@ def split_by_module(
 def computes_loss(model: nn.Module, example: Example) -> bool:
     """True if the model's output for an example has a scalar ``loss``.
 
-    Args:
-        model: the model.
-        example: one microbatch.
-
     Raises:
         NotByModule: the model can't be traced.
     """
     leaves = find_leaf_modules(model, ())
     return _trace(ForwardTracer(leaves, torch.device("cpu")), model, example).loss
-
-
-BoundaryTensors: TypeAlias = tuple[TensorMeta, ...]
 
 
 def tensors_between(
@@ -204,30 +187,28 @@ def tensors_between(
         >>> [tuple(meta.shape) for meta in crossing]  # x, and what the first layer returns
         [(2, 4), (2, 4)]
     """
-    cuts = range(1, len(blocks))
     try:
         leaves = find_leaf_modules(model, [name for names in blocks for name in names])
-        trace = _trace_first(leaves, device, example)[1]
+        trace = _trace_example(leaves, device, example)[1]
     except PartitionError:
-        return [None for _ in cuts]
+        return [None] * (len(blocks) - 1)
     assert trace is not None, "there is an example"
-    found: list[BoundaryTensors | None] = []
-    for cut in cuts:
-        sides = blocks[:cut], blocks[cut:]
-        spec = SplitSpec(stages=tuple(tuple(n for names in side for n in names) for side in sides))
-        plan = try_cut(leaves, spec, trace)
-        refs = () if plan is None else plan.boundary_values[0]
-        found.append(None if plan is None else tuple(_meta(ref, trace, model) for ref in refs))
-    return found
+    params = named_tensors(model)
 
+    def meta_of(ref: ValueRef) -> TensorMeta:
+        if ref.kind is ValueKind.PARAMETER:
+            return TensorMeta.of(params[ref.name])
+        spec = trace.inputs if ref.kind is ValueKind.INPUT else trace.calls[ref.call].output
+        found = spec.leaves[ref.leaf]
+        assert isinstance(found, TensorMeta), f"{ref} is a tensor"
+        return found
 
-def _meta(ref: ValueRef, trace: ForwardTrace, model: nn.Module) -> TensorMeta:
-    if ref.kind is ValueKind.PARAMETER:
-        return TensorMeta.of(named_tensors(model)[ref.name])
-    spec = trace.inputs if ref.kind is ValueKind.INPUT else trace.calls[ref.call].output
-    found = spec.leaves[ref.leaf]
-    assert isinstance(found, TensorMeta), f"{ref} is a tensor"
-    return found
+    boundaries: list[BoundaryTensors | None] = []
+    for i in range(1, len(blocks)):
+        sides = ([name for names in side for name in names] for side in (blocks[:i], blocks[i:]))
+        plan = try_cut(leaves, SplitSpec(stages=tuple(map(tuple, sides))), trace)
+        boundaries.append(None if plan is None else tuple(map(meta_of, plan.boundary_values[0])))
+    return boundaries
 
 
 def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardTrace | None) -> str:
@@ -245,7 +226,7 @@ def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardT
     return f"{error}; valid boundaries are before {abbreviate(valid, most=12)}"
 
 
-def _trace_first(
+def _trace_example(
     leaves: LeafModules, device: torch.device, example: Example | None
 ) -> tuple[ForwardTracer, ForwardTrace | None]:
     """A tracer and its trace of the example; installs collecting hooks if needed.
@@ -253,19 +234,18 @@ def _trace_first(
     Raises:
         NotByModule: the model can't be traced.
     """
-    model = leaves.model
     if example is not None:
         tracer = ForwardTracer(leaves, device)
         try:
-            trace = _trace(tracer, model, example)
+            trace = _trace(tracer, leaves.model, example)
         except NotByModule:
             if not tracer.captures:
                 raise
         if not tracer.captures:
             return tracer, trace
-    install_hooks(model)
+    install_hooks(leaves.model)
     tracer = ForwardTracer(leaves, device)
-    return tracer, None if example is None else _trace(tracer, model, example)
+    return tracer, None if example is None else _trace(tracer, leaves.model, example)
 
 
 def _trace(tracer: ForwardTracer, model: nn.Module, example: Example) -> ForwardTrace:

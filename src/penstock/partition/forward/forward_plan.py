@@ -7,14 +7,14 @@
 
 A value crosses hop by hop from the stage that produces it to the last stage that needs it. The
 first rank plans once per input shape, and sends the plan to the other ranks. Models whose state,
-random numbers or gradients would differ on stages are refused here. This module runs no model.
+random numbers or gradients would differ on stages are refused here.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_trace import ForwardTrace, LeafCall, replaced_message
@@ -112,7 +112,9 @@ def plan_forward(
             at |= set() if at else {first or 0}
     _refuse_shared_state(placed, shared)
     for ref, at in placed.needed.items():
-        _refuse_value(placed, ref, at)
+        message = _refusal(placed, ref, at)
+        if message:
+            raise PartitionError(message)
     _refuse_changes(placed)
 
     def crossing(boundary: int) -> tuple[ValueRef, ...]:
@@ -135,41 +137,30 @@ def first_uses(trace: ForwardTrace, assignment: StageAssignment, num_stages: int
     return {r.name: min(at) for r, at in needed.items() if r.kind is ValueKind.PARAMETER}
 
 
-@dataclass(slots=True)
 class _Placement:
     """A trace with the stages of its calls.
-
-    Args:
-        trace: the trace.
-        assignment: the stage of each leaf module.
-        num_stages: the number of stages.
 
     Attributes:
         stages: the stage of each call.
         needed: the stages that need each value.
     """
 
-    trace: ForwardTrace
-    assignment: StageAssignment
-    num_stages: int
-    stages: list[int] = field(default_factory=list)
-    needed: dict[ValueRef, set[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for call in self.trace.calls:
+    def __init__(self, trace: ForwardTrace, assignment: StageAssignment, num_stages: int) -> None:
+        self.trace, self.assignment, self.num_stages = trace, assignment, num_stages
+        self.stages: list[int] = []
+        self.needed: dict[ValueRef, set[int]] = {}
+        for call in trace.calls:
             made = [r for r in call.needs if r.kind in (ValueKind.OUTPUT, ValueKind.WRITE)]
             latest = max(made, key=lambda ref: (self.origin(ref), ref.call), default=None)
             ready = 0 if latest is None else self.origin(latest)
-            stage = self.assignment[call.leaf]
+            stage = assignment[call.leaf]
             if stage is not None and ready > stage:
-                before = self.trace.calls[: len(self.stages)]
-                again = any(call.leaf == each.leaf for each in before)
-                raise _too_early(call.leaf, stage, latest, ready, again)
+                raise self._too_early(call.leaf, stage, latest, ready)
             self.stages.append(ready if stage is None else stage)
             for ref in call.needs:
                 self.needed.setdefault(ref, set()).add(self.stages[-1])
-        for ref in (*self.trace.needs, *self.trace.everywhere):
-            self.needed.setdefault(ref, set()).add(self.num_stages - 1)
+        for ref in (*trace.needs, *trace.everywhere):
+            self.needed.setdefault(ref, set()).add(num_stages - 1)
 
     def origin(self, ref: ValueRef) -> int:
         """The first stage that has a value."""
@@ -183,112 +174,86 @@ class _Placement:
             case ValueKind.DRAW | ValueKind.STATE:  # never crosses
                 return sys.maxsize
 
-    def first_to_run(self, calls: int) -> int:
-        """The first stage to run the top-level forward after the given number of calls."""
-        return min({*self.stages[calls:], self.num_stages - 1})
-
-
-def _too_early(
-    leaf: str, stage: int, after: ValueRef | None, ready: int, again: bool
-) -> PartitionError:
-    if again:
+    def _too_early(
+        self, leaf: str, stage: int, after: ValueRef | None, ready: int
+    ) -> PartitionError:
+        if any(leaf == call.leaf for call in self.trace.calls[: len(self.stages)]):
+            return PartitionError(
+                f"{leaf} is called several times, in stage {stage} and again with {after}, which "
+                f"stage {ready} computes; cut so that all its calls lie in one stage"
+            )
         return PartitionError(
-            f"{leaf} is called several times, in stage {stage} and again with {after}, which stage "
-            f"{ready} computes; cut so that all its calls lie in one stage"
+            f"{leaf} is in stage {stage}, but is called with {after}, which stage {ready} "
+            f"computes; put it into stage {ready} or later, or name modules in the order of their "
+            "calls"
         )
-    return PartitionError(
-        f"{leaf} is in stage {stage}, but is called with {after}, which stage {ready} computes; "
-        f"put it into stage {ready} or later, or name modules in the order of their calls"
-    )
 
 
 # --- refusals ----------------------------------------------------------------------------------
 
 
-def _refuse_value(placed: _Placement, ref: ValueRef, at: set[int]) -> None:
-    """Refuse a value that stages would compute wrongly, given the stages that need it."""
+def _refusal(placed: _Placement, ref: ValueRef, at: set[int]) -> str | None:
+    """The reason why the stages that need a value would compute it wrongly, if any."""
+    origin, last = placed.origin(ref), max(at)
     match ref.kind:
         case ValueKind.STATE:
-            raise PartitionError(replaced_message(ref.name))
+            return replaced_message(ref.name)
         case ValueKind.DRAW:
-            _refuse_draw(placed, ref, at)
-        case ValueKind.WRITE:
-            _refuse_write(placed.origin(ref), ref, at)
-        case ValueKind.OUTPUT:
-            _refuse_detached(placed, ref, at)
-        case ValueKind.PARAMETER:
-            _refuse_early_parameter(placed.origin(ref), ref, at)
-        case ValueKind.INPUT:
-            pass
+            # The first stage to run the top-level forward after the draw has the plain model's.
+            first = min({*placed.stages[ref.call :], placed.num_stages - 1})
+            if len(at) > 1:
+                return (
+                    f"the top-level forward draws random numbers ({ref.name}) for values that the "
+                    f"stages {sorted(at)} need, and each would draw its own; use an nn.Dropout "
+                    "module there, which runs once"
+                )
+            if at != {first}:
+                return (
+                    f"the top-level forward draws random numbers ({ref.name}) in stage {first}, "
+                    f"for values that stage {last} alone needs and would draw anew, others than "
+                    "the plain model's; use an nn.Dropout module there, whose result crosses"
+                )
+        case ValueKind.WRITE if at != {origin}:
+            return (
+                f"{ref.name}, in stage {origin}, writes into the tensor that it is called with "
+                f"(argument {ref.leaf}), which stage {last} computes with and would not see "
+                "written; have it return a new tensor, or cut so that all its users are in one "
+                "stage"
+            )
+        case ValueKind.OUTPUT if last != origin and placed.trace.calls[ref.call].detached:
+            return (
+                f"{ref.name} is called within an autograd function, as by a checkpoint with "
+                f"use_reentrant=True, but its result crosses to stage {last}: its gradient would "
+                "be lost; use use_reentrant=False"
+            )
+        case ValueKind.PARAMETER if min(at) < origin:
+            return (
+                f"{ref} lies in stage {origin}, but stage {min(at)} computes with it outside of "
+                f"its module; put the module into stage {min(at)}"
+            )
+    return None
 
 
 def _refuse_shared_state(placed: _Placement, shared: SharedNames) -> None:
+    calls = list(zip(placed.trace.calls, placed.stages, strict=True))
     changed_at: dict[str, set[int]] = {}
-    for call, stage in zip(placed.trace.calls, placed.stages, strict=True):
+    for call, stage in calls:
         for name in call.changes:
             known = shared.shared_name(f"{call.leaf}.{name}")
             if known is not None:
                 changed_at.setdefault(known, set()).add(stage)
     for name, at in changed_at.items():
         owner, _, last = name.rpartition(".")
-        users = at | _stages_that_call(placed, shared, owner, name)
-        if len(users) > 1:
+        inner = [each for each, known in shared.inner.items() if known in (owner, name)]
+        leaves = {leaf for leaf in placed.assignment for n in inner if n.startswith(f"{leaf}.")}
+        users = {stage for call, stage in calls if call.leaf in leaves}
+        if len(at | users) > 1:
             raise PartitionError(
-                f"{owner} is one module within several, in the stages {sorted(users)}, and changes "
-                f"its {last} ({name}) in each call: it would not be in the order of one process; "
-                "give each its own, freeze it (eval()), or cut so that all its calls lie in one "
-                "stage"
+                f"{owner} is one module within several, in the stages {sorted(at | users)}, and "
+                f"changes its {last} ({name}) in each call: it would not be in the order of one "
+                "process; give each its own, freeze it (eval()), or cut so that all its calls lie "
+                "in one stage"
             )
-
-
-def _stages_that_call(placed: _Placement, shared: SharedNames, owner: str, name: str) -> set[int]:
-    """The stages that call a leaf module which contains this inner module or buffer."""
-    names = [each for each, known in shared.inner.items() if known in (owner, name)]
-    leaves = {leaf for leaf in placed.assignment for each in names if each.startswith(f"{leaf}.")}
-    calls = zip(placed.trace.calls, placed.stages, strict=True)
-    return {stage for call, stage in calls if call.leaf in leaves}
-
-
-def _refuse_draw(placed: _Placement, ref: ValueRef, at: set[int]) -> None:
-    if len(at) > 1:
-        raise PartitionError(
-            f"the top-level forward draws random numbers ({ref.name}) for values that the stages "
-            f"{sorted(at)} need, and each would draw its own; use an nn.Dropout module there, "
-            "which runs once"
-        )
-    first, (used,) = placed.first_to_run(ref.call), at
-    if used != first:
-        raise PartitionError(
-            f"the top-level forward draws random numbers ({ref.name}) in stage {first}, for values "
-            f"that stage {used} alone needs and would draw anew, others than the plain model's; "
-            "use an nn.Dropout module there, whose result crosses"
-        )
-
-
-def _refuse_write(origin: int, ref: ValueRef, at: set[int]) -> None:
-    if at != {origin}:
-        raise PartitionError(
-            f"{ref.name}, in stage {origin}, writes into the tensor that it is called with "
-            f"(argument {ref.leaf}), which stage {max(at)} computes with and would not see "
-            "written; have it return a new tensor, or cut so that all its users are in one stage"
-        )
-
-
-def _refuse_detached(placed: _Placement, ref: ValueRef, at: set[int]) -> None:
-    if max(at) != placed.origin(ref) and placed.trace.calls[ref.call].detached:
-        raise PartitionError(
-            f"{ref.name} is called within an autograd function, as by a checkpoint with "
-            f"use_reentrant=True, but its result crosses to stage {max(at)}: its gradient would be "
-            "lost; use use_reentrant=False"
-        )
-
-
-def _refuse_early_parameter(origin: int, ref: ValueRef, at: set[int]) -> None:
-    if min(at) < origin:
-        raise PartitionError(
-            f"{ref} lies in stage {origin}, but stage {min(at)} computes with it outside of its "
-            f"module; put the module into stage {min(at)}"
-        )
 
 
 def _refuse_changes(placed: _Placement) -> None:

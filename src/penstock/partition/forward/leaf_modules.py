@@ -8,15 +8,14 @@
         norm, rotary_emb    leaf modules
       lm_head               a leaf module
 
-Modules above a cut are containers, all other modules are leaf modules. This module neither runs nor
-copies modules.
+Modules above a cut are containers, all other modules are leaf modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -28,15 +27,15 @@ from penstock.partition.plan import abbreviate, prefixes
 from penstock.partition.ties import named_tensors, names_by_tensor
 
 __all__ = [
-    "StageAssignment",
     "LeafModules",
     "NotByModule",
     "SharedNames",
+    "StageAssignment",
     "find_leaf_modules",
     "stage_of",
 ]
 
-StageAssignment = Mapping[str, int | None]
+StageAssignment: TypeAlias = Mapping[str, int | None]
 """The stage of each leaf module, and of each parameter or buffer held directly by a container; None
 for a stateless leaf module, which runs where its inputs are available first."""
 
@@ -59,21 +58,14 @@ class SharedNames:
     ties: dict[str, tuple[str, ...]]
 
     def shared_name(self, name: str) -> str | None:
-        """The canonical name of a buffer or attribute shared with other leaf modules; None if not
-        shared.
-
-        Args:
-            name: the buffer or attribute, with its leaf module's name in front.
-        """
+        """The canonical name of a leaf module's buffer or attribute; None if not shared."""
         owner, _, last = name.rpartition(".")
-        if owner in self.inner:
-            return f"{self.inner[owner]}.{last}"
-        return self.inner.get(name)
+        return f"{self.inner[owner]}.{last}" if owner in self.inner else self.inner.get(name)
 
     def stages_with(self, name: str, assignment: StageAssignment) -> set[int]:
         """The stages that hold a parameter under any of its names."""
-        found = {stage_of(each, assignment) for each in self.ties.get(name, (name,))}
-        return {stage for stage in found if stage is not None}
+        stages = {stage_of(each, assignment) for each in self.ties.get(name, (name,))}
+        return {stage for stage in stages if stage is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +120,7 @@ def stage_of(name: str, assignment: StageAssignment) -> int | None:
         >>> stage_of("layers.1.weight", {"layers.0": 0, "layers.1": 2})
         2
     """
-    while name not in assignment and "." in name:
-        name = name.rpartition(".")[0]
-    return assignment.get(name)
+    return next((assignment[n] for n in (name, *prefixes(name)) if n in assignment), None)
 
 
 def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
@@ -166,12 +156,9 @@ def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
 
     visit(model, "")
     for name, module in containers.items():
-        _refuse_fused(name, module)
-        _refuse_hidden_modules(name, module)
-    first: dict[int, str] = {}
-    for name, module in leaves.items():
-        first.setdefault(id(module), name)
-    named = names_by_tensor(model).values()
+        _refuse_container(name or "the model", module)
+    first = {id(module): name for name, module in reversed(leaves.items())}
+    ties = (names for names in names_by_tensor(model).values() if len(names) > 1)
     return LeafModules(
         leaves={name: leaves[name] for name in HFPipelinePlan.of(model).arrange(list(leaves))},
         containers=containers,
@@ -181,27 +168,23 @@ def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
             for name, module in model.named_modules(remove_duplicate=False)
             if id(module) in first and name not in leaves
         },
-        shared=SharedNames(
-            inner=_shared(leaves), ties={names[0]: names for names in named if len(names) > 1}
-        ),
+        shared=SharedNames(inner=_shared(leaves), ties={names[0]: names for names in ties}),
     )
 
 
 def _direct(containers: Mapping[str, nn.Module]) -> Iterator[str]:
     for name, module in containers.items():
-        dot = f"{name}." if name else ""
-        yield from (f"{dot}{each}" for each, _ in module.named_parameters(recurse=False))
-        yield from (f"{dot}{each}" for each, _ in module.named_buffers(recurse=False))
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        yield from (f"{name}.{each}".removeprefix(".") for each, _ in own)
 
 
 def _shared(leaves: Mapping[str, nn.Module]) -> dict[str, str]:
-    held: dict[int, list[str]] = {}
+    holders: dict[int, list[str]] = {}
     for leaf, module in leaves.items():
-        for name, inner in module.named_modules(remove_duplicate=False):
-            held.setdefault(id(inner), []).append(f"{leaf}.{name}" if name else leaf)
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            held.setdefault(id(buffer), []).append(f"{leaf}.{name}")
-    return {name: names[0] for names in held.values() if len(names) > 1 for name in names}
+        inner = module.named_modules(remove_duplicate=False)
+        for name, each in (*inner, *module.named_buffers(remove_duplicate=False)):
+            holders.setdefault(id(each), []).append(f"{leaf}.{name}".removesuffix("."))
+    return {name: names[0] for names in holders.values() if len(names) > 1 for name in names}
 
 
 def _refuse_unknown(model: nn.Module, places: Sequence[str]) -> None:
@@ -218,25 +201,20 @@ def _refuse_unknown(model: nn.Module, places: Sequence[str]) -> None:
     )
 
 
-def _refuse_fused(name: str, module: nn.Module) -> None:
+def _refuse_container(name: str, module: nn.Module) -> None:
+    """Refuse a compiled container, and one with modules that are not registered in the tree."""
     fused = fused_by(module)
     if fused is not None:
         raise NotByModule(
-            f"{name or 'the model'} is one piece by {fused}, and can't be cut inside; cut before "
-            "or after it, or take that off and compile its parts instead (layer.compile() for "
-            "each layer)"
+            f"{name} is one piece by {fused}, and can't be cut inside; cut before or after it, or "
+            "take that off and compile its parts instead (layer.compile() for each layer)"
         )
-
-
-def _refuse_hidden_modules(name: str, module: nn.Module) -> None:
-    """Refuse modules in plain lists, which are not registered in the model's tree."""
     for attribute, value in vars(module).items():
-        if attribute in ("_modules", "_parameters", "_buffers"):
-            continue
         items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-        items += list(value.values()) if isinstance(value, dict) else []
+        if isinstance(value, dict) and attribute not in ("_modules", "_parameters", "_buffers"):
+            items += value.values()
         if any(isinstance(item, nn.Module) for item in items):
             raise PartitionError(
-                f"{name or 'the model'}.{attribute} holds modules outside of the model's tree, "
-                "which can't be put on stages; use nn.ModuleList or nn.ModuleDict"
+                f"{name}.{attribute} holds modules outside of the model's tree, which can't be put "
+                "on stages; use nn.ModuleList or nn.ModuleDict"
             )

@@ -1,29 +1,34 @@
 """One stage of a model cut by module, as an ``nn.Module``.
 
-    stage 0   forward(ids, labels)        the model's arguments
-              ──► plan, values            the boundary values; the plan says which is which
-    stage 1   forward(plan, values)       the model's own forward, with its own modules
-              ──► the model's output
+stage 0   forward(ids, labels)        the model's arguments
+          ──► plan, values            the boundary values; the plan says which is which
+stage 1   forward(plan, values)       the model's own forward, with its own modules
+          ──► the model's output
 
-A stage runs the model's forward up to its own last module. This module knows neither schedules nor
-messages.
+calls          0     1     2     3     4        of a plan with three stages, for stage 1
+stage          0     0     1     1     2
+own module                 runs, and what crosses of its result is kept
+another's      gives the value that crossed, or a placeholder
+rerun_until    ├───────────┤                    stage 0 runs this top-level code too
+end            ├─────────────────────┤          behind that, the forward is left
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 
-from penstock._torch_compat import HookWatch, autocast_state
+from penstock._torch_compat import HookWatch, autocast_state, in_function_forward
 from penstock.errors import PartitionError
-from penstock.partition.forward.call_handler import StageCallHandler, StopForward
 from penstock.partition.forward.forward_plan import ForwardPlan
-from penstock.partition.forward.forward_trace import input_names
+from penstock.partition.forward.forward_trace import LeafCall, input_names
 from penstock.partition.forward.leaf_modules import LeafModules
+from penstock.partition.forward.module_state import ModuleSnapshot, TensorVersions
 from penstock.partition.forward.placeholder import (
     ValueKind,
     ValueRef,
@@ -31,14 +36,18 @@ from penstock.partition.forward.placeholder import (
     make_placeholder,
     refs_of,
 )
-from penstock.partition.forward.stage_tree import StageTree, registered_tree, registry_of
+from penstock.partition.forward.stage_tree import StageTree
+from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.stage.boundary import TensorMeta
 from penstock.stage.pytree import flatten, unflatten
+from penstock.stage.rng import random_state, set_random_state
 
 __all__ = ["MakePlan", "ModuleStage"]
 
-MakePlan = Callable[[tuple[Any, ...], Mapping[str, Any], bool], ForwardPlan]
+MakePlan: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], bool], ForwardPlan]
 """A function from positional arguments, keyword arguments and training mode to a plan."""
+
+Values: TypeAlias = dict[ValueRef, Tensor]
 
 
 class ModuleStage(nn.Module):
@@ -54,7 +63,7 @@ class ModuleStage(nn.Module):
         device: the device of the stage.
     """
 
-    _handler: StageCallHandler
+    _handler: _StageCallHandler
     _tree: StageTree
 
     def __init__(
@@ -67,20 +76,16 @@ class ModuleStage(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        tree = registered_tree(leaves, own)
-        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            object.__setattr__(self, registry, vars(tree)[registry])
+        self._handler = _StageCallHandler(index, device)
+        self._tree = StageTree(leaves, own, self._handler.call, device)
+        self._tree.register(self, leaves)
         self.training = leaves.model.training
-        self._handler = StageCallHandler(index, device)
-        # Not set as module attributes, since the tree contains modules that this stage does not
-        # hold.
-        self._tree = StageTree(leaves, own, self._handler, device, self)
         self._index = index
         self._is_last = index == num_stages - 1
         self._make_plan = make_plan
         # The cached plans: by input on the first stage, as received on later ones.
-        self._known: dict[Any, tuple[bytes, ForwardPlan, list[tuple[ValueRef, int]]]] = {}
-        self._received: dict[bytes, ForwardPlan] = {}
+        self._plans: dict[Any, tuple[bytes, _StagePlan, list[tuple[ValueRef, int]]]] = {}
+        self._received: dict[bytes, _StagePlan] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage.
@@ -96,25 +101,35 @@ class ModuleStage(nn.Module):
         Raises:
             PartitionError: the forward differs from its trace.
         """
+        values: Values
         if self._index == 0:
-            data, plan, values = self._enter(args, kwargs)
+            key = self._key(args, kwargs)
+            if key not in self._plans:
+                assert self._make_plan is not None
+                self.prepare(args, kwargs, self._make_plan(args, kwargs, self.training))
+            data, plan, inputs = self._plans[key]
+            leaves = flatten((args, kwargs))[0]
+            values = {ref: leaves[i] for ref, i in inputs}
         else:
             data, tensors = args
             if data not in self._received:
-                self._received[data] = ForwardPlan.decode(data)
+                self._received[data] = self._stage_plan(ForwardPlan.decode(data))
             plan = self._received[data]
-            values = dict(zip(plan.boundary_values[self._index - 1], tensors, strict=True))
-        args, kwargs = self._inputs(plan, values)
-        output = self._run(plan, values, args, kwargs)
-        if self._is_last:
-            missing = refs_of(flatten(output)[0])
-            if missing:
-                raise PartitionError(
-                    f"the model's output needs {describe_refs(missing)}, which its trace did not "
-                    "show and which is not here; does what it computes depend on values?"
-                )
-            return output
-        return data, tuple(self._sent(ref, values) for ref in plan.boundary_values[self._index])
+            values = dict(zip(plan.whole.boundary_values[self._index - 1], tensors, strict=True))
+        args, kwargs = plan.arguments(values)
+        self._tree.sync_modules()
+        params = {r.name: value for r, value in values.items() if r.kind is ValueKind.PARAMETER}
+        with self._tree.substituted(params):
+            output = self._handler.run(plan, values, lambda: self._tree.root(*args, **kwargs))
+        if not self._is_last:
+            return data, tuple(self._sent(r, values) for r in plan.sent_refs)
+        missing = refs_of(flatten(output)[0])
+        if missing:
+            raise PartitionError(
+                f"the model's output needs {describe_refs(missing)}, which its trace did not "
+                "show and which is not here; does what it computes depend on values?"
+            )
+        return output
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copying and pickling: the tree that runs reports to this stage alone."""
@@ -123,23 +138,18 @@ class ModuleStage(nn.Module):
             "averages of weights copy its parameters()"
         )
 
-    # --- plans -------------------------------------------------------------------------------
-
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: ForwardPlan) -> None:
-        """Cache the plan for inputs of these shapes.
-
-        Args:
-            args: the model's positional arguments.
-            kwargs: its keyword arguments.
-            plan: the plan.
-        """
+        """Cache the plan for inputs of these shapes."""
         names = input_names(args, kwargs)
         refs = [
             (ValueRef(ValueKind.INPUT, 0, i, names[i]), i)
             for i, leaf in enumerate(flatten((args, kwargs))[0])
             if isinstance(leaf, Tensor)
         ]
-        self._known[self._key(args, kwargs)] = (plan.encode(), plan, refs)
+        self._plans[self._key(args, kwargs)] = plan.encode(), self._stage_plan(plan), refs
+
+    def _stage_plan(self, plan: ForwardPlan) -> _StagePlan:
+        return _StagePlan(plan, self._index, self._handler.device)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         leaves, tree = flatten((args, kwargs))
@@ -149,55 +159,281 @@ class ModuleStage(nn.Module):
         ]
         return (tree, self.training, autocast_state(self._handler.device), *marks)
 
-    def _enter(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bytes, ForwardPlan, dict[ValueRef, Tensor]]:
-        """The plan for these inputs, and their tensors by reference."""
-        key = self._key(args, kwargs)
-        if key not in self._known:
-            assert self._make_plan is not None
-            self.prepare(args, kwargs, self._make_plan(args, kwargs, self.training))
-        data, plan, refs = self._known[key]
-        leaves, _ = flatten((args, kwargs))
-        return data, plan, {ref: leaves[i] for ref, i in refs}
+    def _sent(self, ref: ValueRef, values: Values) -> Tensor:
+        if ref in values or ref.kind is not ValueKind.PARAMETER:
+            return values[ref]
+        own = self._tree.own_tensor(ref.name)
+        return own.view_as(own) if torch.is_grad_enabled() else own.detach()
 
-    def _inputs(self, plan: ForwardPlan, values: dict[ValueRef, Tensor]) -> Any:
+
+class _StagePlan:
+    """One stage's part of a ``ForwardPlan``.
+
+    Attributes:
+        whole: the plan of all stages.
+        end: the number of calls that the stage needs.
+        sent_refs: the values that are sent on.
+        sent: those among them that are outputs, by call and leaf.
+        sends: the calls in ``sent``.
+        received: the received values by call.
+        rerun_until: the number of calls up to which earlier stages also run the top-level forward.
+        alone_from: the call from which on only this stage runs it.
+    """
+
+    def __init__(self, plan: ForwardPlan, index: int, device: torch.device) -> None:
+        is_last = index == len(plan.boundary_values)
+        self.whole = plan
+        self.end = len(plan.calls) if is_last else plan.last_call(index) + 1
+        self.sent_refs = () if is_last else plan.boundary_values[index]
+        outputs = (ref for ref in self.sent_refs if ref.kind is ValueKind.OUTPUT)
+        self.sent = {(ref.call, ref.leaf): ref for ref in outputs}
+        self.sends = {call for call, _ in self.sent}
+        self.received: dict[int, list[ValueRef]] = {}
+        for ref in plan.boundary_values[index - 1] if index else ():
+            if ref.kind is ValueKind.OUTPUT:
+                self.received.setdefault(ref.call, []).append(ref)
+        self.rerun_until = max((plan.last_call(i) + 1 for i in range(index)), default=-1)
+        self.alone_from = max(self.rerun_until, 0) if is_last else self.end
+        self._device = device
+        self._outputs: dict[tuple[int, bool], list[Any]] = {}
+
+    def arguments(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments, with placeholders for missing ones."""
         here = {ref.leaf: value for ref, value in values.items() if ref.kind is ValueKind.INPUT}
-        leaves: list[Any] = list(plan.inputs.leaves)
+        leaves: list[Any] = list(self.whole.inputs.leaves)
         for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, TensorMeta):
-                continue
-            if i in here:
-                leaves[i] = here[i].clone() if i in plan.written else here[i]
-            else:
+            if isinstance(leaf, TensorMeta) and i in here:
+                leaves[i] = here[i].clone() if i in self.whole.written else here[i]
+            elif isinstance(leaf, TensorMeta):
                 ref = ValueRef(ValueKind.INPUT, 0, i, f"number {i}")
-                leaves[i] = make_placeholder(leaf, self._handler.device, ref)
-        ((args, kwargs),) = unflatten(plan.inputs.tree, leaves)
+                leaves[i] = make_placeholder(leaf, self._device, ref)
+        ((args, kwargs),) = unflatten(self.whole.inputs.tree, leaves)
         return args, kwargs
 
-    # --- running -----------------------------------------------------------------------------
+    def placeholders(self, index: int) -> list[Any]:
+        """The leaves that replace a call's result: placeholders and plain values."""
+        key = (index, torch.is_grad_enabled())
+        if key in self._outputs:
+            return list(self._outputs[key])
+        call = self.whole.calls[index]
+        leaves = [
+            make_placeholder(leaf, self._device, ValueRef(ValueKind.OUTPUT, index, i, call.leaf))
+            if isinstance(leaf, TensorMeta)
+            else leaf
+            for i, leaf in enumerate(call.output.leaves)
+        ]
+        if not call.written:  # later code would write into the placeholders of this microbatch
+            self._outputs[key] = list(leaves)
+        return leaves
 
-    def _run(
-        self, plan: ForwardPlan, values: dict[ValueRef, Tensor], args: Any, kwargs: Any
-    ) -> Any:
-        """The output of the model's forward, up to this stage's last module."""
-        self._tree.sync_modules()
-        handler, output = self._handler, None
-        lent = {r.name: value for r, value in values.items() if r.kind is ValueKind.PARAMETER}
+
+class _StopForward(BaseException):  # not an Exception, so that no model catches it
+    """Stop the model's forward once this stage needs no more of it."""
+
+
+class _StageCallHandler:
+    """Run a stage's own leaf modules, and substitute the results of others.
+
+    Args:
+        index: the index of the stage.
+        device: the device that placeholders claim to be on.
+    """
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self.index = index
+        self.device = device
+        self._snapshots: dict[str, tuple[nn.Module, ModuleSnapshot]] = {}
+        self._plan: _StagePlan | None = None
+
+    def run(self, plan: _StagePlan, values: Values, forward: Callable[[], Any]) -> Any:
+        """Run the model's forward for one microbatch, up to this stage's last module.
+
+        Args:
+            plan: the microbatch's plan.
+            values: the values that have arrived; the stage's own values that cross are added.
+            forward: the model's forward.
+
+        Returns:
+            The model's output; None if the forward was left before.
+        """
+        self._plan, self._values, self._next = plan, values, 0
+        self._versions = [(list(values), TensorVersions(values.values()))]
+        self._has_grad = torch.is_grad_enabled()
+        # Re-run top-level code must not advance the RNG.
+        self._random = random_state(self.device) if plan.whole.draws else None
+        output = None
         try:
-            with self._tree.lent(lent), HookWatch(handler.refuse_hook) as hooks:
-                handler.begin(plan, values, hooks)
-                with suppress(StopForward):
-                    output = self._tree.root(*args, **kwargs)
-            handler.check_done()
+            with HookWatch(self._refuse_hook) as self._hooks, suppress(_StopForward):
+                output = forward()
+            self._check_done(plan)
         finally:
-            handler.end()
+            self._plan = None
+            self._values, self._versions = {}, []
         return output
 
-    def _sent(self, ref: ValueRef, values: dict[ValueRef, Tensor]) -> Tensor:
-        if ref.kind is ValueKind.PARAMETER and ref not in values:
-            registry, name = registry_of(self._tree.root, ref.name)
-            own: Tensor = registry[name]
-            return own.view_as(own) if torch.is_grad_enabled() else own.detach()
-        return values[ref]
+    def _check_done(self, plan: _StagePlan) -> None:
+        """Check that all own modules ran, and that crossing values were not modified since."""
+        if self._next < plan.end:
+            raise self._error(
+                f"{plan.whole.calls[self._next].leaf} was not called, but was in the trace; which "
+                "modules a model calls may not depend on values"
+            )
+        for refs, versions in self._versions:
+            for i in versions.written():
+                raise self._error(
+                    f"{refs[i]} crosses to other stages, but was written into after it was "
+                    "computed; compute a new tensor instead"
+                )
+
+    def _refuse_hook(self, what: str) -> None:
+        """Refuse a tensor hook where an earlier stage runs the same code: it would run twice."""
+        if self._plan is not None and self._next <= self._plan.rerun_until:
+            raise self._error(
+                f"the top-level forward {what}, which earlier stages do too, so that a hook would "
+                "act on each; do it within a module, or use an autograd.Function"
+            )
+
+    def call(
+        self, leaf: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a leaf module (a ``CallHandler``)."""
+        plan = self._plan
+        if plan is None:  # recomputed in the backward, by checkpointing
+            if module is not None:
+                return module(*args, **kwargs)
+            raise self._error(
+                f"{leaf}, which lies on another stage, is called again in the backward, as by a "
+                "checkpoint around modules of several stages; checkpoint each module by itself, "
+                "or cut where a checkpoint begins"
+            )
+        with self._hooks.paused():  # only the top-level forward is watched
+            index, call = self._next, self._expected(plan, leaf)
+            self._next = index + 1
+            if plan.whole.stages[index] == self.index:
+                assert module is not None
+                result = self._run(plan, index, call, module, args, kwargs)
+            else:
+                result = self._substitute(plan, index, call)
+            if self._random is not None and self._next == plan.rerun_until:
+                set_random_state(self.device, self._random)  # from here on, first run is here
+            if self._random is not None and self._next == plan.end:
+                self._random = random_state(self.device)  # from here on, the next stage runs again
+        return result
+
+    def _error(self, text: str) -> PartitionError:
+        return PartitionError(f"stage {self.index}: {text}")
+
+    def _expected(self, plan: _StagePlan, leaf: str) -> LeafCall:
+        """The traced call expected here."""
+        calls = plan.whole.calls
+        if self._next >= plan.end and plan.end < len(calls):
+            if self._random is not None:
+                set_random_state(self.device, self._random)
+            raise _StopForward
+        call = calls[self._next] if self._next < len(calls) else None
+        if call is None or call.leaf != leaf:
+            traced = "nothing more" if call is None else call.leaf
+            raise self._error(
+                f"the model calls {leaf} where its trace called {traced}; which modules a model "
+                "calls may not depend on values"
+            )
+        return call
+
+    def _substitute(self, plan: _StagePlan, index: int, call: LeafCall) -> Any:
+        """The result of another stage's leaf module: received values, and placeholders."""
+        leaves = plan.placeholders(index)
+        for ref in plan.received.get(index, ()):
+            value = self._values[ref]
+            self._refuse_detached(value.requires_grad, call.leaf)
+            leaves[ref.leaf] = value.clone() if ref.leaf in call.written else value
+        ((result, captured),) = unflatten(call.output.tree, leaves)
+        replay(captured)
+        return result
+
+    def _run(
+        self,
+        plan: _StagePlan,
+        index: int,
+        call: LeafCall,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an own leaf module, and check that it behaves as in the trace."""
+        given = flatten((args, kwargs))[0]
+        missing = refs_of(given)
+        if missing:
+            raise self._error(
+                f"{call.leaf} is called with {describe_refs(missing)}, which its trace did not "
+                "show and which is not here; do its inputs depend on values?"
+            )
+        if self._snapshots.get(call.leaf, (None,))[0] is not module:
+            self._snapshots[call.leaf] = module, ModuleSnapshot(module)
+        snapshot = self._snapshots[call.leaf][1]
+        snapshot.hold()
+        marked, versions = mark(), TensorVersions(given)
+        result = module(*args, **kwargs)
+        for i in versions.written():
+            if i not in call.writes:
+                raise self._error(
+                    f"{call.leaf} writes into argument {i}, which it did not in its trace; have it "
+                    "return a new tensor instead"
+                )
+        for name in snapshot.fresh_tensors():
+            if name not in call.changes:
+                raise self._error(
+                    f"{call.leaf} keeps tensors in its attribute {name}, which it did not in its "
+                    "trace; other stages would not see them; have it return them"
+                )
+        if index in plan.sends and self._has_grad and not torch.is_grad_enabled():
+            takers = (x for x in (*module.parameters(), *given) if isinstance(x, Tensor))
+            self._refuse_detached(any(x.requires_grad for x in takers), call.leaf)
+        leaves, tree = flatten(((result, capture_since(marked)),))
+        if tree != call.output.tree:
+            raise self._error(
+                f"{call.leaf} returned {_shown(tree, leaves)}, in its trace "
+                f"{_shown(call.output.tree, call.output.leaves)}; how many values it returns, and "
+                "in which containers, may not depend on values"
+            )
+        self._check_leaves(call, leaves, any_shape=index >= plan.alone_from)
+        crossing = {i: plan.sent[index, i] for i in range(len(leaves)) if (index, i) in plan.sent}
+        self._values.update({ref: leaves[i] for i, ref in crossing.items()})
+        self._versions.append(
+            (list(crossing.values()), TensorVersions(leaves[i] for i in crossing))
+        )
+        if not any(i in call.written for i in crossing):
+            return result
+        for i in crossing:
+            if i in call.written:
+                leaves[i] = leaves[i].clone()
+        return unflatten(tree, leaves)[0][0]
+
+    def _check_leaves(self, call: LeafCall, leaves: Sequence[Any], *, any_shape: bool) -> None:
+        for i, (leaf, meta) in enumerate(zip(leaves, call.output.leaves, strict=True)):
+            if isinstance(leaf, Tensor) and isinstance(meta, TensorMeta):
+                same = leaf.dtype is meta.dtype and (any_shape or leaf.shape == meta.shape)
+            else:
+                same = not isinstance(leaf, Tensor) and leaf == meta
+            if not same:
+                got = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
+                raise self._error(
+                    f"output {i} of {call.leaf} is {got}, in its trace {meta}; other stages run by "
+                    "what the trace showed"
+                )
+
+    def _refuse_detached(self, takes_grad: bool, leaf: str) -> None:
+        """Refuse a crossing value whose gradient is lost, unless the model uses no_grad there."""
+        if takes_grad and self._has_grad and not torch.is_grad_enabled() and in_function_forward():
+            raise self._error(
+                f"{leaf} is called within an autograd function, as by a checkpoint with "
+                "use_reentrant=True, but its result crosses to another stage: its gradient would "
+                "be lost; use use_reentrant=False, or freeze its parameters"
+            )
+
+
+def _shown(tree: PyTreeSpec, leaves: Sequence[Any]) -> str:
+    """A result, and what hooks have collected, with tensors as dtypes and shapes."""
+    metas = (TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    kinds = [meta.kind if isinstance(meta, TensorMeta) else meta for meta in metas]
+    ((result, captured),) = unflatten(tree, kinds)
+    return f"{result!r}, appending {captured}" if captured else repr(result)

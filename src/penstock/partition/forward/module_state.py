@@ -1,11 +1,9 @@
 """State that a forward changes besides its result: attributes, buffers, containers, arguments.
 
-    self.aux = loss             an attribute: the module's own, which no code outside may read
-    self.seen.append(loss)      a container that other modules may hold too: refused
-    self.running_mean.mul_()    a buffer: stays with the module
-    load += counts              a tensor: seen by its version counter
-
-This module knows no stage.
+self.aux = loss             an attribute: the module's own, which no code outside may read
+self.seen.append(loss)      a container that other modules may hold too: refused
+self.running_mean.mul_()    a buffer: stays with the module
+load += counts              a tensor: seen by its version counter
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from penstock._torch_compat import HOOKS, WRAPPERS_STATE, version_of
 from penstock.partition.forward.placeholder import PlaceholderTensor
 
 __all__ = [
-    "NO_STATE",
-    "PLAIN",
     "ModuleSnapshot",
     "StateChanges",
     "TensorVersions",
@@ -33,11 +29,9 @@ __all__ = [
     "tensors_in",
 ]
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# The attributes of every module.
-NO_STATE = frozenset(vars(nn.Module()))
-_MISSING = object()
-_RESTORED = (*HOOKS, "_parameters", "_buffers")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_REGISTRIES = (*HOOKS, "_parameters", "_buffers")
 
 
 class TensorVersions:
@@ -45,11 +39,11 @@ class TensorVersions:
 
     def __init__(self, leaves: Iterable[Any]) -> None:
         tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        self._held = [(i, tensor, _version(tensor)) for i, tensor in tensors]
+        self._versions = [(i, tensor, _version(tensor)) for i, tensor in tensors]
 
     def written(self) -> tuple[int, ...]:
         """The positions of the leaves that were written."""
-        return tuple(i for i, tensor, version in self._held if _version(tensor) != version)
+        return tuple(i for i, tensor, version in self._versions if _version(tensor) != version)
 
 
 def _version(tensor: Tensor) -> int:
@@ -64,7 +58,7 @@ class StateChanges:
 
     Args:
         attributes: attributes with new values; equal plain values count as unchanged.
-        filled: the attributes whose containers hold new tensors.
+        filled: the attributes whose containers have received tensors.
         replaced: parameters and buffers that were replaced by other tensors.
         written: parameters, buffers and tensors in attributes that were written in place.
     """
@@ -82,157 +76,148 @@ class ModuleSnapshot:
         module: the module.
 
     Attributes:
-        loose: the tensors in attributes other than parameters and buffers, as of ``hold``.
+        loose: the tensors in attributes other than parameters and buffers, as of
+            ``watch_writes``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._find_containers()
+        self._containers = _containers_of(module)
+        self._registries = _copied((label, each) for label, each in self._containers if not label)
+        self.hold()
 
-    def values(self) -> list[Any]:
-        """The current values of attributes and their containers, for ``fresh_tensors``."""
-        found: list[Any] = []
-        for label, container in self._containers:
-            if label:
-                found += container.values() if isinstance(container, dict) else container
-        return found
+    def hold(self) -> None:
+        """Record the current attributes, for ``fresh_tensors`` and ``restore``."""
+        self._before = _copied((label, each) for label, each in self._containers if label)
 
-    def fresh_tensors(self, before: list[Any]) -> list[str]:
-        """The attributes with other tensors than in ``before``, except the module's own state.
+    def watch_writes(self) -> None:
+        """Record the tensors and their versions, for ``changes``."""
+        self.loose: dict[str, Tensor] = {
+            f"{label}{key}".removeprefix("."): value
+            for label, attributes in self._containers
+            if label.endswith(".")
+            for key, value in attributes.items()
+            if isinstance(value, Tensor) and _is_tracked(key)
+        }
+        self._tensors = self._parameters_and_buffers()
+        self._versions = TensorVersions((*self._tensors.values(), *self.loose.values()))
+
+    def fresh_tensors(self) -> list[str]:
+        """The attributes that hold tensors which they did not hold before, but for own state.
 
         ``nn.RNN`` keeps a list of its parameters, and rebuilds it when FSDP replaces them.
         """
-        if are_same(self.values(), before):
+        changed = [(label, now, was) for label, now, was in self._before if not _same(now, was)]
+        if not changed:
             return []
-        known = set(map(id, (*before, *self._module.parameters(), *self._module.buffers())))
+        known = set(map(id, (*self._module.parameters(), *self._module.buffers())))
+        known.update(id(value) for _, _, was in self._before for _, value in _items("", was))
         found = {
-            _name(label, key)
-            for label, container in self._containers
-            for key, value in _tracked_items(label, container)
+            f"{label}{key}".removeprefix(".") if label.endswith(".") else label
+            for label, now, _ in changed
+            for key, value in _items(label, now)
             if id(value) not in known and any(id(t) not in known for t in tensors_in(value))
         }
-        self._find_containers()
+        self._containers = _containers_of(self._module)
         return sorted(found)
 
-    def hold(self) -> None:
-        """Record the current state, for ``changes`` and ``restore``."""
-        self._held: list[tuple[str, Any, Any]] = [
-            (label, each, dict(each) if isinstance(each, dict) else list(each))
-            for label, each in self._containers
-        ]
-        self.loose: dict[str, Tensor] = {
-            _name(label, key): value
-            for label, attributes in self._containers
-            if label.endswith(".")
-            for key, value in _tracked_items(label, attributes)
-            if isinstance(value, Tensor)
-        }
-        self._registered = self._parameters_and_buffers()
-        self._versions = TensorVersions((*self._registered.values(), *self.loose.values()))
-
     def changes(self) -> StateChanges:
-        """The changes since ``hold``."""
+        """The changes since ``watch_writes``."""
         attributes: dict[str, None] = {}
-        filled: list[str] = []
-        for label, container, held in self._held:
-            if _is_same(container, held):
+        containers: set[str] = set()
+        for label, now, was in self._before:
+            if not label.endswith("."):
+                containers.add(label)
+                if not _same(now, was):
+                    attributes[label] = None
                 continue
-            before = held if isinstance(held, dict) else dict.fromkeys(map(id, held))
-            for key, value in _tracked_items(label, container):
-                if label.endswith("."):
-                    if not _is_equal(value, before.get(key, _MISSING)):
-                        attributes[_name(label, key)] = None
-                    continue
-                attributes[label] = None
-                known = before.get(key) is value if isinstance(held, dict) else id(value) in before
-                if not known and tensors_in(value):
-                    filled.append(label)
+            for key, value in _items(label, now):
+                if value is not was.get(key) and not _is_equal(value, was.get(key)):
+                    attributes[f"{label}{key}".removeprefix(".")] = None
         now = self._parameters_and_buffers()
-        names = [*self._registered, *self.loose]
+        names = [*self._tensors, *self.loose]
         return StateChanges(
             attributes=tuple(attributes),
-            filled=tuple(filled),
+            filled=tuple(name for name in self.fresh_tensors() if name in containers),
             replaced=tuple(
                 name
-                for name in {**self._registered, **now}
-                if now.get(name) is not self._registered.get(name)
+                for name in {**self._tensors, **now}
+                if now.get(name) is not self._tensors.get(name)
             ),
             written=tuple(names[i] for i in self._versions.written()),
         )
 
     def restore(self) -> None:
         """Restore attributes, the contents of their containers, and registries."""
-        for _, container, held in self._held:
-            if _is_same(container, held):
-                continue
-            if isinstance(container, list):
-                container[:] = held
-            else:
+        for _, container, before in (*self._before, *self._registries):
+            if not _same(container, before):
                 container.clear()
-                container.update(held)
+                (container.extend if isinstance(container, list) else container.update)(before)
 
     def _parameters_and_buffers(self) -> dict[str, Tensor]:
         return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
 
-    def _find_containers(self) -> None:
-        """Find where values may appear: attributes, and the lists, dicts and objects in them.
 
-        Each container has a label: a module's path and a dot for its attributes, the attribute's
-        name for a container inside it, and none for registries.
-        """
-        met: set[int] = set()
-        self._containers: list[tuple[str, Any]] = []
-        for path, module in self._module.named_modules():
-            attributes = vars(module)
-            self._containers.append((f"{path}.", attributes))
-            for name, value in attributes.items():
-                if name in _RESTORED and isinstance(value, dict):  # not the wrappers of torch.jit
-                    self._containers.append(("", value))
-                elif _is_tracked(name) and id(value) not in met:
-                    met.add(id(value))
-                    label = f"{path}.{name}".removeprefix(".")
-                    self._containers += [(label, each) for each in _containers_in(value)]
+def _copied(containers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Any]]:
+    return [
+        (n, each, dict(each) if isinstance(each, dict) else list(each)) for n, each in containers
+    ]
 
 
-def _name(label: str, key: Any) -> str:
-    return f"{label}{key}".removeprefix(".") if label.endswith(".") else label
+def _containers_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Where values may appear: attributes, and the lists, dicts and objects in them.
 
-
-def _tracked_items(label: str, container: Any) -> Iterator[tuple[Any, Any]]:
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    if label.endswith("."):
-        yield from (item for item in items if _is_tracked(item[0]))
-    elif label:
-        yield from items
-
-
-def _is_tracked(name: Any) -> bool:
-    return name not in NO_STATE and not str(name).startswith(WRAPPERS_STATE)
-
-
-def _is_same(container: Any, held: Any) -> bool:
-    if isinstance(container, dict):
-        return len(container) == len(held) and all(map(is_, container.values(), held.values()))
-    return len(container) == len(held) and all(map(is_, container, held))
-
-
-def _is_equal(value: Any, was: Any) -> bool:
-    if value is was or was is _MISSING:
-        return value is was or value is None
-    return isinstance(value, PLAIN) and type(value) is type(was) and bool(value == was)
+    Each container has a label: a module's path and a dot for its attributes, the attribute's name
+    for a container inside it, and none for registries.
+    """
+    met: set[int] = set()
+    found: list[tuple[str, Any]] = []
+    for path, each in module.named_modules():
+        attributes = vars(each)
+        found.append((f"{path}.", attributes))
+        for name, value in attributes.items():
+            if name in _REGISTRIES and isinstance(value, dict):  # not the wrappers of torch.jit
+                found.append(("", value))
+            elif _is_tracked(name) and id(value) not in met:
+                met.add(id(value))
+                label = f"{path}.{name}".removeprefix(".")
+                found += [(label, inner) for inner in _containers_in(value)]
+    return found
 
 
 def _containers_in(value: Any, depth: int = 3) -> list[Any]:
     """The lists, dicts and sets in a value, and the attributes of objects in it."""
-    if depth == 0 or isinstance(value, (Tensor, nn.Module, type, *PLAIN)) or callable(value):
+    if depth == 0 or isinstance(value, (Tensor, nn.Module, type, *_PLAIN)) or callable(value):
         return []
     holds = isinstance(value, (list, dict, set))
     container = value if holds else getattr(value, "__dict__", None)
     if not isinstance(container, (list, dict, set)):
         return []
     inner = container.values() if isinstance(container, dict) else container
-    below = (found for item in list(inner) for found in _containers_in(item, depth - 1))
-    return [container, *below]
+    return [
+        container,
+        *(found for item in list(inner) for found in _containers_in(item, depth - 1)),
+    ]
+
+
+def _items(label: str, container: Any) -> Iterator[tuple[Any, Any]]:
+    """The items of a container; of a module's attributes those that are not torch's own."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return (item for item in items if not label.endswith(".") or _is_tracked(item[0]))
+
+
+def _is_tracked(name: Any) -> bool:
+    return name not in _MODULE_ATTRIBUTES and not str(name).startswith(WRAPPERS_STATE)
+
+
+def _same(container: Any, before: Any) -> bool:
+    if isinstance(container, dict):
+        return len(container) == len(before) and all(map(is_, container.values(), before.values()))
+    return are_same(container, before)
+
+
+def _is_equal(value: Any, was: Any) -> bool:
+    return isinstance(value, _PLAIN) and type(value) is type(was) and bool(value == was)
 
 
 def are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -4,15 +4,15 @@
     mask = ones(h.shape[1])                needs the shape alone: the real mask
     if h.sum() > 0: ...                    needs the value: PartitionError, which names wte's output
 
-Each stage runs the model's own forward, but holds only some of its modules. A placeholder has the
-shape, dtype and device of the missing value, and every result computed from one is a placeholder
-too. So the outcome is never a wrong number, only an error that names the missing value. A
-placeholder carries its provenance: references to the values that it depends on.
+A placeholder has the shape, dtype and device of the missing value, and every result computed from
+one is a placeholder too. So the outcome is never a wrong number, only an error that names the
+missing value. A placeholder carries its provenance: references to the values that it depends on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -46,12 +46,15 @@ __all__ = [
     "ValueKind",
     "ValueRef",
     "describe_refs",
-    "leaves_of",
     "make_placeholder",
     "on_meta",
     "refs_of",
     "turn_into_placeholder",
+    "with_values",
 ]
+
+# Reads of values in a trace; more are taken for a loop that made-up values never end.
+MOST_READS = 1000
 
 
 class ValueKind(Enum):
@@ -92,29 +95,19 @@ class ValueRef:
         return f"{self.kind.value} {self.name}"
 
 
+@dataclass(slots=True, eq=False)
 class Provenance:
-    """References to the values that a placeholder and its views depend on.
+    """The values that a placeholder and its views depend on, and the in-place writes to them."""
 
-    Args:
-        refs: the references.
-
-    Attributes:
-        num_writes: the number of in-place writes to the placeholder or its views.
-    """
-
-    __slots__ = ("num_writes", "refs")
-
-    def __init__(self, refs: set[ValueRef]) -> None:
-        self.refs = refs
-        self.num_writes = 0
+    refs: set[ValueRef]
+    num_writes: int = 0
 
 
 class PlaceholderTensor(Tensor):
     """A tensor without a value.
 
     Args:
-        body: the tensor that operations run on instead: a meta tensor or, if a model is traced on
-            values, the value itself.
+        body: the meta tensor that operations run on instead.
         device: the device that the placeholder reports.
         provenance: shared with its views, so that a write to one is recorded for all.
     """
@@ -152,11 +145,11 @@ class PlaceholderTensor(Tensor):
         try:
             return without_torch_function(func, args, kwargs)
         except _Overwrites as error:
-            for leaf in leaves_of(args, kwargs)[0]:
-                if type(leaf) is not PlaceholderTensor and error.writes(leaf):
+            for leaf in _leaves_of(args, kwargs)[0]:
+                if isinstance(leaf, Tensor) and any(same_storage(leaf, t) for t in error.targets):
                     error.targets = []  # only the caller may have references to it
                     error.__traceback__ = None
-                    if not turn_into_placeholder(leaf, set(), keep_value=error.has_values):
+                    if not turn_into_placeholder(leaf, set()):
                         raise error from None
             return without_torch_function(func, args, kwargs)
 
@@ -169,52 +162,44 @@ class PlaceholderTensor(Tensor):
 
 
 class NeedsValue(PartitionError):
-    """The top-level forward needs a value that a placeholder's shape does not give."""
+    """The top-level forward needs a value that a placeholder's shape does not give.
+
+    Attributes:
+        refs: the values that it depends on.
+    """
 
     def __init__(self, func: Any, refs: set[ValueRef]) -> None:
         super().__init__(
             f"the top-level forward needs the value of {describe_refs(refs)} ({func}), which is on "
             "another stage; move that code into a module, or cut at another boundary"
         )
+        self.refs = refs
 
 
 class _Overwrites(PartitionError):
     """A placeholder is written into tensors with values."""
 
-    def __init__(self, targets: list[Tensor], refs: set[ValueRef], has_values: bool) -> None:
+    def __init__(self, targets: list[Tensor], refs: set[ValueRef]) -> None:
         super().__init__(
             f"the top-level forward writes {describe_refs(refs)}, which is on another stage, into "
             "a part of a tensor of this one; compute a new tensor instead, or move that code into "
             "a module"
         )
         self.targets = targets
-        self.has_values = has_values
-
-    def writes(self, value: object) -> bool:
-        """True for a tensor that shares memory with a target."""
-        return isinstance(value, Tensor) and any(same_storage(value, t) for t in self.targets)
 
 
-def turn_into_placeholder(tensor: Tensor, refs: set[ValueRef], *, keep_value: bool) -> bool:
+def turn_into_placeholder(tensor: Tensor, refs: set[ValueRef]) -> bool:
     """Turn a tensor into a placeholder in place, for all its references.
-
-    Args:
-        tensor: the tensor.
-        refs: the values that the tensor depends on.
-        keep_value: True to keep the value as the placeholder's body.
 
     Returns:
         True on success; False, without any change, if other tensors share its memory, since they
         would not become placeholders.
     """
-    made = PlaceholderTensor(on_meta(tensor), tensor.device, Provenance(refs))
-    made.provenance.num_writes = version_of(tensor) + 1
     if is_view(tensor) or is_shared(tensor):
         return False
+    provenance = Provenance(refs, version_of(tensor) + 1)
+    made = PlaceholderTensor(on_meta(tensor), tensor.device, provenance)
     swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
-    now: Any = tensor
-    if keep_value:
-        now.body = made  # after the swap, the tensor with the value
     return True
 
 
@@ -227,7 +212,7 @@ def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> P
     body = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))
     if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
         return PlaceholderTensor.of(ref, body, device)
-    made: PlaceholderTensor = _Guarded.apply(_anchor, body, device, ref)  # type: ignore[no-untyped-call]
+    made: PlaceholderTensor = _RefusesGrad.apply(_anchor, body, device, ref)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -235,11 +220,10 @@ def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> P
 _anchor = torch.zeros(0, requires_grad=True)
 
 
-class _Guarded(torch.autograd.Function):
+class _RefusesGrad(torch.autograd.Function):
     """Make placeholders that refuse gradients.
 
-    No value is computed from a placeholder, but a custom autograd function may take one, ignore its
-    value, and return a gradient for it.
+    A custom autograd function may take a placeholder, ignore its value, and return a gradient.
     """
 
     @staticmethod
@@ -259,31 +243,40 @@ class _Guarded(torch.autograd.Function):
 
 
 class TopLevelOps(TorchDispatchMode):
-    """Turn random draws into placeholders, and record reads of values, within this mode.
+    """Trace the top-level forward: random draws are placeholders, reads of values are recorded.
 
     Args:
         calls: the calls of leaf modules up to now.
 
     Attributes:
         num_draws: the number of random draws.
-        looks: the values that the forward read, each with the number of calls before it.
+        reads: the errors of the operations that read values; they run on made-up ones.
     """
 
     def __init__(self, calls: Sized) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
-        self.num_draws = 0
-        self.looks: list[tuple[int, set[ValueRef]]] = []
+        self.num_draws = self._num_reads = 0
+        self.reads: list[NeedsValue] = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the mode, the innermost one, within this block."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation."""
         kwargs = kwargs or {}
-        given = [x for x in leaves_of(args, kwargs)[0] if type(x) is PlaceholderTensor]
-        if given and is_data_dependent(func, args) and not any(x.body.is_meta for x in given):
-            self.looks.append((len(self._calls), refs_of(given)))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except NeedsValue as error:
+            return self._read(error, func, args, kwargs)
         if not is_random(func, args, kwargs):
             return result
         if any(type(x) is not PlaceholderTensor for x in mutated_arguments(func, args, kwargs)):
@@ -298,10 +291,46 @@ class TopLevelOps(TorchDispatchMode):
             if type(leaf) is PlaceholderTensor:
                 leaf.provenance.refs.add(ref)
             elif isinstance(leaf, Tensor):
-                return PlaceholderTensor.of(ref, leaf, leaf.device)
+                return PlaceholderTensor.of(ref, on_meta(leaf), leaf.device)
             return leaf
 
         return optree.tree_map(drawn, result, none_is_leaf=True)
+
+    def _read(self, error: NeedsValue, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The result on made-up values: only the last stage may read values, behind all calls.
+
+        A draw may be read anywhere: as a layer's chance to be dropped, which is zero.
+        """
+        if any(ref.kind is not ValueKind.DRAW for ref in error.refs):
+            self.reads.append(error)
+        self._num_reads += 1
+        if self._num_reads > MOST_READS:
+            raise error
+        leaves, tree = _leaves_of(args, kwargs)
+        device = next(leaf.device for leaf in leaves if type(leaf) is PlaceholderTensor)
+        given: Any = optree.tree_unflatten(tree, [with_values(leaf, device) for leaf in leaves])
+        result = func(*given[0], **given[1])
+
+        def hide(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return PlaceholderTensor(on_meta(leaf), device, Provenance(set(error.refs)))
+
+        return optree.tree_map(hide, result, none_is_leaf=True)
+
+
+def with_values(leaf: Any, device: torch.device) -> Any:
+    """A copy of a tensor with values: its own or, of a placeholder or on the meta device, small
+    numbers, the same on each rank; integers without values become zeros."""
+    body = leaf.body if type(leaf) is PlaceholderTensor else leaf
+    if not isinstance(body, Tensor):
+        return body
+    if not body.is_meta:
+        return body.detach().to(device, copy=True)
+    made = torch.zeros_like(body, device=device)
+    if made.is_floating_point():
+        made.copy_(torch.linspace(-0.02, 0.02, made.numel(), device=device).view(made.shape))
+    return made
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -311,17 +340,8 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def refs_of(leaves: Iterable[Any]) -> set[ValueRef]:
     """The provenance references of all placeholders among ``leaves``."""
-    found: set[ValueRef] = set()
-    for leaf in leaves:
-        if type(leaf) is PlaceholderTensor:
-            found |= leaf.provenance.refs
-    return found
-
-
-def leaves_of(args: tuple[Any, ...], kwargs: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves of an operation's arguments."""
-    given: Any = (args, kwargs)
-    return optree.tree_flatten(given, none_is_leaf=True)
+    found = (leaf.provenance.refs for leaf in leaves if type(leaf) is PlaceholderTensor)
+    return set().union(*found)
 
 
 def describe_refs(refs: Iterable[ValueRef]) -> str:
@@ -330,28 +350,32 @@ def describe_refs(refs: Iterable[ValueRef]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def _leaves_of(args: tuple[Any, ...], kwargs: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    given: Any = (args, kwargs)
+    return optree.tree_flatten(given, none_is_leaf=True)
+
+
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, tree = leaves_of(args, kwargs)
+    leaves, tree = _leaves_of(args, kwargs)
     placeholders = [leaf for leaf in leaves if type(leaf) is PlaceholderTensor]
     refs = refs_of(placeholders)
-    valueless = any(each.body.is_meta for each in placeholders)
-    by_place = by_positions(func, args, _has_value) if valueless else args
-    if by_place is not args:
-        args = by_place
-        leaves, tree = leaves_of(args, kwargs)
-    if valueless and is_data_dependent(func, args):
+    positions = by_positions(func, args, _has_value)
+    if positions is not args:
+        args = positions
+        leaves, tree = _leaves_of(args, kwargs)
+    if is_data_dependent(func, args):
         raise NeedsValue(func, refs)
     device = torch.device(kwargs.get("device") or placeholders[0].device)
     written = mutated_arguments(func, args, kwargs)
     real = [target for target in written if type(target) is not PlaceholderTensor]
     if real:
-        raise _Overwrites(real, refs, not valueless)
+        raise _Overwrites(real, refs)
     for target in written:
         target.provenance.refs |= refs
         target.provenance.num_writes += 1
-    lowered: Any = optree.tree_unflatten(tree, [_body(leaf, valueless) for leaf in leaves])
+    lowered: Any = optree.tree_unflatten(tree, [_body(leaf) for leaf in leaves])
     inner_args, inner_kwargs = lowered
-    if valueless and inner_kwargs.get("device") is not None:
+    if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("meta")
     result = func(*inner_args, **inner_kwargs)
     by_body = {id(each.body): each for each in placeholders}
@@ -372,7 +396,7 @@ def _has_value(tensor: Tensor) -> bool:
     return type(tensor) is not PlaceholderTensor and not tensor.is_meta
 
 
-def _body(leaf: Any, valueless: bool) -> Any:
+def _body(leaf: Any) -> Any:
     if type(leaf) is PlaceholderTensor:
-        leaf = leaf.body
-    return on_meta(leaf) if valueless and isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+        return leaf.body
+    return on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf

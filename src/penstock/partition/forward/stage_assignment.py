@@ -5,15 +5,13 @@
     ["h.1"]             0    0    -     0    1    1    1    1     1
     [[...], [...]]      as named; a parameter that is left over is an error
 
-A stateless leaf module (-) needs no stage. This module runs nothing.
+A stateless leaf module (-) needs no stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-
-from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_plan import ForwardPlan, first_uses, plan_forward
@@ -44,16 +42,20 @@ def assign_stages(
     """
     with_state = [name for name in leaves.leaves if leaves.has_state(name)]
     stages: dict[str, int | None] = dict.fromkeys(leaves.leaves)
-    stages |= (_by_names if spec.stages else _by_starts)(leaves, spec, trace, with_state)
-    unnamed = [name for name in leaves.direct if name not in stages]
     if spec.stages:
-        params = dict(leaves.model.named_parameters(remove_duplicate=False))
-        _refuse_left_over([name for name in unnamed if name in params], spec)
-    uncalled = [name for name in with_state if stages[name] is None]
-    if trace is not None and (unnamed or uncalled):
+        stages |= _by_names(leaves, spec, with_state)
+    else:
+        stages |= _by_starts(leaves, spec, trace, with_state)
+    unassigned = [name for name in leaves.direct if name not in stages]
+    unassigned += [name for name in with_state if stages[name] is None]
+    if trace is not None and unassigned:
+        # A head that is never called, since a fused loss takes its weight, goes where it is used.
         uses = first_uses(trace, stages, spec.num_stages)
-        stages |= _where_used(leaves.model, [*unnamed, *uncalled], uses)
-    stages |= {name: 0 for name in unnamed if name not in stages}
+        first = {n: names[0] for names in names_by_tensor(leaves.model).values() for n in names}
+        for name in unassigned:
+            inside = (first[n] for n in first if n == name or n.startswith(f"{name}."))
+            stages[name] = min((uses[each] for each in inside if each in uses), default=None)
+    stages |= {name: 0 for name in leaves.direct if stages.get(name) is None}
     before = 0
     for name in with_state:  # an unused module joins the module defined before it
         at = stages[name]
@@ -76,10 +78,8 @@ def try_cut(leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace) -> Forwar
         return None
 
 
-def _by_names(
-    leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace | None, with_state: Sequence[str]
-) -> dict[str, int | None]:
-    stages: dict[str, int | None] = {}
+def _by_names(leaves: LeafModules, spec: SplitSpec, with_state: Sequence[str]) -> dict[str, int]:
+    stages: dict[str, int] = {}
     for stage, names in enumerate(spec.stages):
         for name in names:
             for leaf in leaves.under(name):
@@ -91,26 +91,27 @@ def _by_names(
                             f"which stage {other} has; name it once"
                         )
     # A module that occurs several times in a list but is named once stays whole.
-    held = {id(leaves.leaves[leaf]): at for leaf, at in stages.items() if leaf in leaves.leaves}
-    again = {leaf: held.get(id(leaves.leaves[leaf])) for leaf in with_state}
-    stages = {**{leaf: at for leaf, at in again.items() if at is not None}, **stages}
-    missing = [leaf for leaf in with_state if leaf not in stages]
-    inside = [f"{m}.{p}" for m in missing for p, _ in leaves.leaves[m].named_parameters()]
-    _refuse_left_over(inside or missing, spec)
-    return stages
-
-
-def _refuse_left_over(left: Sequence[str], spec: SplitSpec) -> None:
-    if left:
+    modules = leaves.leaves
+    by_module = {id(modules[leaf]): at for leaf, at in stages.items() if leaf in modules}
+    again = {leaf: by_module.get(id(modules[leaf])) for leaf in with_state}
+    stages = {leaf: at for leaf, at in again.items() if at is not None} | stages
+    params = dict(leaves.model.named_parameters(remove_duplicate=False))
+    missing = [name for name in leaves.direct if name in params and name not in stages]
+    for leaf in with_state:
+        if leaf not in stages:
+            inside = [f"{leaf}.{name}" for name, _ in modules[leaf].named_parameters()]
+            missing += inside or [leaf]
+    if missing:
         raise PartitionError(
-            f"no stage holds the parameters {abbreviate(left)}; name them, or the modules that "
+            f"no stage holds the parameters {abbreviate(missing)}; name them, or the modules that "
             f"hold them, in one of the {spec.num_stages} stages"
         )
+    return stages
 
 
 def _by_starts(
     leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace | None, with_state: Sequence[str]
-) -> dict[str, int | None]:
+) -> dict[str, int]:
     order: Mapping[str, int] = (
         {name: i for i, name in enumerate(leaves.leaves)} if trace is None else trace.first_calls()
     )
@@ -127,32 +128,11 @@ def _by_starts(
     }
 
 
-def _where_used(
-    model: nn.Module, names: Sequence[str], uses: Mapping[str, int]
-) -> dict[str, int | None]:
-    """The first stage that uses each parameter in the top-level forward.
-
-    A head that is never called, since a fused loss takes its weight, goes to this stage.
-    """
-    found: dict[str, int | None] = {}
-    known = {name: every[0] for every in names_by_tensor(model).values() for name in every}
-    for part in names:
-        inside = (known[name] for name in known if name == part or name.startswith(f"{part}."))
-        at = [uses[name] for name in inside if name in uses]
-        if at:
-            found[part] = min(at)
-    return found
-
-
 def _first_call(leaves: LeafModules, name: str, order: Mapping[str, int]) -> int:
-    if name in leaves.direct:
-        raise PartitionError(
-            f"a stage is to begin with {name}, which is no module; begin with one that is called"
-        )
     called = [order[leaf] for leaf in leaves.under(name) if leaf in order]
     if not called:
         raise PartitionError(
-            f"a stage is to begin with {name}, but the model did not call it on the example; "
+            f"a stage is to begin with {name}, but the model does not call it on the example; "
             "begin with a module that it calls"
         )
     return min(called)

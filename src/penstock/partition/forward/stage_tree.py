@@ -8,16 +8,15 @@
       norm                stub
 
 The tree runs the model's own forward. Its leaf modules, stand-ins and stubs alike, pass each call
-to a ``CallHandler``, which runs the module or supplies its result. This module sends nothing.
+to a handler, which runs the module or supplies its result.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import EllipsisType, MethodType, new_class
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,59 +32,35 @@ from penstock._torch_compat import (
 )
 from penstock.errors import PartitionError
 from penstock.partition.forward.leaf_modules import LeafModules
-from penstock.partition.forward.placeholder import (
-    PlaceholderTensor,
-    ValueKind,
-    ValueRef,
-    on_meta,
-)
+from penstock.partition.forward.module_state import are_same
+from penstock.partition.forward.placeholder import PlaceholderTensor, ValueKind, ValueRef, on_meta
 from penstock.partition.huggingface import without_cache
+from penstock.partition.plan import prefixes
 from penstock.partition.ties import names_by_tensor
 from penstock.stage.wrappers import unwrapped
 
-__all__ = [
-    "CallHandler",
-    "StageTree",
-    "copy_with_tensors",
-    "is_stub",
-    "mark_stale",
-    "registered_tree",
-    "registry_of",
-]
+__all__ = ["CallHandler", "StageTree", "copy_with_tensors", "refuse_reads"]
 
-ChoosePlace = Callable[[nn.Module, str], "nn.Module | EllipsisType | None"]
-"""A function that gives the module to put at a path of a copied tree; None omits it, ``...`` copies
-it."""
+CallHandler: TypeAlias = Callable[[str, nn.Module | None, tuple[Any, ...], dict[str, Any]], Any]
+"""From a leaf module's name, the module (None on other stages) and its arguments to its result."""
 
-
-class CallHandler(Protocol):
-    """Supply the results of leaf modules when they are called."""
-
-    def call(self, leaf: str, run: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a leaf module.
-
-        Args:
-            leaf: its name.
-            run: the module itself; a stub (``is_stub``), which can't be run, on other stages.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
-        ...
+Place: TypeAlias = Callable[[nn.Module, str], "nn.Module | EllipsisType"]
+"""From a module and its path to the module to put there; ``...`` for a copy."""
 
 
 class StageTree:
-    """A copy of the model's tree of modules around the leaf modules of one stage.
+    """A copy of a model's module tree, whose leaf modules report their calls.
 
     Args:
-        leaves: the leaf modules of the plain model, which is left as it is.
-        own: the names of the leaf modules, and of direct parameters, that the stage holds.
+        leaves: the model's leaf modules.
+        own: the names of the leaf modules, and of direct parameters, that this stage has.
         handler: the handler of the calls.
         device: the device that placeholders report.
-        stage: the module that registers the stage's modules (see ``registered_tree``); None for a
-            trace.
 
     Attributes:
         root: the tree, a module of the model's class.
+        containers: its containers by name.
+        stubs: the stubs of other stages' leaf modules by name.
     """
 
     def __init__(
@@ -94,70 +69,97 @@ class StageTree:
         own: Collection[str],
         handler: CallHandler,
         device: torch.device,
-        stage: nn.Module | None = None,
     ) -> None:
-        self._handler = handler
+        self._own, self._handler = own, handler
         self._placeholders: dict[str, PlaceholderTensor] = {}
         self._copies: list[nn.Module] = []
-        made: dict[str, nn.Module] = {}
-        names_of = names_by_tensor(leaves.model)
+        self.stubs: dict[str, nn.Module] = {}
+        stand_ins: dict[str, nn.Module] = {}
 
         def place(module: nn.Module, path: str) -> nn.Module | EllipsisType:
             leaf = leaves.leaf_at(path)
             if leaf is None:
                 return ...
-            if leaf not in made:
-                if leaf in own:
-                    made[leaf] = _stand_in(module, leaf, handler)
-                else:
-                    made[leaf] = _copy_tree(module, None, self._copies, stub=True)
-                    _report(made[leaf], leaf, made[leaf], handler)
-            return made[leaf]
+            if leaf in own:
+                if leaf not in stand_ins:
+                    stand_ins[leaf] = _reporting(module, leaf, module, handler)
+                return stand_ins[leaf]
+            if leaf not in self.stubs:
+                copy = _copy_tree(module, None, self._copies)
+                self.stubs[leaf] = _reporting(copy, leaf, None, handler)
+            return self.stubs[leaf]
 
         def is_own(name: str) -> bool:
-            steps = name.split(".")
-            paths = (".".join(steps[: i + 1]) for i in range(len(steps)))
+            paths = (name, *prefixes(name))
             return any(path in own or leaves.leaf_at(path) in own for path in paths)
 
-        def own_or_placeholder(tensor: Tensor) -> Tensor:
-            names = names_of.get(id(tensor))
-            if names is None or any(map(is_own, names)):
-                return tensor
-            if names[0] not in self._placeholders:
-                ref = ValueRef(ValueKind.PARAMETER, 0, 0, names[0])
-                made = PlaceholderTensor.of(ref, on_meta(tensor), device)
-                self._placeholders[names[0]] = made
-            return self._placeholders[names[0]]
-
         self.root = _copy_tree(leaves.model, place, self._copies)
-        _replace_tensors(self._copies, own_or_placeholder)
         self.containers = {name: self.root.get_submodule(name) for name in leaves.containers}
         for container in self.containers.values():
             without_cache(container)
-        if stage is not None:
-            self._follow(stage, leaves, own)
+        # The own name of each tensor that has one, by the tensor and by the first of its names.
+        self._own_names: dict[int | str, str] = {}
+        first_names: dict[int, str] = {}
+        # Registries elsewhere in the tree that hold an own tensor, with its name.
+        self._tied_places: list[tuple[dict[str, Any], str, str]] = []
+        for key, names in names_by_tensor(leaves.model).items():
+            first_names[key] = names[0]
+            ours = [name for name in names if is_own(name)]
+            if ours:
+                self._own_names |= {key: ours[0], names[0]: ours[0]}
+                others = (name for name in names if name not in ours)
+                self._tied_places += [(*_registry_of(self.root, name), ours[0]) for name in others]
 
-    def _follow(self, stage: nn.Module, leaves: LeafModules, own: Collection[str]) -> None:
-        """Remember the stage's registered modules, so that ``sync_modules`` can detect changes."""
+        def own_or_placeholder(tensor: Tensor) -> Tensor:
+            if id(tensor) in self._own_names or id(tensor) not in first_names:
+                return tensor
+            name = first_names[id(tensor)]
+            if name not in self._placeholders:
+                ref = ValueRef(ValueKind.PARAMETER, 0, 0, name)
+                self._placeholders[name] = PlaceholderTensor.of(ref, on_meta(tensor), device)
+            return self._placeholders[name]
+
+        _replace_tensors(self._copies, own_or_placeholder)
+
+    # --- what a stage registers --------------------------------------------------------------
+
+    def register(self, stage: nn.Module, leaves: LeafModules) -> None:
+        """Register this stage's modules and parameters on ``stage``, under the model's names.
+
+        Containers on the paths to them are copies; leaf modules are the model's own.
+        """
+        made: dict[int, nn.Module | None] = {}
+
+        def registered(module: nn.Module, path: str) -> nn.Module | None:
+            leaf = leaves.leaf_at(path)
+            if leaf is not None:
+                return module if leaf in self._own else None
+            if id(module) not in made:
+                dot = f"{path}." if path else ""
+                below = {name: registered(child, dot + name) for name, child in children(module)}
+                copy = made[id(module)] = copied_shell(module)
+                children_of(copy).clear()
+                children_of(copy).update({n: m for n, m in below.items() if m is not None})
+                for registry in registries(copy):
+                    for name in [name for name in registry if dot + name not in self._own]:
+                        del registry[name]
+                if path and not any((children_of(copy), *registries(copy))):
+                    made[id(module)] = None
+            return made[id(module)]
+
+        tree = registered(leaves.model, "")
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(stage, name, vars(tree)[name])
+        made[id(leaves.model)] = stage
         self._stage = stage
-        held = {name: m for name, m in stage.named_modules() if name in leaves.containers}
-        self._held = {name: held.get(name, stage) for name in leaves.containers}
-        # The own leaf modules: full name, container, name within the container, and the module
-        # itself.
-        self._registered: list[tuple[str, str, str, nn.Module]] = []
-        for path, module in held.items():
-            for last, child in children_of(module).items():
-                leaf = leaves.leaf_at(f"{path}.{last}" if path else last)
-                if leaf is not None and leaf in own and child is not None:
-                    self._registered.append((leaf, path, last, child))
-        # Locations of own parameters and buffers in the tree outside stand-ins, with the stage's
-        # name for each.
-        self._own_places = [(name, name) for name in leaves.direct if name in own]
-        for names in names_by_tensor(leaves.model).values():
-            inside = [n for n in names if any(n.startswith(f"{leaf}.") for leaf in own)]
-            if inside:
-                others = (n for n in names if n not in inside and n not in leaves.direct)
-                self._own_places += [(name, inside[0]) for name in others]
+        self._registered = {name: made[id(m)] for name, m in leaves.containers.items()}
+        # The current own leaf modules, by container and name within it.
+        self._current: dict[tuple[str, str], tuple[str, nn.Module]] = {}
+        for path, module in leaves.containers.items():
+            for name, child in children(module):
+                leaf = leaves.leaf_at(f"{path}.{name}".removeprefix("."))
+                if leaf is not None and leaf in self._own:
+                    self._current[path, name] = leaf, child
 
     def sync_modules(self) -> None:
         """Adopt the modules, parameters and training modes that the stage registers now.
@@ -168,35 +170,44 @@ class StageTree:
             PartitionError: a leaf module is missing, or a container has changed its class.
         """
         now: dict[str, nn.Module] = {}
-        for path, held in self._held.items():
-            module = held if held is self._stage else self._stage.get_submodule(path)
-            if module is not held and type(module) is not type(held):
+        for path, before in self._registered.items():
+            container = self.containers[path]
+            container.training = self._stage.training
+            if before is None:
+                continue
+            now[path] = module = self._stage.get_submodule(path)
+            if type(module) is not type(before):
                 raise PartitionError(
                     f"{path} of this stage's module was replaced, but it is cut: the code of the "
-                    f"model's own {type(held).__name__} runs; put other modules in the places of "
+                    f"model's own {type(before).__name__} runs; put other modules in the places of "
                     "its parts, or cut the model after the change"
                 )
-            self.containers[path].training = module.training
-            now[path] = module
-        for i, (leaf, path, last, before) in enumerate(self._registered):
-            child = children_of(now[path]).get(last)
-            if child is before:
+            container.training = module.training
+            for registry, registered in zip(registries(container), registries(module), strict=True):
+                registry.update(registered)
+        for (path, name), (leaf, known) in self._current.items():
+            child = children_of(now[path]).get(name)
+            if child is known:
                 continue
             if child is None:
                 raise PartitionError(
                     f"{leaf} is gone from this stage's module, and the model calls it; put a "
                     "module in its place, such as torch.nn.Identity()"
                 )
-            children_of(self.containers[path])[last] = _stand_in(child, leaf, self._handler)
-            self._registered[i] = (leaf, path, last, child)
-        for place, name in self._own_places:
-            registry, last = registry_of(self.root, place)
-            own, key = registry_of(self._stage, name)
-            registry[last] = own[key]
+            children_of(self.containers[path])[name] = _reporting(child, leaf, child, self._handler)
+            self._current[path, name] = leaf, child
+        for registry, key, name in self._tied_places:
+            registry[key] = self.own_tensor(name)
+
+    def own_tensor(self, name: str) -> Tensor:
+        """The stage's current tensor of an own parameter or buffer, by any of its names."""
+        registry, last = _registry_of(self._stage, self._own_names.get(name, name))
+        tensor: Tensor = registry[last]
+        return tensor
 
     @contextmanager
-    def lent(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Install parameters of other stages in all their places, for one microbatch."""
+    def substituted(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put other stages' parameters in all their places, within this block."""
         known = self._placeholders
         instead = {id(known[name]): value for name, value in values.items() if name in known}
         before: list[tuple[dict[str, Any], str, Any]] = []
@@ -209,94 +220,49 @@ class StageTree:
                 mapping[key] = was
 
 
-def registered_tree(leaves: LeafModules, own: Collection[str]) -> nn.Module:
-    """The modules that a stage registers, under the names of the plain model.
-
-    Args:
-        leaves: the model's leaf modules.
-        own: the names of the leaf modules, and of direct parameters, that the stage holds.
-
-    Returns:
-        Copies of the containers on the paths to the stage's modules; leaf modules are the model's
-        own.
-    """
-
-    def place(module: nn.Module, path: str) -> nn.Module | EllipsisType | None:
-        leaf = leaves.leaf_at(path)
-        return ... if leaf is None else module if leaf in own else None
-
-    tree = _copy_tree(leaves.model, place, [])
-    containers = [(n, m) for n, m in tree.named_modules() if n in leaves.containers]
-    for path, module in containers:
-        for registry in registries(module):
-            for name in [n for n in registry if f"{path}.{n}".removeprefix(".") not in own]:
-                del registry[name]
-    empty = {id(module) for _, module in containers}
-    for _, module in reversed(containers):
-        for name, child in children(module):
-            if id(child) in empty:
-                del children_of(module)[name]
-        if children_of(module) or any(registries(module)):
-            empty.discard(id(module))
-    return tree
-
-
-def copy_with_tensors(module: nn.Module, made: Callable[[Tensor], Tensor]) -> nn.Module:
+def copy_with_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of a module with new parameters and buffers, which can run independently.
 
     Args:
         module: the module; compiled submodules run uncompiled in the copy.
-        made: a function that makes a tensor of the copy; called once per tensor.
+        make: a function that makes a tensor of the copy; called once per tensor.
     """
     copies: list[nn.Module] = []
     copy = _copy_tree(module, None, copies)
     for each in copies:
         run_uncompiled(each)
     tensors = {id(t): t for m in copies for r in registries(m) for t in r.values() if t is not None}
-    known = {key: made(tensor) for key, tensor in tensors.items()}
-    _replace_tensors(copies, lambda tensor: known.get(id(tensor), tensor))
+    made = {key: make(tensor) for key, tensor in tensors.items()}
+    _replace_tensors(copies, lambda tensor: made.get(id(tensor), tensor))
     return copy
 
 
-def _copy_tree(
-    module: nn.Module, place: ChoosePlace | None, copies: list[nn.Module], *, stub: bool = False
-) -> nn.Module:
+def _copy_tree(module: nn.Module, place: Place | None, copies: list[nn.Module]) -> nn.Module:
     """Copy a tree of modules; the copies share the original's parameters, buffers and attributes.
 
     Args:
         module: the root.
-        place: a function that gives the replacement of each module below the root; None to copy
-            all.
-        copies: a mapping that receives the copied modules.
-        stub: if True, makes the copies stubs.
+        place: a function that replaces modules; None to copy all.
+        copies: a list that receives the copied modules.
     """
     made: dict[int, nn.Module] = {}
 
-    def visit(module: nn.Module, path: str) -> nn.Module | None:
+    def visit(module: nn.Module, path: str) -> nn.Module:
         found = ... if place is None else place(module, path)
         if not isinstance(found, EllipsisType):
             return found
         if id(module) in made:
             return made[id(module)]
-        cls = _stub_class(type(module), reports=path == "") if stub else None
-        copy = made[id(module)] = copied_shell(module, cls)
-        if stub:
-            object.__setattr__(copy, "_penstock_stale", {})
+        copy = made[id(module)] = copied_shell(module)
         copies.append(copy)
         for name, value in vars(module).items():
             if isinstance(value, MethodType) and value.__self__ is module:
                 vars(copy)[name] = MethodType(value.__func__, copy)
         for name, child in children(module):
-            below = visit(child, f"{path}.{name}" if path else name)
-            if below is None:
-                del children_of(copy)[name]
-            else:
-                children_of(copy)[name] = below
+            children_of(copy)[name] = visit(child, f"{path}.{name}" if path else name)
         return copy
 
-    copy = visit(module, "")
-    assert copy is not None, "the root is kept"
-    return copy
+    return visit(module, "")
 
 
 def _replace_tensors(
@@ -307,12 +273,8 @@ def _replace_tensors(
     Containers are replaced, not mutated, since the original module shares them: ``nn.LSTM`` keeps a
     list of its weights.
 
-    Args:
-        modules: copied modules.
-        instead: a function from a tensor to its replacement, possibly the tensor itself.
-
     Returns:
-        The changed places: the container, the key, and the old value.
+        The changed places: the mapping, the key, and the old value.
     """
 
     def swapped(value: Any) -> Any:
@@ -320,10 +282,10 @@ def _replace_tensors(
             return instead(value)
         if type(value) is list or type(value) is tuple:
             items = type(value)(map(swapped, value))
-            return value if all(map(operator.is_, items, value)) else items
+            return value if are_same(items, value) else items
         if type(value) is dict:
             named = {key: swapped(item) for key, item in value.items()}
-            return value if all(named[key] is value[key] for key in value) else named
+            return value if are_same([*named.values()], [*value.values()]) else named
         return value
 
     before: list[tuple[dict[str, Any], str, Any]] = []
@@ -340,8 +302,8 @@ def _replace_tensors(
     return before
 
 
-def registry_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The registry of a parameter or buffer, found through wrappers, and its last name component.
+def _registry_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The registry of a parameter or buffer, found through wrappers, and its key there.
 
     Raises:
         PartitionError: the parameter or buffer is missing.
@@ -363,65 +325,51 @@ def registry_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 # --- stand-ins and stubs -----------------------------------------------------------------------
 
 
-def is_stub(run: nn.Module) -> bool:
-    """True for the stub of another stage's leaf module, as passed to a ``CallHandler``."""
-    return hasattr(type(run), "_penstock_call")
-
-
-def mark_stale(stub: nn.Module, name: str, message: str) -> None:
-    """Refuse reads of a stub's attribute, given by its path, with an error message."""
-    path, _, last = name.rpartition(".")
-    stale = object.__getattribute__(stub.get_submodule(path), "_penstock_stale")
-    stale[last] = message
-
-
-def _stand_in(module: nn.Module, leaf: str, handler: CallHandler) -> nn.Module:
+def _reporting(
+    module: nn.Module, leaf: str, run: nn.Module | None, handler: CallHandler
+) -> nn.Module:
     """An object that shares all attributes of ``module`` and reports calls to a handler."""
-    made: nn.Module = object.__new__(_stub_class(type(module), reports=True))
-    object.__setattr__(made, "_penstock_stale", {})
+    made: nn.Module = object.__new__(_reporting_class(type(module)))
     object.__setattr__(made, "__dict__", vars(module))
-    _report(made, leaf, module, handler)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return handler(leaf, run, args, kwargs)
+
+    object.__setattr__(made, "_penstock_call", call)
     return made
 
 
-def _report(made: nn.Module, leaf: str, run: nn.Module, handler: CallHandler) -> None:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return handler.call(leaf, run, args, kwargs)
-
-    object.__setattr__(made, "_penstock_call", call)
+_classes: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()
 
 
-_classes: WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]] = WeakValueDictionary()
-
-
-def _stub_class(cls: type[nn.Module], *, reports: bool) -> type[nn.Module]:
-    """A subclass of ``cls`` with its name, which reports calls and guards stale attributes.
-
-    Args:
-        cls: the class of the module.
-        reports: True to report calls; False for modules inside a stub, which the top-level forward
-            may run itself.
-    """
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._penstock_call(*args, **kwargs)
-
-    def read(self: Any, name: str) -> Any:
-        message = object.__getattribute__(self, "_penstock_stale").get(name)
-        if message is not None:
-            raise PartitionError(message)
-        return cls.__getattribute__(self, name)
-
-    def body(namespace: dict[str, Any]) -> None:
-        # Slots: a stand-in shares its __dict__ with the model's own module.
-        namespace["__slots__"] = ("_penstock_stale", *(("_penstock_call",) if reports else ()))
-        namespace["__module__"] = cls.__module__
-        namespace["__qualname__"] = cls.__qualname__
-        namespace["__getattribute__"] = read
-        if reports:
-            namespace["__call__"] = call
-
-    found = _classes.get((cls, reports))
+def _reporting_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``cls`` with its name, whose calls are reported."""
+    found = _classes.get(cls)
     if found is None:
-        found = _classes[cls, reports] = new_class(cls.__name__, (cls,), exec_body=body)
+        # A slot: a stand-in shares its __dict__ with the model's own module.
+        body = {
+            "__slots__": ("_penstock_call",),
+            "__call__": lambda self, *args, **kwargs: self._penstock_call(*args, **kwargs),
+        }
+        found = _classes[cls] = _subclass(cls, body)
     return found
+
+
+def refuse_reads(module: nn.Module, name: str, message: str) -> None:
+    """Raise a PartitionError wherever an attribute of a module, given by its path, is read."""
+    path, _, last = name.rpartition(".")
+    holder = module.get_submodule(path)
+
+    def refuse(self: nn.Module) -> Any:
+        raise PartitionError(message)
+
+    def write(self: nn.Module, value: Any) -> None:
+        vars(self)[last] = value
+
+    body = {"__slots__": (), last: property(refuse, write)}
+    object.__setattr__(holder, "__class__", _subclass(type(holder), body))
+
+
+def _subclass(cls: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(names | body))
