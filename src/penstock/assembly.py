@@ -82,8 +82,8 @@ def assemble(spec: PipelineSpec) -> Assembly:
     if schedule == "auto":
         from penstock.auto import find_program  # imports the search
 
-        found = find_program(spec, where, _num_stages(model, where, copies=1))
-        schedule, where, forecast = found.program, found.split, found.forecast
+        num_stages = _num_stages(model, where, copies=1)
+        schedule, where, forecast = find_program(spec, where, num_stages)
     elif spec.memory_limit is not None:
         raise ScheduleError(
             f"memory_limit={spec.memory_limit:g} is for schedule='auto'; a named schedule holds "

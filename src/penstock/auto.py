@@ -43,7 +43,7 @@ from penstock.schedule.resolve import DEFAULT_MICROBATCHES
 from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 
-__all__ = ["AutoChoice", "Forecast", "find_program"]
+__all__ = ["Forecast", "find_program"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,56 +51,47 @@ SEARCH_S = 10.0
 _NUM_LOGGED_STEPS = 3
 
 
+@dataclass(slots=True, kw_only=True)
 class Forecast:
     """The predicted time of a step.
 
     Args:
         step_s: the time with all ranks in parallel.
         alone_s: the time in one process that runs all ranks in turn.
-        device: the device to synchronize.
         is_alone: whether this process runs all ranks.
+        device: the device to synchronize.
+        num_steps: the number of steps so far.
     """
 
-    def __init__(
-        self, step_s: float, alone_s: float, device: torch.device, *, is_alone: bool
-    ) -> None:
-        self.step_s = step_s
-        self.alone_s = alone_s
-        self._device = device
-        self._is_alone = is_alone
-        self._num_steps = 0
+    step_s: float
+    alone_s: float
+    is_alone: bool
+    device: torch.device
+    num_steps: int = 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Log the measured and the predicted time of each of the first few steps."""
-        number = self._num_steps
-        self._num_steps += 1
-        started = time.perf_counter()
+        number, started = self.num_steps, time.perf_counter()
+        self.num_steps += 1
         yield
         if number >= _NUM_LOGGED_STEPS:
             return
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         logger.info(
             "auto: step %d took %.4g s, %.4g s were predicted%s%s",
             number,
             time.perf_counter() - started,
-            self.alone_s if self._is_alone else self.step_s,
-            " for one process that plays all ranks" if self._is_alone else "",
+            self.alone_s if self.is_alone else self.step_s,
+            " for one process that plays all ranks" if self.is_alone else "",
             "; the first step warms up" if number == 0 else "",
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoChoice:
-    """The program, the split and the predicted time chosen for ``"auto"``."""
-
-    program: Program
-    split: SplitSpec | None
-    forecast: Forecast
-
-
-def find_program(spec: PipelineSpec, split: SplitSpec | None, num_stages: int | None) -> AutoChoice:
+def find_program(
+    spec: PipelineSpec, split: SplitSpec | None, num_stages: int | None
+) -> tuple[Program, SplitSpec | None, Forecast]:
     """Search for the fastest program for a model's stages, as profiled on this machine.
 
     Runs the model on the example a few times. Preserves its state, its gradients and the random
@@ -108,8 +99,10 @@ def find_program(spec: PipelineSpec, split: SplitSpec | None, num_stages: int | 
 
     Args:
         spec: the arguments of ``Pipeline``, with the whole model on the first rank.
-        split: the split points of the model.
-        num_stages: the number of stages of the model, if given.
+        split, num_stages: the split points and the number of stages of the model, if given.
+
+    Returns:
+        The program to run, the split points of the model, and the predicted time of a step.
 
     Raises:
         ScheduleError: ranks, stages and microbatches do not fit, the example is missing, or the
@@ -136,11 +129,9 @@ def find_program(spec: PipelineSpec, split: SplitSpec | None, num_stages: int | 
     found = json.loads(from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link)))
     if found["plan"] is not None:
         split = SplitSpec.parse(Plan.from_toml(found["plan"]))
-    return AutoChoice(
-        program=from_json(found["program"]),
-        split=split,
-        forecast=Forecast(found["step_s"], found["alone_s"], spec.device, is_alone=group is None),
-    )
+    times = {"step_s": found["step_s"], "alone_s": found["alone_s"]}
+    forecast = Forecast(**times, is_alone=group is None, device=spec.device)
+    return from_json(found["program"]), split, forecast
 
 
 def _find(

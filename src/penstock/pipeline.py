@@ -126,8 +126,7 @@ class Pipeline:
         self.num_ranks = made.program.num_ranks
         self.rank = self._group.rank() if self._group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
-        self._takes_model_call = made.takes_model_call
-        self._forecast = made.forecast
+        self._takes_model_call, self._forecast = made.takes_model_call, made.forecast
         self._schedule = ScheduleProgram(
             list(self.stages),
             made.program,
@@ -204,15 +203,13 @@ class Pipeline:
         self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
         """Move the arguments of ``step`` to the stages' device if this process uses them."""
-        splitter = self._schedule.splitter
-        if self.device.type == "cpu" or is_placed((args, target, kwargs)):
+        splitter, device = self._schedule.splitter, self.device
+        if device.type == "cpu" or is_placed((args, target, kwargs)):
             return args, target, kwargs
         kept = {"losses": kwargs["losses"]} if "losses" in kwargs else {}
-        return (
-            moved(args, self.device) if splitter.has_first else args,
-            moved(target, self.device) if splitter.has_last else target,
-            moved(kwargs, self.device) | kept,
-        )
+        args = moved(args, device) if splitter.has_first else args
+        target = moved(target, device) if splitter.has_last else target
+        return args, target, moved(kwargs, device) | kept
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -259,8 +256,8 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters.
 
-        A rank may have no parameters, for which torch's optimizers raise. The form
-        ``[{"params": list(pipe.parameters())}]`` works on every rank.
+        Torch's optimizers raise on a rank without parameters, but not if they are given as
+        ``[{"params": list(pipe.parameters())}]``.
         """
         return (param for _, param in self.named_parameters())
 
@@ -301,10 +298,8 @@ class Pipeline:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients to None or zero, as ``nn.Module.zero_grad`` does."""
         for param in self.parameters():
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad = torch.zeros_like(param.grad)
+            grad = None if set_to_none else param.grad
+            param.grad = None if grad is None else torch.zeros_like(grad)
 
     if not TYPE_CHECKING:  # type checkers would accept every attribute
 

@@ -6,7 +6,6 @@ can fail is shown too: with any of the orders left out, it does.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -217,30 +216,7 @@ def test_a_microbatch_keeps_to_its_lane_and_blocks_take_both(program: Program) -
     }
 
 
-# --- what is told ---------------------------------------------------------------------------------
-
-
-def test_on_the_cpu_blocks_run_in_turn_and_it_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    program = build("dualpipev", ranks=2, microbatches=4)
-    both = Twins(mlp(4), F.mse_loss, schedule=program, overlap=True)
-    with caplog.at_level(logging.INFO, logger="penstock"):
-        for step in range(2):
-            inputs, target = features(8, step)
-            both.step(inputs, target=target)
-    told = [record.message for record in caplog.records if "in turn" in record.message]
-    assert told == [
-        "dualpipev: forward and backward of a block run in turn: a cpu device has no streams"
-    ]
-
-
-def test_where_overlap_is_not_asked_for_it_is_said_how(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="penstock"):
-        train(build("dualpipev", ranks=1, microbatches=4), monkeypatch)
-    assert "overlap=True was not passed" in caplog.text
+# --- the host ------------------------------------------------------------------------------------
 
 
 def test_a_step_asks_the_device_for_no_value(monkeypatch: pytest.MonkeyPatch) -> None:

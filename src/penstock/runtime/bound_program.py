@@ -1,58 +1,50 @@
-"""A program bound to this process: a runner per stage and an executor of the actions.
+"""A program bound to this process: a runner per stage, an executor, and the start and end of steps.
+
+    start   conditions of all ranks ─► shape ids of the first rank's inputs ─► all ranks
+    actions                     Executor ─► StageRunner ─► Stage
+    end     losses of the last rank ─► all ranks; no rank leaves before all have finished
 
 Training and evaluation are two bound programs over the same stages.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
+from penstock.errors import StageError, Where
+from penstock.runtime import overlap
 from penstock.runtime.comm.base import RecvQueue, Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
-from penstock.runtime.overlap import (
-    DualStreams,
-    PairFunction,
-    bind_pair,
-    can_overlap,
-    why_sequential,
-)
+from penstock.runtime.loss import needs_target
+from penstock.runtime.overlap import DualStreams, PairFunction
+from penstock.runtime.shape_ids import condition_id, run_conditions, shape_ids
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
-from penstock.runtime.step_sync import StepSync
-from penstock.schedule.action import Op
 from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
-from penstock.schedule.program import CheckedProgram
+from penstock.schedule.program import CheckedProgram, Program
+from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.device_streams import DeviceStreams
 from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["BoundProgram"]
 
-_log = logging.getLogger(__name__)
-
-# The ops that change the forward of their microbatch.
-_FORWARD_MODES = frozenset({Op.INPUT_GRAD, Op.RECOMPUTE, Op.OFFLOAD})
+# After so many shape ids all are forgotten, on all ranks at the same step.
+MAX_SHAPES = 4096
+# In an order that is the same on every rank. The loss of an evaluation may be a count.
+_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 
 
 class BoundProgram:
-    """One program, bound to this process's stages and transports.
-
-    Args:
-        program: the program.
-        config: the run options.
-        stages: this process's stages, by index.
-        transports: one per rank of this process, in rank order.
-        streams: the device's streams.
-        train: True for training, False for evaluation.
+    """One program, for training or evaluation, bound to this process's stages and transports.
 
     Attributes:
-        sync: the start and the end of steps on all ranks.
         runners: the stage runners, by stage.
         executor: runs the bound actions.
     """
@@ -74,8 +66,16 @@ class BoundProgram:
         self._transports = transports
         self._streams = streams
         self._is_alone = len(transports) == program.num_ranks
-        self.sync = StepSync(program, config, stages, transports, train=train)
-        self._log_later: str | None = None
+        placement = program.placement
+        # With several copies of the model, the first copy's ranks broadcast.
+        self._entry_ranks = [placement.rank_of(stage) for stage in placement.entries]
+        self._exit_ranks = [placement.rank_of(stage) for stage in placement.exits]
+        self._device = next(iter(stages.values())).device
+        self._needs_target = train and needs_target(config.loss_fn)
+        self._num_begun = 0
+        self._known_shapes: set[int] = set()
+        # By the shape id of the first microbatch, which is another one under autocast.
+        self._loss_dtypes: dict[int, torch.dtype | None] = {}
         self._pair_function: PairFunction | None = None
         self._dual_streams = self._make_dual_streams()
         self.runners = self._make_runners()
@@ -90,58 +90,128 @@ class BoundProgram:
 
     def run_pairs_by(self, function: PairFunction) -> None:
         """Run the overlapped pairs by ``function`` (see ``runtime/overlap.py``)."""
-        self._pair_function, self._dual_streams, self._log_later = function, None, None
+        self._pair_function, self._dual_streams = function, None
         self.executor = Executor(self._bind(), self._streams)
 
-    # --- a step ------------------------------------------------------------------------------
+    # --- the start of a step -----------------------------------------------------------------
+
+    def describe_call(self, step: StepState, num_steps: int) -> str:
+        """Describe the current call, to be compared between ranks."""
+        call = "step()" if self.train else "eval()"
+        joined = " with outputs" if self._exchanges_outputs(step) else ""
+        return f"{call}{joined}, after {num_steps} others"
 
     def begin(self, step: StepState) -> None:
-        """Begin a step on all ranks (see ``StepSync.begin``)."""
-        self.sync.begin(step)
-        forget = self.sync.forgets_shapes
+        """Begin a step on all ranks: broadcast the shape ids, which are set in ``step``.
+
+        Raises:
+            StageError: inputs or targets are missing where they are needed, or the ranks where
+                inputs enter were given different ones.
+        """
+        self._num_begun += 1
+        transport, first = self._transports[0], self._entry_ranks[0]
+        # The first rank's keyword arguments are part of its inputs.
+        kwargs = () if self._is_alone or transport.rank == first else step.kwargs
+        conditions = run_conditions(self._stages.values(), self._device)
+        gathered = transport.all_gather_ints(condition_id(conditions, kwargs, self._num_begun))
+        self._check_given(step)
+        enters = self._is_alone or transport.rank in self._entry_ranks
+        ids = [0] * self.program.num_microbatches
+        if enters and step.args is not None:
+            ids = shape_ids(step.args, step.kwargs, gathered, self._num_begun)
+        for each in sorted(self._transports, key=lambda t: t.rank != first):
+            step.shape_ids = each.broadcast_ints(ids, first)
+        if enters and step.shape_ids != ids:
+            raise StageError(
+                f"the inputs here have other shapes than those on rank {first}; each rank where "
+                "the model's inputs enter passes the whole batch"
+            )
+        is_new = not self._known_shapes.issuperset(step.shape_ids)
+        forget = is_new and len(self._known_shapes) >= MAX_SHAPES
+        if forget:
+            self._known_shapes.clear()
+            self._loss_dtypes.clear()
+        self._known_shapes.update(step.shape_ids)
         resends = [runner.begin(step, forget=forget) for runner in self.runners.values()]
         # Receives that wait for metadata are posted late, so that a bounded sender could deadlock.
-        unbounded = self._config.dynamic_shapes or self.sync.has_new_shapes or any(resends)
-        for transport in self._transports:
-            transport.allow_unbounded_sends(unbounded)
+        unbounded = self._config.dynamic_shapes or is_new or any(resends)
+        for each in self._transports:
+            each.allow_unbounded_sends(unbounded)
+
+    def _check_given(self, step: StepState) -> None:
+        placement = self.program.placement
+        for stage in sorted(self._stages):
+            where = Where(rank=placement.rank_of(stage), stage=stage)
+            if stage in placement.exits and self._needs_target and step.targets is None:
+                raise StageError(
+                    "no target, where the loss is computed: the rank of the last stage passes "
+                    "target= (or target_mbs=) to step()",
+                    where=where,
+                )
+            if stage in placement.entries and step.args is None:
+                call = "step() or eval()"
+                if not self.train:
+                    call += ", which runs the model; train(False) of its modules sets their mode"
+                raise StageError(
+                    f"no inputs: the rank of the first stage passes them to {call}", where=where
+                )
+
+    # --- the actions, and the end of a step --------------------------------------------------
 
     def run(self) -> None:
         """Run all actions of the step."""
-        if self._log_later is not None:
-            _log.info("%s: %s", self.program.name, self._log_later)
-            self._log_later = None
         with self._dual_streams or nullcontext():
             self.executor.run()
 
     def end(self, step: StepState) -> Tensor | None:
-        """End a step on all ranks; returns the losses (see ``StepSync.end``)."""
-        losses = self.sync.end(step)
+        """End a step: no rank leaves before all have finished, so that none misses a failure.
+
+        Returns:
+            The losses, shape (microbatches,), on every rank; None where none were computed.
+        """
+        losses = self._share_results(step)
         for runner in self.runners.values():
             runner.end()
         return losses
 
+    def _share_results(self, step: StepState) -> Tensor | None:
+        computed = [loss for loss in step.losses if loss is not None]
+        if self._is_alone:
+            return torch.stack(computed) if computed else None
+        (transport,) = self._transports
+        if self._exchanges_outputs(step) and transport.rank in self._exit_ranks:
+            _exchange_outputs(step, self.program, transport, self._device)
+        if self._config.loss_fn is None:
+            transport.barrier()
+            return None
+        # The dtype of the losses on the last rank; None if there are none.
+        shape_id = step.shape_ids[0]
+        if shape_id not in self._loss_dtypes or not self.train:
+            code = _DTYPES.index(torch.stack(computed).dtype) if computed else -1
+            (code,) = transport.broadcast_ints([code], self._exit_ranks[0])
+            self._loss_dtypes[shape_id] = _DTYPES[code] if code >= 0 else None
+        dtype = self._loss_dtypes[shape_id]
+        # Float64 represents every narrower loss exactly. Built from device tensors, since numbers
+        # from the host would require a synchronization.
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        table = torch.stack([zero if loss is None else loss.to(zero) for loss in step.losses])
+        transport.all_reduce(table)
+        return None if dtype is None else table.to(dtype)
+
+    def _exchanges_outputs(self, step: StepState) -> bool:
+        """True if outputs leave on several ranks (with copies of the model), and are returned."""
+        return step.keep_outputs and len(set(self._exit_ranks)) > 1
+
     # --- binding -----------------------------------------------------------------------------
 
     def _make_dual_streams(self) -> DualStreams | None:
-        program, config = self.program, self._config
-        if not program.overlapped_pairs:
+        streams, wanted = self._streams, self._config.overlap
+        if streams is None or not wanted or not overlap.takes_streams(self.program):
             return None
-        kind = next(iter(self._stages.values())).device.type
-        reason = why_sequential(program, self._streams, kind, requested=config.overlap)
-        if reason is None and self._streams is not None:
-            return DualStreams(self._streams)
-        if program.placement.entries[0] in self._stages:
-            self._log_later = f"forward and backward of a block run in turn: {reason}"
-        return None
+        return DualStreams(streams)
 
     def _make_runners(self) -> dict[int, StageRunner]:
         program, placement = self.program, self.program.placement
-        # Stage → op → the microbatches with that op in the program.
-        ops: dict[int, dict[Op, set[int]]] = {i: defaultdict(set) for i in self._stages}
-        for action in program.actions():
-            if action.op in _FORWARD_MODES and action.stage in ops:
-                assert action.microbatch is not None
-                ops[action.stage][action.op].add(action.microbatch)
         microbatches, chunked = range(program.num_microbatches), program.num_splits > 1
         states = {
             i: [MicrobatchState(m, in_sequence=chunked) for m in microbatches] for i in self._stages
@@ -173,7 +243,6 @@ class BoundProgram:
                     program=program,
                     config=self._config,
                     train=self.train,
-                    ops=ops[index],
                     transport=transport,
                     acknowledged=acknowledged,
                     dual_streams=self._dual_streams,
@@ -192,8 +261,32 @@ class BoundProgram:
             return self._dual_streams.add_prologues(steps, bound, program.placement)
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
-            if self._pair_function is not None and can_overlap(step):
-                found += bind_pair(self._pair_function, step, parts)
+            if self._pair_function is not None and overlap.can_overlap(step):
+                found += overlap.bind_pair(self._pair_function, step, parts)
             else:
                 found += [each for part in parts for each in part]
         return found
+
+
+def _exchange_outputs(
+    step: StepState, program: Program, transport: Transport, device: torch.device
+) -> None:
+    """Complete ``step.outputs`` on every rank where outputs leave."""
+    placement = program.placement
+    leaving: defaultdict[int, list[int]] = defaultdict(list)
+    for stage in placement.exits:
+        passing = (m for m in range(program.num_microbatches) if placement.passes(m, stage))
+        leaving[placement.rank_of(stage)] += passing
+    mine = tuple(step.outputs[m] for m in leaving.pop(transport.rank))
+    spec = describe(mine)
+    tensors = spec.pack(spec.tensors(mine))
+    peers = sorted(leaving)
+    for peer in peers:
+        transport.send_metadata(peer, spec.encode())
+    for peer in peers:
+        received = BoundarySpec.decode(transport.recv_metadata(peer))
+        pending = transport.receive(peer, received.metas, device)
+        transport.send(peer, tensors)
+        outputs = received.arguments(received.unpack(pending.wait()))
+        for microbatch, output in zip(leaving[peer], outputs, strict=True):
+            step.outputs[microbatch] = output

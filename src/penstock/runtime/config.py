@@ -27,7 +27,7 @@ LossFn: TypeAlias = Callable[..., Any]
 
 
 class RunOptions(TypedDict, total=False):
-    """The options of ``RunConfig`` that torch's schedules do not have."""
+    """The options of ``RunConfig`` that are not in torch's schedules."""
 
     dynamic_shapes: bool
     microbatch_rng: bool

@@ -43,7 +43,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Runs a program over this process's stages.
+    """Runs a program over this process's stages; the context of its own steps.
 
     Args:
         program: the compute-only program of training steps; its forwards are evaluations.
@@ -61,8 +61,7 @@ class Engine:
 
     Raises:
         ScheduleError: the program is invalid, or the stages do not belong to these ranks.
-        PartitionError: a tie names a parameter that does not exist, or stages share a layer with
-            running statistics.
+        PartitionError: see ``SharedParams`` and ``refuse_shared_statistics``.
     """
 
     def __init__(
@@ -98,6 +97,7 @@ class Engine:
         self._train = BoundProgram(self.program, *bind, train=True)
         self._eval = BoundProgram(evaluated, *bind, train=False)
         self._last = self._train
+        self._running: BoundProgram | None = None
         # The transports' threads would outlive a garbage-collected engine.
         weakref.finalize(self, _close, self.transports).atexit = False
 
@@ -109,11 +109,7 @@ class Engine:
     # --- a step ------------------------------------------------------------------------------
 
     def run(self, step: StepState, *, train: bool) -> Tensor | None:
-        """Run one step.
-
-        Args:
-            step: this process's inputs and targets; receives outputs and metrics.
-            train: whether to compute gradients.
+        """Run one step, and write outputs and metrics into ``step``.
 
         Returns:
             The losses, shape (microbatches,), on every rank; None if none were computed.
@@ -121,11 +117,15 @@ class Engine:
         Raises:
             PenstockError: this rank failed, or another one did.
         """
-        bound = self._last = self._train if train else self._eval
-        call = bound.sync.describe_call(step, self._num_steps)
-        # Ranks with different options may interpret the same call differently.
-        self._begin_call(call if self._agreed else "the first step() or eval()")
-        self._agree(step, call)
+        bound = self._last = self._running = self._train if train else self._eval
+        bound.executor.marks = []
+        call = bound.describe_call(step, self._num_steps)
+        if self._agreed:
+            self._begin_call(call)
+        else:
+            # Ranks with different options may interpret the same call differently.
+            self._begin_call("the first step() or eval()")
+            self._agree(step, call)
         is_sharded = self._find_replicas()
         if is_sharded is not self._is_sharded:
             self._is_sharded = is_sharded
@@ -144,6 +144,7 @@ class Engine:
             # Again, for messages at the step's end, since no send may outlast this step's profiler.
             transport.drain()
             transport.end()
+        self._running = None
         self._num_steps += 1
         return losses
 
@@ -152,13 +153,7 @@ class Engine:
             transport.begin(f"{call} of schedule {transport.number}")
 
     def _agree(self, step: StepState, call: str) -> None:
-        """Check before the first step that all ranks have the same program and options.
-
-        Raises:
-            ScheduleError: programs or options differ; raised on every rank.
-        """
-        if self._agreed:
-            return
+        """Check before the first step that all ranks have the same program and options."""
         program, config = self.program, self.config
         # Of the requested program, since ranks may differ in sharding and in file names.
         text = digest(to_json(replace(self.requested, name="")))
@@ -235,17 +230,8 @@ class Engine:
 
     # --- failure -----------------------------------------------------------------------------
 
-    def guard(self) -> _Guard:
-        """A context for a step that reports exceptions to all ranks.
-
-        Raises:
-            PeerError: an earlier step failed.
-        """
-        self._refuse_after_failure()
-        self._last.executor.marks = []
-        return _Guard(self)
-
-    def _refuse_after_failure(self) -> None:
+    def __enter__(self) -> None:
+        """Enter a collective call, whose exceptions are reported to all ranks."""
         if self.failure is not None:
             advice = "start the processes again, from a checkpoint"
             if self._is_alone:
@@ -254,12 +240,18 @@ class Engine:
                 f"an earlier step failed, and this schedule can't go on; {advice}: {self.failure}"
             ) from self.failure
 
-    def fail(self, error: BaseException) -> BaseException | None:
+    # Not by ``contextmanager``, which drops a RuntimeError raised from a StopIteration.
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        raised = None if error is None else self._fail(error)
+        if raised is not None:
+            raise raised from error
+
+    def _fail(self, error: BaseException) -> BaseException | None:
         """Report ``error`` to all ranks; returns the error to raise instead, if any."""
-        bound = self._last
-        if not bound.executor.marks and self._is_alone:
+        bound, self._running = self._running, None
+        if self._is_alone and (bound is None or not bound.executor.marks):
             return None  # nothing has run, so no other rank is affected
-        failed = bound.executor.failed
+        failed = None if bound is None else bound.executor.failed
         placed = _placed(error, failed, self.program) if failed is not None else error
         found = [transport.fail(placed) for transport in self.transports]
         raised: BaseException = next((e for e in found if e is not None), placed)
@@ -267,7 +259,7 @@ class Engine:
             self.failure = raised
         else:
             self.failure = PeerError(f"{type(raised).__name__}: {message_of(raised)}")
-        for runner in bound.runners.values():
+        for runner in () if bound is None else bound.runners.values():
             runner.reset()
         # Ctrl-C and the like are reported to other ranks, but re-raised unchanged here.
         return None if raised is error or not isinstance(error, Exception) else raised
@@ -275,44 +267,20 @@ class Engine:
     # --- trace -------------------------------------------------------------------------------
 
     def trace(self) -> Trace:
-        """The trace of the last step on all ranks. A collective call.
-
-        Raises:
-            PenstockError: this rank failed, or another one did.
-        """
+        """The trace of the last step on all ranks. A collective call."""
         program = self._last.program
         encoded = [self._last.executor.encode_spans(program.placement)]
         if not self._is_alone:
-            transport = self.transports[0]
-            self._refuse_after_failure()
-            with _Guard(self):
+            with self:
                 self._begin_call("trace()")
-                encoded = transport.all_gather_bytes(encoded[0])
-                transport.end()
+                encoded = self.transports[0].all_gather_bytes(encoded[0])
+                self.transports[0].end()
         trace = merge_spans(self.program.name, program.num_ranks, encoded)
         return replace(trace, overlapped_pairs=program.overlapped_pairs)
 
     def close(self) -> None:
         """Stop the transports' threads."""
         _close(self.transports)
-
-
-class _Guard:
-    """A context manager that raises the error that ``Engine.fail`` returns, unless it is None.
-
-    This is a class because ``contextmanager`` drops a RuntimeError raised from a StopIteration.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        raised = None if error is None else self._engine.fail(error)
-        if raised is not None:
-            raise raised from error
 
 
 def _close(transports: Sequence[Transport]) -> None:
@@ -338,15 +306,11 @@ def _check_stages(
 
 
 def _lowered(program: Program, sharding: bool, channels: Channels) -> CheckedProgram:
-    """The executed program.
-
-    Raises:
-        ScheduleError: the program is invalid; described, if possible, by the steps of ``program``.
-    """
+    """The executed program."""
     try:
         return check(lower(program, sharding=sharding, channels=channels), channels)
     except ScheduleError:
-        check(program)
+        check(program)  # raises, if it can, in terms of the caller's own steps
         raise
 
 

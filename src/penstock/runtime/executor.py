@@ -28,13 +28,9 @@ __all__ = ["BoundAction", "Executor", "merge_spans"]
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """An action, or the wait for its message, with its handler.
+    """An action, or the wait for its message (idle time), with its handler.
 
-    Args:
-        action: the action.
-        run: the handler with its arguments.
-        is_wait: True for the wait for a message, whose time counts as idle.
-        prologue: with dual streams, switches to the action's stream and synchronizes it.
+    With dual streams, ``prologue`` switches to the action's stream and synchronizes it.
     """
 
     action: Action
@@ -45,10 +41,6 @@ class BoundAction:
 
 class Executor:
     """Runs bound actions in order and records the time of each.
-
-    Args:
-        actions: the actions of every step.
-        streams: the device's streams, on which events are recorded.
 
     Attributes:
         marks: the clock before the first action and after each one (``time.perf_counter``, s).

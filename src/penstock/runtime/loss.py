@@ -1,8 +1,4 @@
-"""The loss of a microbatch on the last stage, and the root of its backward.
-
-output ──► kept in the step, detached, where outputs are returned
-   └─ loss_fn(output, target) ──► losses, metrics      ──► the backward's root and its gradient
-"""
+"""The loss of a microbatch on the last stage, and the root of its backward."""
 
 from __future__ import annotations
 
@@ -24,13 +20,7 @@ __all__ = ["LossHead", "needs_target", "scalar_loss"]
 
 
 class LossHead:
-    """Computes losses behind the last stage.
-
-    Args:
-        loss_fn: the loss function; None to keep only outputs.
-        divisor: the divisor of each microbatch's loss in the backward.
-        train: whether a backward follows.
-    """
+    """Computes losses behind the last stage; ``divisor`` divides each loss in the backward."""
 
     def __init__(self, loss_fn: LossFn | None, divisor: int, *, train: bool) -> None:
         self._loss_fn = loss_fn
@@ -40,11 +30,7 @@ class LossHead:
         self._seeds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def run(self, state: MicrobatchState, output: Any, target: Any, step: StepState) -> None:
-        """Record a microbatch's output and loss in ``step``, and the root of its backward.
-
-        Raises:
-            StageError: the loss is not a scalar tensor, or depends on no parameter.
-        """
+        """Record a microbatch's output and loss in ``step``, and the root of its backward."""
         mb = state.microbatch
         if step.keep_outputs:
             step.outputs[mb] = map_tensors(Tensor.detach, output)
@@ -104,15 +90,11 @@ def scalar_loss(loss: Any) -> Tensor:
     Raises:
         StageError: the loss is not a scalar tensor, or is complex.
     """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise StageError(
-            f"the loss function returned {shown}, expected a scalar tensor, "
-            "or (scalar tensor, metrics)"
-        )
-    if loss.is_complex():
-        raise StageError(
-            f"the loss function returned a complex number ({loss.dtype}), expected a real one; "
-            "take its .real or .abs()"
-        )
-    return loss.reshape(()) if loss.dim() else loss
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return loss.reshape(()) if loss.dim() else loss
+    shown, expected = repr(loss), "a scalar tensor, or (scalar tensor, metrics)"
+    if isinstance(loss, Tensor):
+        shown = f"a tensor of shape {tuple(loss.shape)}"
+        if loss.is_complex():
+            shown, expected = f"a complex number ({loss.dtype})", "a real one; take its .real"
+    raise StageError(f"the loss function returned {shown}, expected {expected}")

@@ -34,7 +34,7 @@ __all__ = [
     "assign_streams",
     "bind_pair",
     "can_overlap",
-    "why_sequential",
+    "takes_streams",
 ]
 
 PairFunction: TypeAlias = Callable[..., Any]
@@ -51,19 +51,13 @@ def can_overlap(step: Step) -> bool:
     return Op.FORWARD in kinds and bool(kinds & BACKWARDS) and apart
 
 
-def why_sequential(
-    program: Program, streams: DeviceStreams | None, device: str, *, requested: bool
-) -> str | None:
-    """Explain why overlapped pairs run sequentially; None if they overlap."""
-    if streams is None:
-        return f"a {device} device has no streams"
-    if not requested:
-        return "overlap=True was not passed"
-    if program.num_splits > 1:
-        return "the chunks of a sequence pass on their state"
-    if any(action.op is Op.UNSHARD for action in program.actions()):
-        return "parameters are sharded"
-    return None
+def takes_streams(program: Program) -> bool:
+    """True if the program's overlapped pairs may run on two streams.
+
+    Chunks of a sequence pass on their state, and sharded parameters are gathered on one stream.
+    """
+    is_sharded = any(action.op is Op.UNSHARD for action in program.actions())
+    return bool(program.overlapped_pairs) and program.num_splits == 1 and not is_sharded
 
 
 # --- two streams ---------------------------------------------------------------------------------
@@ -102,11 +96,7 @@ class StreamOrder(Enum):
 
 
 class DualStreams:
-    """Two streams for the actions of one process, entered around a step.
-
-    Args:
-        streams: the device's streams.
-    """
+    """Two streams for the actions of one process, entered around a step."""
 
     def __init__(self, streams: DeviceStreams) -> None:
         self._streams = streams
@@ -196,8 +186,7 @@ class _Part:
     """One part of a pair: called once per step, in any thread."""
 
     def __init__(self, bound: BoundAction) -> None:
-        self.action = bound.action
-        self._run = bound.run
+        self.action, self._run = bound.action, bound.run
         self.begin()
 
     def begin(self) -> None:

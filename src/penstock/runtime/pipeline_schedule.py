@@ -41,19 +41,24 @@ _num_made: Counter[str] = Counter()
 class PipelineSchedule:
     """Runs a program over one rank's stages. Subclasses choose the program.
 
-    Several schedules may run over the same stages in turn, such as one for training and one for
-    evaluation.
+    Several schedules may run over the same stages in turn.
 
     Args:
         stages: this rank's stages.
         n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads,
             backward_requires_autograd, options: see ``penstock.runtime.config.RunConfig``.
+        defer_pp_recv: no effect, since the program places receives; for torch's signature.
         program: the program; chosen by the subclass if None.
         transports: the ranks of this process, if not its own rank of the stages' group.
 
     Attributes:
+        n_microbatches: microbatches per step.
+        scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
+        has_loss: whether there is a loss function; without one, steps train nothing.
         losses: the last step's losses, shape (microbatches,), on every rank; None without a loss.
         metrics: per microbatch, the metrics of the loss function, on the rank where it ran.
+        rank, pp_group_size: this process's rank, and the number of ranks.
+        num_stages, n_local_stages: the numbers of stages in all, and on this rank.
 
     Raises:
         ScheduleError: stages, ranks and microbatches do not fit the program.
@@ -73,6 +78,7 @@ class PipelineSchedule:
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
         *,
         program: Program | None = None,
         transports: Sequence[Transport] | None = None,
@@ -82,11 +88,15 @@ class PipelineSchedule:
         self._transports = transports
         self._group = group_of(stages)
         self._engine: Engine | None = None
+        self.n_microbatches, self.scale_grads = n_microbatches, scale_grads
+        self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
         # The other ranks may be waiting for this rank in their first step.
         with publishing_errors(self._group):
             _check_stages(stages)
+            self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
+            self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
             self._config = RunConfig(
                 n_microbatches=n_microbatches,
                 loss_fn=loss_fn,
@@ -105,7 +115,13 @@ class PipelineSchedule:
         """Load ``program`` for the following steps; a collective call."""
         stages, group, config = self._stages, self._group, self._config
         with publishing_errors(group):
-            transports = self._transports or _transports(stages[0], group, config.timeout_s)
+            transports = self._transports
+            if transports is None and self.pp_group_size == 1:
+                transports = loopback(1)
+            if transports is None:
+                assert group is not None
+                number = _num_made[group.group_name]
+                transports = [make_transport(group, stages[0].device, number, config.timeout_s)]
             by_index = {s.stage_index: s for s in stages}
             ties = config.shared or stages[0].ties
             engine = Engine(program, by_index, transports, config, ties)
@@ -123,16 +139,15 @@ class PipelineSchedule:
         name = self.schedule_name
         if name is None:
             return None
-        num_ranks = 1 if self._group is None else self._group.size()
-        num_stages, copies = self._stages[0].num_stages, family(name).num_directions
-        virtual, rest = divmod(num_stages, copies * num_ranks)
+        ranks, copies = self.pp_group_size, family(name).num_directions
+        virtual, rest = divmod(self.num_stages, copies * ranks)
         if rest:
             times = f"{copies} times " if copies > 1 else ""
             raise ScheduleError(
-                f"{num_stages} stages on {num_ranks} ranks: the number of stages must be a "
+                f"{self.num_stages} stages on {ranks} ranks: the number of stages must be a "
                 f"multiple of {times}the number of ranks for {name}"
             )
-        return build(name, ranks=num_ranks, microbatches=self.n_microbatches, virtual=virtual)
+        return build(name, ranks=ranks, microbatches=self.n_microbatches, virtual=virtual)
 
     @classmethod
     def stage_ids(
@@ -147,7 +162,7 @@ class PipelineSchedule:
 
         Raises:
             ScheduleError: the schedule does not work with so many ranks or stages per rank, or
-                the class runs any program (``program.placement`` says it then).
+                the class runs any program.
 
         Example:
             >>> from penstock import ScheduleDualPipe, ScheduleInterleaved1F1B
@@ -161,10 +176,9 @@ class PipelineSchedule:
             raise ScheduleError(
                 f"{cls.__name__} plays any program; ask its program.placement.stages_of(rank)"
             )
-        if rank is None:
-            rank = group.rank() if group is not None else 0
-        if num_ranks is None:
-            num_ranks = group.size() if group is not None else 1
+        here, size = (group.rank(), group.size()) if group is not None else (0, 1)
+        rank = here if rank is None else rank
+        num_ranks = size if num_ranks is None else num_ranks
         if not 0 <= rank < num_ranks:
             raise ScheduleError(
                 f"rank {rank} of {num_ranks} ranks does not exist; there are 0 to {num_ranks - 1}"
@@ -175,21 +189,6 @@ class PipelineSchedule:
         return program.placement.stages_of(rank)
 
     # --- facts -------------------------------------------------------------------------------
-
-    @property
-    def n_microbatches(self) -> int:
-        """Microbatches per step."""
-        return self._config.n_microbatches
-
-    @property
-    def scale_grads(self) -> bool:
-        """True if each microbatch's loss is divided by ``n_microbatches``."""
-        return self._config.scale_grads
-
-    @property
-    def has_loss(self) -> bool:
-        """True with a loss function; without one, steps train nothing."""
-        return self._config.loss_fn is not None
 
     @property
     def engine(self) -> Engine:
@@ -290,7 +289,7 @@ class PipelineSchedule:
         engine, splitter = self.engine, self.splitter
         with (
             exclusive_step(engine, self._group),
-            engine.guard(),
+            engine,
             nullcontext() if train else torch.no_grad(),
         ):
             train = train and self.has_loss and engine.requested.has_backward
@@ -323,14 +322,6 @@ def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
     return first.group if isinstance(first, PipelineStage) else default_group()
 
 
-def _transports(
-    stage: PipelineStage, group: dist.ProcessGroup | None, timeout_s: float
-) -> list[Transport]:
-    if group is None or group.size() == 1:
-        return list(loopback(1))
-    return [make_transport(group, stage.device, _num_made[group.group_name], timeout_s)]
-
-
 def _check_stages(stages: Sequence[PipelineStage]) -> None:
     """Require distinct stages of one model, in ascending order."""
     if isinstance(stages, PipelineStage):
@@ -339,12 +330,11 @@ def _check_stages(stages: Sequence[PipelineStage]) -> None:
         )
     if not stages:
         raise ScheduleError("a rank was given no stage; each rank of the group holds one at least")
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            raise ScheduleError(
-                f"a {type(stage).__name__} was given as a stage, expected a PipelineStage "
-                "(schedules with one stage per rank take it alone, the others in a list)"
-            )
+    if strangers := [s for s in stages if not isinstance(s, PipelineStage)]:
+        raise ScheduleError(
+            f"a {type(strangers[0]).__name__} was given as a stage, expected a PipelineStage "
+            "(schedules with one stage per rank take it alone, the others in a list)"
+        )
     indices = [s.stage_index for s in stages]
     counts = {s.num_stages for s in stages}
     if len(counts) > 1:

@@ -26,23 +26,11 @@ from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv, save_csv
 
-__all__ = [
-    "PipelineScheduleMulti",
-    "PipelineScheduleRuntime",
-    "PipelineScheduleSingle",
-    "Schedule1F1B",
-    "ScheduleChimera",
-    "ScheduleDualPipe",
-    "ScheduleDualPipeV",
-    "ScheduleForwardOnly",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleProgram",
-    "ScheduleZBVZeroBubble",
-    "get_schedule_class",
-]
+__all__ = ["PipelineScheduleMulti", "PipelineScheduleRuntime", "PipelineScheduleSingle"]
+__all__ += ["Schedule1F1B", "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV"]
+__all__ += ["ScheduleForwardOnly", "ScheduleGPipe", "ScheduleInterleaved1F1B"]
+__all__ += ["ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleProgram"]
+__all__ += ["ScheduleZBVZeroBubble", "get_schedule_class"]
 
 Format = Literal["compute_only", "compute_comms"]
 
@@ -67,14 +55,7 @@ class PipelineScheduleSingle(PipelineSchedule):
 
 
 class PipelineScheduleMulti(PipelineSchedule):
-    """A schedule with several stages per rank; its arguments are those of ``PipelineSchedule``.
-
-    Attributes:
-        rank: this process's rank in the pipeline's group.
-        pp_group_size: the number of ranks.
-        num_stages: the number of stages in all.
-        n_local_stages: the number of stages on this rank.
-    """
+    """A schedule with several stages per rank; its arguments are those of ``PipelineSchedule``."""
 
     def __init__(
         self,
@@ -93,8 +74,6 @@ class PipelineScheduleMulti(PipelineSchedule):
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         flags = (scale_grads, backward_requires_autograd)
         super().__init__(stages, n_microbatches, loss_fn, *specs, *flags, **options)
-        self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
-        self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
 
     def _load_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
         """Load the program of a CSV file; a collective call with the same file on all ranks.
@@ -138,8 +117,7 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
 
     _pair_function: PairFunction | None = None
 
-    def __init__(self, *args: Any, defer_pp_recv: bool = False, **kwargs: Any) -> None:
-        # defer_pp_recv has no effect: the program places receives ahead of their use.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
     @property
@@ -156,14 +134,14 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
     ) -> None:
         """Let a function run the overlapped pairs of a forward and a backward (DualPipeV's).
 
-        All inputs of both have arrived when it is called; their outputs are sent when it has
+        The inputs of both have arrived when it is called; their outputs are sent when it has
         returned. A trace shows the pair as its first part.
 
         Args:
-            computation_type: ``OVERLAP_F_B``; other actions have no such functions.
+            computation_type: ``OVERLAP_F_B``.
             custom_function: ``function(pair, forward, backward)`` calls each of the last two
                 once, in any thread, and returns when both are done. ``pair.parts`` are their
-                actions, in the order of the callables.
+                actions, in this order.
 
         Raises:
             ScheduleError: another kind of action, or a function of other arguments.
@@ -232,7 +210,7 @@ class ScheduleLoopedBFS(PipelineScheduleRuntime):
         defer_pp_recv: bool = False,
         **options: Any,
     ) -> None:
-        options |= {"scale_grads": scale_grads, "output_merge_spec": output_merge_spec}
+        options |= {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads}
         options["backward_requires_autograd"] = backward_requires_autograd
         super().__init__(stages, n_microbatches, loss_fn, **options)
 
@@ -241,23 +219,7 @@ class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
     """1F1B over several stages per rank, placed in a loop."""
 
     schedule_name = "interleaved-1f1b"
-
-    def __init__(
-        self,
-        stages: list[PipelineStage],
-        n_microbatches: int,
-        loss_fn: LossFn | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-        **options: Unpack[RunOptions],
-    ) -> None:
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        flags = (None, scale_grads, backward_requires_autograd)
-        super().__init__(stages, n_microbatches, loss_fn, *specs, *flags, **options)
+    __init__ = PipelineSchedule.__init__  # the signature in torch, without use_full_backward
 
 
 class ScheduleInterleavedZeroBubble(ScheduleInterleaved1F1B):

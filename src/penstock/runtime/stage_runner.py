@@ -6,7 +6,7 @@ of a schedule for its stage is in the runner, so that several schedules may shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -60,12 +60,10 @@ class StageRunner:
     """Runs the actions of one stage for one program.
 
     Args:
-        stage, program, config, transport: what it runs, and over which connection.
+        stage, program, config, transport: the stage, its program and options, and its connection.
         states: its microbatches' states.
         previous, following: its neighbours; None for the model's first and last stage.
         train: True for training, False for evaluation.
-        ops: the microbatches for which the program has INPUT_GRAD, RECOMPUTE and OFFLOAD, which
-            change how their forward runs.
         acknowledged: for each action that waits for a message, how many of this rank's messages
             to the sender have arrived by then (see ``schedule.channels``).
         dual_streams: the two streams of overlapped pairs, if they are used.
@@ -73,9 +71,6 @@ class StageRunner:
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
         rng: its part of the microbatches' random streams, with ``microbatch_rng``.
-
-    Raises:
-        ScheduleError: ``microbatch_rng``, and the stage was given static boundary shapes.
     """
 
     def __init__(
@@ -88,7 +83,6 @@ class StageRunner:
         program: Program,
         config: RunConfig,
         train: bool,
-        ops: Mapping[Op, Set[int]],
         transport: Transport,
         acknowledged: Mapping[Action, int],
         dual_streams: DualStreams | None = None,
@@ -105,16 +99,23 @@ class StageRunner:
         self._num_splits = program.num_splits
         divisor = program.num_microbatches if config.scale_grads else 1
         self._loss_head = LossHead(config.loss_fn, divisor, train=train)
-        self._deferred = ops.get(Op.INPUT_GRAD, frozenset())
-        self._recomputed = ops.get(Op.RECOMPUTE, frozenset())
-        self._offloaded = ops.get(Op.OFFLOAD, frozenset())
+        # The microbatches with these ops, which change their forward.
+        actions = [a for step in program.ranks[transport.rank] for a in step.parts]
+        self._deferred, self._recomputed, self._offloaded = (
+            {a.microbatch for a in actions if a.op is op and a.stage == stage.stage_index}
+            for op in (Op.INPUT_GRAD, Op.RECOMPUTE, Op.OFFLOAD)
+        )
         self._recomputer = Recomputer(stage.device)
         streams = device_streams.streams_of(stage.device) if self._offloaded else None
         self._copy_streams = CopyStreams(streams) if streams is not None else None
         self.replicas: Replicas | None = None
         self.rng: RandomStream | None = None
         if train and config.microbatch_rng:
-            _refuse_static_shapes(stage)
+            if stage.static_inputs is not None or stage.static_outputs is not None:
+                raise ScheduleError(
+                    f"stage {stage.stage_index}: with microbatch_rng=True the generator's state "
+                    "crosses boundaries too; leave input_args and output_args out"
+                )
             self.rng = RandomStream(stage.device, first=self._is_first, last=self._is_last)
         # Between steps an empty step, so that the last step's tensors can be freed.
         self._step = self._no_step = StepState(program.num_microbatches)
@@ -150,21 +151,23 @@ class StageRunner:
         """Bind ``action`` to its handler, behind the wait for its message if it has one."""
         op, mb = action.op, action.microbatch
         if mb is None:
-            return [BoundAction(action, partial(_OF_STAGE[op], self))]
-        handler, state = _OF_MICROBATCH[op], self._states[mb]
-        if op is Op.FORWARD and mb in self._recomputed:
-            handler = StageRunner._forward_to_recompute
-        elif op is Op.FORWARD and mb in self._offloaded:
-            handler = StageRunner._forward_to_offload
-        bound = [BoundAction(action, partial(handler, self, state))]
-        arrived = self._acknowledged.get(action, 0)
-        if op is Op.FORWARD and self._prev.queue is not None:
-            wait = partial(StageRunner._wait_input, self, state, arrived)
-            bound.insert(0, BoundAction(action, wait, is_wait=True))
+            return [BoundAction(action, partial(_HANDLERS[op], self))]
+        handler, state = _HANDLERS[op], self._states[mb]
+        wait: Callable[..., None] | None = None
+        if op is Op.FORWARD:
+            if mb in self._recomputed:
+                handler = StageRunner._forward_to_recompute
+            elif mb in self._offloaded:
+                handler = StageRunner._forward_to_offload
+            if self._prev.queue is not None:
+                wait = StageRunner._wait_input
         elif op in INPUT_GRADS and self._next.queue is not None:
-            wait = partial(StageRunner._wait_grads, self, state, arrived)
-            bound.insert(0, BoundAction(action, wait, is_wait=True))
-        return bound
+            wait = StageRunner._wait_grads
+        bound = BoundAction(action, partial(handler, self, state))
+        if wait is None:
+            return [bound]
+        arrived = self._acknowledged.get(action, 0)
+        return [BoundAction(action, partial(wait, self, state, arrived), is_wait=True), bound]
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -262,25 +265,27 @@ class StageRunner:
     # --- forward -----------------------------------------------------------------------------
 
     def _forward(self, state: MicrobatchState) -> None:
-        mb, step = state.microbatch, self._step
-        output = self._run(state, self._arguments(state), step.kwargs[mb])
+        args, kwargs, target = self._inputs(state)
+        output = self._run(state, args, kwargs)
         if self._is_last:
-            target = None if step.targets is None else step.targets[mb]
-            self._loss_head.run(state, output, target, step)
+            self._loss_head.run(state, output, target, self._step)
         else:
             self._pass_on(state, output)
         if state.sequence is not None:
             state.roots = [*state.roots, *state.sequence.edges]
 
-    def _arguments(self, state: MicrobatchState) -> tuple[Any, ...]:
+    def _inputs(self, state: MicrobatchState) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
+        """The arguments of the module and the target of the loss."""
+        mb, step = state.microbatch, self._step
+        target = step.targets[mb] if self._is_last and step.targets is not None else None
         if self._is_first:
-            assert self._step.args is not None  # checked as the step began
-            return self._step.args[state.microbatch]
+            assert step.args is not None  # checked as the step began
+            return step.args[mb], step.kwargs[mb], target
         tensors, state.received = state.received, None
         assert state.in_spec is not None
         if self._dual_streams is not None:
             self._dual_streams.keep_alive(tensors)
-        return self.stage.enter(state, tensors, state.in_spec)
+        return self.stage.enter(state, tensors, state.in_spec), step.kwargs[mb], target
 
     def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module, with the random stream and the sequence's state of the microbatch."""
@@ -334,15 +339,14 @@ class StageRunner:
         """Run the forward again for its graph; its output has already been sent."""
         context, state.recompute = state.recompute, None
         assert context is not None
-        mb, step = state.microbatch, self._step
-        args, kwargs = self._arguments(state), step.kwargs[mb]
-        target = None if step.targets is None else step.targets[mb]
+        inputs = self._inputs(state)
         if context.written_inputs:
-            args, kwargs, target = map_tensors(context.restore, (args, kwargs, target))
+            inputs = map_tensors(context.restore, inputs)
+        args, kwargs, target = inputs
         with context:
             output = self._run(state, args, kwargs)
             if self._is_last:
-                self._loss_head.run(state, output, target, step)
+                self._loss_head.run(state, output, target, self._step)
             else:
                 assert state.out_spec is not None
                 self.stage.leave(state, output, state.out_spec)
@@ -368,17 +372,15 @@ class StageRunner:
     # --- backward ----------------------------------------------------------------------------
 
     def _backward(self, state: MicrobatchState) -> None:
-        self.stage.backward(state, self._take_grads(state))
-        self._pass_back(state)
+        self._run_backward(state, self.stage.backward)
 
     def _input_grad(self, state: MicrobatchState) -> None:
-        self.stage.input_grad(state, self._take_grads(state))
-        self._pass_back(state)
+        self._run_backward(state, self.stage.input_grad)
 
     def _weight_grad(self, state: MicrobatchState) -> None:
         self.stage.weight_grad(state)
 
-    def _take_grads(self, state: MicrobatchState) -> Sequence[Tensor | None]:
+    def _run_backward(self, state: MicrobatchState, run: Callable[..., None]) -> None:
         grads: Sequence[Tensor | None] = state.received_grads
         state.received_grads = None
         if self._dual_streams is not None:
@@ -386,9 +388,7 @@ class StageRunner:
         if state.sequence is not None:
             grads = [*grads, *state.sequence.grads()]
             state.sequence = None
-        return grads
-
-    def _pass_back(self, state: MicrobatchState) -> None:
+        run(state, grads)
         if self._prev.queue is None:
             if not self._is_first:
                 self._prev.states[state.microbatch].received_grads = state.grads_to_send
@@ -412,12 +412,10 @@ class StageRunner:
 
 
 # Functions, since bound methods in a runner would form reference cycles.
-_OF_STAGE: dict[Op, Callable[[StageRunner], None]] = {
+_HANDLERS: dict[Op, Callable[..., None]] = {
     Op.UNSHARD: StageRunner._unshard,
     Op.RESHARD: StageRunner._reshard,
     Op.REDUCE_GRAD: StageRunner._reduce_grads,
-}
-_OF_MICROBATCH: dict[Op, Callable[[StageRunner, MicrobatchState], None]] = {
     Op.FORWARD: StageRunner._forward,
     Op.RECOMPUTE: StageRunner._recompute,
     Op.OFFLOAD: StageRunner._offload,
@@ -430,11 +428,3 @@ _OF_MICROBATCH: dict[Op, Callable[[StageRunner, MicrobatchState], None]] = {
     Op.SEND_B: StageRunner._send_backward,
     Op.RECV_B: StageRunner._recv_backward,
 }
-
-
-def _refuse_static_shapes(stage: Stage) -> None:
-    if stage.static_inputs is not None or stage.static_outputs is not None:
-        raise ScheduleError(
-            f"stage {stage.stage_index}: with microbatch_rng=True the generator's state crosses "
-            "boundaries too; leave input_args and output_args out"
-        )

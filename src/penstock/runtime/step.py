@@ -21,15 +21,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
+from penstock.runtime import microbatch
 from penstock.runtime.config import RunConfig
-from penstock.runtime.microbatch import (
-    check_ready,
-    check_rows,
-    merge_chunks,
-    num_chunks,
-    split_call,
-    split_tree,
-)
+from penstock.runtime.microbatch import merge_chunks, split_call, split_tree
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.stage.pytree import NAMESPACE, flatten, tensors_of, unflatten
@@ -70,8 +64,8 @@ class StepArgs:
             )
         ready = {name: getattr(self, name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
         whole = (bool(self.args), bool(self.kwargs), self.target is not None)
-        check_ready(ready, dict(zip(ready, whole, strict=True)))
-        length = num_chunks(ready)
+        microbatch.check_ready(ready, dict(zip(ready, whole, strict=True)))
+        length = microbatch.num_chunks(ready)
         if length is not None and length != num_microbatches:
             raise ValueError(
                 f"{length} ready microbatches, expected n_microbatches={num_microbatches}"
@@ -114,11 +108,6 @@ class StepState:
 class BatchSplitter:
     """Splits the batches of one schedule, and merges its results.
 
-    Args:
-        config: how tensors are split and merged.
-        program: the program, which may split sequences.
-        stages: this process's stages, by index.
-
     Attributes:
         has_first, has_last: whether inputs enter, and outputs leave, in this process.
 
@@ -147,7 +136,6 @@ class BatchSplitter:
         Raises:
             ValueError: the batch can't be split, is given twice, or has another number of ready
                 microbatches.
-            TypeError: ``losses`` or ready microbatches of another type.
         """
         config, num = self._config, self._config.n_microbatches
         given.check(num)
@@ -166,7 +154,7 @@ class BatchSplitter:
         targets = given.target_mbs
         if targets is None and given.target is not None and self.has_last:
             targets = split_tree(given.target, num, seen=target_rows)
-        check_rows({**target_rows, **rows}, num)
+        microbatch.check_rows({**target_rows, **rows}, num)
         if targets is not None:
             step.targets = self._split_sequences(targets, "target")
         return step
@@ -214,11 +202,7 @@ class BatchSplitter:
         return by_microbatch.mean(1) if self._averages else by_microbatch.sum(1)
 
     def merge_outputs(self, step: StepState, *, merge: bool) -> Any:
-        """The outputs that the call returns, merged or as a list; None where there are none.
-
-        Raises:
-            ValueError: the outputs can't be merged.
-        """
+        """The outputs that the call returns, merged or as a list; None where there are none."""
         if not (step.keep_outputs and self.has_last):
             return None
         num = self._num_splits

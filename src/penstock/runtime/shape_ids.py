@@ -1,0 +1,90 @@
+"""Ids of input shapes, by which stage runners cache boundary metadata.
+
+The rank of the first stage computes an id per microbatch and broadcasts them at the start of each
+step. Plain values among the inputs count as part of their shapes; objects of other types get a new
+id each step. Metadata also depends on *run conditions*: autocast, the modules' training mode, which
+parameters require grad, and the shapes of keyword arguments on other ranks. An id is a digest of
+the shapes and of all ranks' conditions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.stage.pytree import flatten, is_plain
+from penstock.stage.stage import Stage
+
+__all__ = ["condition_id", "run_conditions", "shape_ids"]
+
+
+def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
+    """This rank's conditions, besides input shapes, that boundary metadata depends on."""
+    kind = device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    cast = torch.get_autocast_dtype(kind) if casts else None
+    modules = [stage.submod for stage in stages]
+    trained = (param.requires_grad for module in modules for param in module.parameters())
+    return (cast, *(module.training for module in modules), *trained)
+
+
+def condition_id(
+    conditions: tuple[Any, ...], kwargs: Sequence[Mapping[str, Any]], step: int
+) -> int:
+    """The id of a rank's conditions, with the shapes of its microbatches' keyword arguments."""
+    if any(kwargs):
+        conditions = (*conditions, *(_key((), named, step) for named in kwargs))
+    return _digest(conditions)
+
+
+def shape_ids(
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[Mapping[str, Any]],
+    conditions: Sequence[int],
+    step: int,
+) -> list[int]:
+    """Per microbatch the id of its inputs' shapes.
+
+    Args:
+        args: the microbatches' positional arguments.
+        kwargs: the microbatches' keyword arguments.
+        conditions: the ids of all ranks' run conditions.
+        step: the step's number.
+
+    Example:
+        >>> short, long = (torch.ones(3),), (torch.ones(5),)
+        >>> one, other, again = shape_ids([short, long, short], [{}] * 3, [0], 0)
+        >>> one == again, one == other
+        (True, False)
+    """
+    found: list[int] = []
+    last: tuple[Any, ...] = ()
+    for positional, named in zip(args, kwargs, strict=True):
+        key = _key(positional, named, step)
+        # Most microbatches repeat the previous shapes, and comparing is faster than hashing.
+        found.append(found[-1] if key == last else _digest((*conditions, key)))
+        last = key
+    return found
+
+
+def _digest(key: object) -> int:
+    data = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(data) >> 1  # as a signed integer
+
+
+def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int) -> tuple[Any, ...]:
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        return (args[0].shape, args[0].dtype)
+    leaves, tree = flatten((args, dict(kwargs)))
+    parts: list[Any] = [tree]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            parts += (leaf.shape, leaf.dtype)
+        else:
+            # An object of another type may be mutated and still be the same object.
+            parts += (type(leaf), leaf if is_plain(leaf) else step)
+    return tuple(parts)
