@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from penstock import PipelineStage, ScheduleProgram, build
 from penstock.errors import BoundaryError, PenstockError
-from penstock.stage.dtensor import _described, dtensor_meta, find_mesh
+from penstock.stage.dtensor import dtensor_meta, encode_placement, find_mesh
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.distributed.launches import results_of
@@ -156,4 +156,4 @@ def test_a_way_of_spreading_without_a_name_is_refused() -> None:
     with pytest.raises(
         BoundaryError, match=r"the placement _S\(0, 2\) can.t cross .* redistribute"
     ):
-        _described(_StridedShard(0, split_factor=2))
+        encode_placement(_StridedShard(0, split_factor=2))

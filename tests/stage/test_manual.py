@@ -459,11 +459,11 @@ def test_weights_twice_or_after_a_full_backward(dw_builder: Any) -> None:
 
 
 def test_backward_before_forward_or_twice(stage: PipelineStage) -> None:
-    with pytest.raises(StageError, match=r"a backward is asked for, .* 'not run'"):
+    with pytest.raises(StageError, match=r"a backward is requested, .* 'not run'"):
         stage.backward_one_chunk(0, torch.ones(()))
     loss = stage.forward_one_chunk(0, (torch.ones(1, DIM),)).sum()
     stage.backward_one_chunk(0, loss)
-    with pytest.raises(StageError, match=r"a backward is asked for, .* 'backward done'"):
+    with pytest.raises(StageError, match=r"a backward is requested, .* 'backward done'"):
         stage.backward_one_chunk(0, loss)
 
 

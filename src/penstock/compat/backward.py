@@ -77,9 +77,8 @@ def input_backward(
     """
     outputs = stage_outputs_or_loss
     if output_grads is None:
-        pairs = [(out, torch.ones_like(out)) for out in outputs if out.requires_grad]
-    else:
-        pairs = list(_paired(list(outputs), output_grads))
+        output_grads = [torch.ones_like(out) for out in outputs]
+    pairs = list(_paired(list(outputs), output_grads))
     leaves = {id(v): v for v in input_values if isinstance(v, Tensor) and v.requires_grad}
     grads: Grads = (None,) * len(leaves)
     if pairs and leaves:
@@ -87,9 +86,7 @@ def input_backward(
         grads = torch.autograd.grad(
             roots, list(leaves.values()), received, retain_graph=True, allow_unused=True
         )
-    by_id = dict(zip(leaves, grads, strict=True))
-    for key, leaf in leaves.items():
-        grad = by_id[key]
+    for leaf, grad in zip(leaves.values(), grads, strict=True):
         if grad is not None and leaf.is_leaf:
             leaf.grad = grad if leaf.grad is None else leaf.grad + grad
     group = {
@@ -99,6 +96,7 @@ def input_backward(
     for out in outputs:
         if out.grad_fn is not None and not is_view(out):
             out.detach_()
+    by_id = dict(zip(leaves, grads, strict=True))
     return tuple(by_id.get(id(value)) for value in input_values), [group]
 
 
@@ -135,29 +133,27 @@ def _paired(output: Any, grad: Any) -> Iterator[tuple[Tensor, Tensor]]:
     if isinstance(output, Tensor):
         if output.requires_grad and grad is None and output.numel() == 1:
             yield output, torch.ones_like(output)
-        elif output.requires_grad and grad is not None:
-            if not isinstance(grad, Tensor):
-                raise _mismatch(output, grad)
+        elif output.requires_grad and isinstance(grad, Tensor):
             yield output, grad
-    elif grad is None:
-        return
+        keys: Sequence[Any] | None = () if isinstance(grad, Tensor) else None
     elif isinstance(output, Mapping):
-        if not isinstance(grad, Mapping) or output.keys() != grad.keys():
-            raise _mismatch(output, grad)
-        for key, item in output.items():
-            yield from _paired(item, grad[key])
+        same = isinstance(grad, Mapping) and output.keys() == grad.keys()
+        keys = list(output) if same else None
     elif isinstance(output, (tuple, list)):
-        if not isinstance(grad, (tuple, list)) or len(output) != len(grad):
-            raise _mismatch(output, grad)
-        for item, item_grad in zip(output, grad, strict=True):
-            yield from _paired(item, item_grad)
-
-
-def _mismatch(output: Any, grad: Any) -> StageError:
-    return StageError(
-        f"the gradients of the outputs must have the outputs' structure: for {_described(output)} "
-        f"expected as much or None, got {_described(grad)}; pass one gradient or None per output"
-    )
+        same = isinstance(grad, (tuple, list)) and len(grad) == len(output)
+        keys = range(len(output)) if same else None
+    else:
+        return
+    if grad is None:
+        return
+    if keys is None:
+        raise StageError(
+            "the gradients of the outputs must have the outputs' structure: for "
+            f"{_described(output)} expected as much or None, got {_described(grad)}; pass one "
+            "gradient or None per output"
+        )
+    for key in keys:
+        yield from _paired(output[key], grad[key])
 
 
 def _described(value: Any) -> str:

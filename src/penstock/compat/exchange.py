@@ -43,8 +43,6 @@ class Phase(Enum):
 class ManualState(MicrobatchState):
     """The state of one microbatch, with its progress and the last stage's output."""
 
-    __slots__ = ("output", "phase")
-
     def clear(self) -> None:
         """Reset all fields."""
         super().clear()
@@ -80,8 +78,6 @@ class ExchangingStage(Stage):
             )
         return self._states.setdefault(chunk_id, ManualState(chunk_id))
 
-    # --- messages by hand --------------------------------------------------------------------
-
     def _p2p(self, op: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[Any]:
         """Make operations with the rank of ``stage``."""
         if self.group is None:
@@ -92,6 +88,19 @@ class ExchangingStage(Stage):
     def _empty(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
         # Contiguous regardless of ``meta.order``, since the peer may have only the shapes.
         return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
+
+    def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
+        if spec is None:
+            raise StageError(
+                f"stage {self.stage_index}: shapes are not known yet; pass {argument} to "
+                "PipelineStage, or let a schedule run the stage"
+            )
+        return spec
+
+    def _error(self, state: ManualState, what: str) -> StageError:
+        return StageError(f"stage {self.stage_index}, microbatch {state.microbatch}: {what}")
+
+    # --- messages ----------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives for the microbatch's inputs; empty on the first stage.
@@ -112,26 +121,20 @@ class ExchangingStage(Stage):
             return []
         state = self._state(fwd_chunk_id)
         if state.to_send is None:
-            raise StageError(
-                f"stage {self.stage_index}, microbatch {fwd_chunk_id}: nothing to send; run "
-                "forward_one_chunk() first, and send once"
+            raise self._error(
+                state, "nothing to send; run forward_one_chunk() first, and send once"
             )
         to_send, state.to_send = state.to_send, None
-        self._warn_of_shared_memory(to_send)
-        tensors = [t.contiguous() for t in to_send]
-        return self._p2p(dist.isend, tensors, self.stage_index + 1)
-
-    def _warn_of_shared_memory(self, tensors: Sequence[Tensor]) -> None:
-        """Warn once of outputs that share memory, since manual messages carry no metadata."""
-        if self._has_warned or not (shared := sharing_memory(tensors)):
-            return
-        self._has_warned = True
-        _log.warning(
-            "stage %d sends tensors %d and %d, which share memory here and arrive as separate "
-            "tensors: return a clone of one of them if the next stage writes into the other",
-            self.stage_index,
-            *shared[0],
-        )
+        shared = () if self._has_warned else sharing_memory(to_send)
+        if shared:  # messages by hand carry no metadata
+            self._has_warned = True
+            _log.warning(
+                "stage %d sends tensors %d and %d, which share memory here and arrive as separate "
+                "tensors: return a clone of one of them if the next stage writes into the other",
+                self.stage_index,
+                *shared[0],
+            )
+        return self._p2p(dist.isend, [t.contiguous() for t in to_send], self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives for the gradients of the microbatch's outputs; empty on the last stage."""
@@ -152,14 +155,6 @@ class ExchangingStage(Stage):
         grads = [g.contiguous() for g in self.get_local_bwd_output(bwd_chunk_id)]
         return self._p2p(dist.isend, grads, self.stage_index - 1)
 
-    def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
-        if spec is None:
-            raise StageError(
-                f"stage {self.stage_index}: shapes are not known yet; pass {argument} to "
-                "PipelineStage, or let a schedule run the stage"
-            )
-        return spec
-
     # --- neighbours on the same rank ---------------------------------------------------------
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
@@ -174,9 +169,8 @@ class ExchangingStage(Stage):
         state = self._state(mb_index)
         grads, spec = state.grads_to_send, state.in_spec
         if grads is None or spec is None:
-            raise StageError(
-                f"stage {self.stage_index}, microbatch {mb_index}: no input gradients; run "
-                "backward_one_chunk() first, and take them once"
+            raise self._error(
+                state, "no input gradients; run backward_one_chunk() first, and take them once"
             )
         state.grads_to_send = None
         return tuple(

@@ -168,7 +168,9 @@ class PipelineStage(ExchangingStage):
 
     def _received_args(self, state: ManualState) -> tuple[Any, ...]:
         if state.received is None:
-            raise self._missing(state, "input", "get_fwd_recv_ops() or set_local_fwd_input()")
+            raise self._error(
+                state, "no input has come; run get_fwd_recv_ops() or set_local_fwd_input() first"
+            )
         tensors, state.received = state.received, None
         assert state.in_spec is not None
         return self.enter(state, tensors, state.in_spec)
@@ -219,15 +221,17 @@ class PipelineStage(ExchangingStage):
             state.roots = (get_gradient_edge(loss),)
             state.output = map_tensors(Tensor.detach, state.output)
             return (torch.ones_like(loss),)
-        if state.received_grads is None:
-            raise self._missing(state, "gradient", "get_bwd_recv_ops() or set_local_bwd_input()")
-        grads: Sequence[Tensor | None] = state.received_grads
+        grads: Sequence[Tensor | None] | None = state.received_grads
+        if grads is None:
+            raise self._error(
+                state, "no gradient has come; run get_bwd_recv_ops() or set_local_bwd_input() first"
+            )
         state.received_grads = None
         if len(grads) != len(state.roots):
-            raise StageError(
-                f"stage {self.stage_index}, microbatch {state.microbatch}: {len(grads)} "
-                f"gradients have come, expected {len(state.roots)}: one, or None, for each of "
-                "the outputs that take a gradient"
+            raise self._error(
+                state,
+                f"{len(grads)} gradients have come, expected {len(state.roots)}: one, or None, for "
+                "each of the outputs that take a gradient",
             )
         return grads
 
@@ -259,19 +263,13 @@ class PipelineStage(ExchangingStage):
         if self._replica_step.due and not any(s.phase in in_flight for s in self._states.values()):
             self._replica_step.end(reduce=True)
 
-    def _expect_phase(self, state: ManualState, expected: Phase, asked: str) -> None:
+    def _expect_phase(self, state: ManualState, expected: Phase, requested: str) -> None:
         if state.phase is not expected:
-            raise StageError(
-                f"stage {self.stage_index}, microbatch {state.microbatch}: {asked} is asked for, "
-                f"which comes after '{expected.value}', but this microbatch is at "
-                f"'{state.phase.value}'"
+            raise self._error(
+                state,
+                f"{requested} is requested, which comes after '{expected.value}', but this "
+                f"microbatch is at '{state.phase.value}'",
             )
-
-    def _missing(self, state: ManualState, what: str, methods: str) -> StageError:
-        return StageError(
-            f"stage {self.stage_index}, microbatch {state.microbatch}: no {what} has come; run "
-            f"{methods} first"
-        )
 
     # --- through a graph ---------------------------------------------------------------------
 
@@ -308,30 +306,30 @@ class PipelineStage(ExchangingStage):
             StageError: ``backward_type`` is unknown, an argument is missing, or ``"input"`` is
                 requested although ``forward_one_chunk`` has deferred weight gradients.
         """
-        self._replica_step.begin(self.submod)
+        weights = self.submod.parameters()
         groups: list[dict[str, Any]] | None = None
+        self._replica_step.begin(self.submod)
         with self._no_sync():
-            if backward_type == "weight":
-                (param_groups,) = _taken(backward_type, bwd_kwargs, "param_groups")
-                grads = weight_backward(self.submod.parameters(), param_groups)
-            elif backward_type in ("full", "input"):
-                graph = _taken(
-                    backward_type, bwd_kwargs, "stage_output", "output_grads", "input_values"
-                )
-                if backward_type == "input":
-                    self._refuse_deferred()
-                if backward_type == "full" or self._replica_step.is_sharded:
+            match backward_type:
+                case "weight":
+                    (param_groups,) = _taken(backward_type, bwd_kwargs, "param_groups")
+                    grads = weight_backward(weights, param_groups)
+                case "full" | "input":
+                    names = ("stage_output", "output_grads", "input_values")
+                    output, output_grads, values = _taken(backward_type, bwd_kwargs, *names)
+                    if backward_type == "input":
+                        self._refuse_deferred()
+                        groups = []
                     # The graph of sharded parameters does not lead to the registered parameters.
-                    grads, groups = full_backward(*graph), [] if backward_type == "input" else None
-                else:
-                    output, output_grads, values = graph
-                    outputs = (output,) if isinstance(output, Tensor) else output
-                    weights = self.submod.parameters()
-                    grads, groups = input_backward(outputs, output_grads, values, weights)
-            else:
-                raise StageError(
-                    f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'"
-                )
+                    if backward_type == "full" or self._replica_step.is_sharded:
+                        grads = full_backward(output, output_grads, values)
+                    else:
+                        outputs = (output,) if isinstance(output, Tensor) else output
+                        grads, groups = input_backward(outputs, output_grads, values, weights)
+                case _:
+                    raise StageError(
+                        f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'"
+                    )
         self._replica_step.due |= last_backward
         if backward_type != "input":
             self._run_reached()
@@ -343,11 +341,11 @@ class PipelineStage(ExchangingStage):
         """Refuse to split a backward by graph if its forward has deferred weight gradients."""
         for state in self._states.values():
             if state.phase is Phase.FORWARD and state.work is not None:
-                raise StageError(
-                    f"stage {self.stage_index}, microbatch {state.microbatch}: forward_one_chunk() "
-                    "has put its weight gradients off, so that the graph does not lead to them; "
-                    "run backward_one_chunk(full_backward=False), or pass defers_weights=False to "
-                    "PipelineStage"
+                raise self._error(
+                    state,
+                    "forward_one_chunk() has put its weight gradients off, so that the graph does "
+                    "not lead to them; run backward_one_chunk(full_backward=False), or pass "
+                    "defers_weights=False to PipelineStage",
                 )
 
     def _run_reached(self) -> None:

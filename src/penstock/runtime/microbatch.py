@@ -11,8 +11,8 @@ For the batch's own mean pass divisible batches (``drop_last=True``), or sum in 
     all else, tensors without dimensions               given to every microbatch as it is
 
 An object of a class outside the pytree registry is replicated to every microbatch, including its
-tensors. So is the context of a registered class. Register a class whose tensors have the batch's
-rows with ``torch.utils._pytree.register_pytree_node``.
+tensors. Register a class whose tensors have the batch's rows with
+``torch.utils._pytree.register_pytree_node``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import operator
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import reduce
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import optree
@@ -99,6 +101,19 @@ class Reducer:
 sum_reducer = Reducer(0, operator.add)
 
 _BATCH_DIM = TensorChunkSpec(0)
+_PACKED = (
+    "a PackedSequence can't be split into microbatches or merged: its rows do not lie together; "
+    "use padded tensors and lengths, or ready microbatches (arg_mbs=, target_mbs=) and "
+    "merge_outputs=False"
+)
+_NOT_SPLIT = (
+    "a tensor whose rows are not the batch's (a mask or a table for all, offsets of packed "
+    "sequences) goes whole to every microbatch if args_chunk_spec= or kwargs_chunk_spec= has None "
+    "for it, or into each of the ready microbatches: arg_mbs=, kwarg_mbs=, target_mbs="
+)
+
+
+# --- splitting -----------------------------------------------------------------------------------
 
 
 def split_tree(
@@ -136,10 +151,10 @@ def _is_packed(value: Any) -> bool:
 
 
 def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
-    if spec is None:
-        return [_BATCH_DIM] * num_leaves
-    if isinstance(spec, (TensorChunkSpec, Reducer)):
-        return [spec] * num_leaves
+    if spec is None or isinstance(spec, (TensorChunkSpec, Reducer)):
+        return [_BATCH_DIM if spec is None else spec] * num_leaves
+    # None is a spec, but no leaf of the tree itself.
+    leaves = optree.tree_leaves(tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE)
     try:
         specs = optree.broadcast_prefix(
             spec, tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE
@@ -151,10 +166,11 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
             f"the chunk spec {spec!r} does not fit values in {shape}; give one TensorChunkSpec for "
             "all of them, or a tree of specs that begins as the values do"
         ) from error
-    specs = [None if isinstance(s, Replicate) or s is Replicate else s for s in specs]
-    # None is a spec, but no leaf of the tree itself.
-    leaves = optree.tree_leaves(tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE)
-    return [each for each, leaf in zip(specs, leaves, strict=True) if leaf is not None]
+    return [
+        None if isinstance(each, Replicate) or each is Replicate else each
+        for each, leaf in zip(specs, leaves, strict=True)
+        if leaf is not None
+    ]
 
 
 def _split_leaf(
@@ -164,14 +180,13 @@ def _split_leaf(
         return [leaf] * chunks
     if _is_packed(leaf):
         raise ValueError(_PACKED)
-    if _is_block_mask(leaf):
-        if isinstance(spec, TensorChunkSpec) and spec.split_dim:
-            raise ValueError(f"a BlockMask is split along dimension 0, its batch, not by {spec}")
-        return _split_block_mask(leaf, chunks)
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+    is_mask = _is_block_mask(leaf)
+    if not is_mask and (not isinstance(leaf, Tensor) or leaf.dim() == 0):
         return [leaf] * chunks
     if not isinstance(spec, TensorChunkSpec):
         raise ValueError(f"a chunk spec holds {spec!r}; use TensorChunkSpec(dim) or None")
+    if is_mask:
+        return _split_block_mask(leaf, chunks, spec)
     if not -leaf.dim() <= spec.split_dim < leaf.dim():
         raise ValueError(
             f"a tensor of shape {tuple(leaf.shape)} has no dimension {spec.split_dim} to be split "
@@ -182,7 +197,7 @@ def _split_leaf(
         raise ValueError(
             f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "
             f"along dimension {spec.split_dim}; pass at least {chunks} rows, or use "
-            f"n_microbatches={rows}; {_WHOLE_TENSOR}"
+            f"n_microbatches={rows}; {_NOT_SPLIT}"
         )
     if seen is not None:
         seen.setdefault(rows, leaf.shape)
@@ -194,16 +209,38 @@ def _split_leaf(
     return [part.data for part in parts]
 
 
-_PACKED = (
-    "a PackedSequence can't be split into microbatches or merged: its rows do not lie together; "
-    "use padded tensors and lengths, or ready microbatches (arg_mbs=, target_mbs=) and "
-    "merge_outputs=False"
-)
-_WHOLE_TENSOR = (
-    "a tensor whose rows are not the batch's (a mask or a table for all, offsets of packed "
-    "sequences) goes whole to every microbatch if args_chunk_spec= or kwargs_chunk_spec= has None "
-    "for it, or into each of the ready microbatches: arg_mbs=, kwarg_mbs=, target_mbs="
-)
+def _is_block_mask(value: object) -> TypeGuard[BlockMask]:
+    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
+
+
+def _split_block_mask(mask: BlockMask, chunks: int, spec: TensorChunkSpec) -> Sequence[BlockMask]:
+    """Split a mask of flex attention; the ``mask_mod`` of a part still gets the batch's rows."""
+    rows = mask.kv_num_blocks.size(0)
+    if spec.split_dim:
+        raise ValueError(f"a BlockMask is split along dimension 0, its batch, not by {spec}")
+    if rows == 1:
+        return [mask] * chunks
+    if rows < chunks:
+        raise ValueError(
+            f"a BlockMask of {rows} rows can't be split into {chunks} microbatches; make it of at "
+            f"least {chunks} rows, or with B=None where it is the same for all"
+        )
+    begins = [_begin(i, rows, chunks) for i in range(chunks + 1)]
+    parts = [mask[begin:end] for begin, end in pairwise(begins)]
+    for part, begin in zip(parts, begins, strict=False):
+        part.mask_mod = _from_row(begin, mask.mask_mod)
+    return parts
+
+
+def _from_row(first: int, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda b, h, q_idx, kv_idx: mask_mod(b + first, h, q_idx, kv_idx)
+
+
+def _begin(chunk: int, rows: int, chunks: int) -> int:
+    """The index of a chunk's first row."""
+    each, longer = divmod(rows, chunks)
+    return chunk * each + min(chunk, longer)
 
 
 def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
@@ -223,23 +260,15 @@ def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
     """
     if len(counts) < 2:
         return
-    (rows, shape), *others = sorted(counts.items(), reverse=True)
-    for other_rows, other in others:
-        if any(
-            _begin(i, rows, chunks) * other_rows != _begin(i, other_rows, chunks) * rows
-            for i in range(chunks)
-        ):
+    cuts = {n: [Fraction(_begin(i, n, chunks), n) for i in range(chunks)] for n in counts}
+    rows = max(counts)
+    for other in counts:
+        if cuts[other] != cuts[rows]:
             raise ValueError(
-                f"{rows} rows of a tensor of shape {tuple(shape)} and {other_rows} of one of "
-                f"shape {tuple(other)} are cut at different places for {chunks} microbatches; "
-                f"{_WHOLE_TENSOR}"
+                f"{rows} rows of a tensor of shape {tuple(counts[rows])} and {other} of one of "
+                f"shape {tuple(counts[other])} are cut at different places for {chunks} "
+                f"microbatches; {_NOT_SPLIT}"
             )
-
-
-def _begin(chunk: int, rows: int, chunks: int) -> int:
-    """The index of a chunk's first row."""
-    each, longer = divmod(rows, chunks)
-    return chunk * each + min(chunk, longer)
 
 
 def split_args_kwargs_into_chunks(
@@ -288,20 +317,17 @@ def split_call(
     split_args = split_tree(args, chunks, args_spec, args_seen) if args else [()] * chunks
     if not kwargs:
         return split_args, [{}] * chunks
-    return split_args, split_tree(kwargs, chunks, _by_name(kwargs_spec, kwargs), kwargs_seen)
-
-
-def _by_name(spec: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The spec with dimension 0 for the names that it lacks."""
-    if not isinstance(spec, Mapping):
-        return spec
-    for name in spec:
-        if name not in kwargs:
+    if isinstance(kwargs_spec, Mapping):
+        if unknown := [name for name in kwargs_spec if name not in kwargs]:
             raise ValueError(
-                f"kwargs_chunk_spec has {name!r}, which the call does not: it has "
-                f"{', '.join(map(repr, kwargs))}; take it out, or pass {name}=None"
+                f"kwargs_chunk_spec has {unknown[0]!r}, which the call does not: it has "
+                f"{', '.join(map(repr, kwargs))}; take it out, or pass {unknown[0]}=None"
             )
-    return {name: spec.get(name, _BATCH_DIM) for name in kwargs}
+        kwargs_spec = {name: kwargs_spec.get(name, _BATCH_DIM) for name in kwargs}
+    return split_args, split_tree(kwargs, chunks, kwargs_spec, kwargs_seen)
+
+
+# --- merging -------------------------------------------------------------------------------------
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
@@ -354,11 +380,13 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
     return first
 
 
-# The arguments for a batch to split, by those for ready microbatches.
-_WHOLE = {
-    "arg_mbs": "positional arguments",
-    "kwarg_mbs": "keyword arguments",
-    "target_mbs": "target=",
+# --- ready microbatches --------------------------------------------------------------------------
+
+# List of ready microbatches → the batch in its place, and the type of an item.
+_READY: dict[str, tuple[str, Any, str]] = {
+    "arg_mbs": ("positional arguments", (tuple, list), "tuple of positional"),
+    "kwarg_mbs": ("keyword arguments", Mapping, "dict of keyword"),
+    "target_mbs": ("target=", object, ""),
 }
 
 
@@ -374,25 +402,22 @@ def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, b
         TypeError: a value is no list, or an item no tuple or dict of arguments.
     """
     for name, mbs in ready.items():
-        if mbs is not None and not hasattr(mbs, "__len__"):
+        if mbs is None:
+            continue
+        batch, kind, expected = _READY[name]
+        if not hasattr(mbs, "__len__"):
             raise TypeError(f"{name} is a {type(mbs).__name__}, expected a list of microbatches")
-        if mbs is not None and whole[name]:
+        if whole[name]:
             raise ValueError(
-                f"{_WHOLE[name]} and {name} were both given; pass a batch, which is split, or "
-                "ready microbatches"
+                f"{batch} and {name} were both given; pass a batch, which is split, or ready "
+                "microbatches"
             )
-    for i, args in enumerate(ready["arg_mbs"] or ()):
-        if not isinstance(args, (tuple, list)):
-            raise TypeError(
-                f"arg_mbs[{i}] is a {type(args).__name__}, expected the tuple of a microbatch's "
-                "positional arguments, such as (x,)"
-            )
-    for i, kwargs in enumerate(ready["kwarg_mbs"] or ()):
-        if not isinstance(kwargs, Mapping):
-            raise TypeError(
-                f"kwarg_mbs[{i}] is a {type(kwargs).__name__}, expected the dict of a microbatch's "
-                "keyword arguments"
-            )
+        for i, item in enumerate(mbs):
+            if not isinstance(item, kind):
+                raise TypeError(
+                    f"{name}[{i}] is a {type(item).__name__}, expected the {expected} arguments of "
+                    "a microbatch"
+                )
 
 
 def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
@@ -434,52 +459,3 @@ def _samples(leaf: Any) -> Any:
     some = flat[:: max(1, len(flat) // 16)]
     bits = some.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
     return tuple(leaf.shape), leaf.dtype, bits.tolist()
-
-
-# --- masks of flex attention ---------------------------------------------------------------------
-#
-#     mask             rows         mask_mod is called with
-#     of the batch     0 1 2 3 4    row b
-#     microbatch 0     0 1 2        row b
-#     microbatch 1     3 4          row b + 3
-
-
-def _is_block_mask(value: object) -> TypeGuard[BlockMask]:
-    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
-    return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
-
-
-def _split_block_mask(mask: BlockMask, chunks: int) -> Sequence[BlockMask]:
-    rows = mask.kv_num_blocks.size(0)
-    if rows == 1:
-        return [mask] * chunks
-    if rows < chunks:
-        raise ValueError(
-            f"a BlockMask of {rows} rows can't be split into {chunks} microbatches; make it of at "
-            f"least {chunks} rows, or with B=None where it is the same for all"
-        )
-    splits: dict[str, Sequence[Tensor | None]] = {}
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        table: Tensor | None = getattr(mask, name)
-        splits[name] = [None] * chunks if table is None else torch.tensor_split(table, chunks)
-    parts: list[Any] = []
-    for i in range(chunks):
-        tables: dict[str, Any] = {name: split[i] for name, split in splits.items()}
-        parts.append(
-            type(mask).from_kv_blocks(
-                **tables,
-                BLOCK_SIZE=mask.BLOCK_SIZE,
-                mask_mod=_from_row(_begin(i, rows, chunks), mask.mask_mod),
-                seq_lengths=mask.seq_lengths,
-                # Without the blocks of queries a mask serves forwards alone.
-                compute_q_blocks=mask.q_num_blocks is not None,
-            )
-        )
-    return parts
-
-
-def _from_row(first: int, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask_mod(b + first, h, q_idx, kv_idx)
-
-    return shifted if first else mask_mod

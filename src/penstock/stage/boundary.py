@@ -14,9 +14,9 @@ checks later values against it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -48,17 +48,13 @@ from penstock.stage.pytree import (
 __all__ = ["BoundarySpec", "TensorMeta", "describe", "sharing_memory", "static_spec"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
     """The shape, dtype and memory format of a tensor that crosses a boundary.
 
-    Args:
-        shape: its shape; of a DTensor, its local part's, as are the dtype and the order.
-        dtype: its dtype.
-        requires_grad: whether its gradient is sent back.
-        order: its dimensions by descending stride, if that is another order (channels last,
-            transposed), so that the memory format is restored; None otherwise.
-        dtensor: the DTensor's description, if it is one.
+    Shape, dtype and order are those of a DTensor's local part. ``order`` has the dimensions by
+    descending stride, if that is another order (channels last, transposed), so that the memory
+    format is restored. ``requires_grad`` says whether the gradient is sent back.
     """
 
     shape: torch.Size
@@ -122,24 +118,18 @@ class TensorMeta:
 
     def encode(self) -> dict[str, Any]:
         """JSON values, to be read by ``decode``."""
-        return {
-            "shape": self.shape,
-            "dtype": encode_plain(self.dtype),
-            "requires_grad": self.requires_grad,
-            "order": self.order,
-            "dtensor": None if self.dtensor is None else self.dtensor.encode(),
-        }
+        return dataclasses.asdict(self) | {"dtype": encode_plain(self.dtype)}
 
     @classmethod
     def decode(cls, data: dict[str, Any]) -> TensorMeta:
         """Read the values that ``encode`` wrote."""
-        order, dtensor = data["order"], data["dtensor"]
+        shape, dtype, requires_grad, order, dtensor = data.values()
         return cls(
-            shape=torch.Size(data["shape"]),
-            dtype=decode_plain(data["dtype"]),
-            requires_grad=data["requires_grad"],
-            order=None if order is None else tuple(order),
-            dtensor=None if dtensor is None else DTensorMeta.decode(dtensor),
+            shape=torch.Size(shape),
+            dtype=decode_plain(dtype),
+            requires_grad=requires_grad,
+            order=order and tuple(order),
+            dtensor=dtensor and DTensorMeta.decode(dtensor),
         )
 
 
@@ -162,23 +152,9 @@ class BoundarySpec:
 
     Attributes:
         metas: the tensors' descriptions.
-        grad_slots: the indices of the tensors whose gradients are sent back.
-        grad_metas: the descriptions of these gradients.
+        grad_slots, grad_metas: the indices and descriptions of those whose gradients are sent back.
         holds_values: whether it holds plain values that may change while all shapes stay the same.
     """
-
-    __slots__ = (
-        "_in_order",
-        "_only",
-        "_slots",
-        "grad_metas",
-        "grad_slots",
-        "holds_values",
-        "leaves",
-        "metas",
-        "shared",
-        "tree",
-    )
 
     def __init__(
         self,
@@ -266,12 +242,7 @@ class BoundarySpec:
     def arguments(
         self, tensors: Sequence[Tensor], mesh_of: MeshOf = unknown_mesh
     ) -> tuple[Any, ...]:
-        """The next stage's positional arguments.
-
-        Args:
-            tensors: the received tensors, unpacked.
-            mesh_of: finds this rank's mesh of a DTensor.
-        """
+        """The next stage's positional arguments, with the received tensors, unpacked."""
         if self._only is not None:
             return (tensors[0],)
         leaves = list(self.leaves)
@@ -360,14 +331,12 @@ def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
-    """The spec of a user's example tensors.
+    """The spec of a user's example tensors, the stage's ``"input"`` or ``"output"``.
 
     Args:
         values: example tensors, or None.
         grads: per value an example gradient, None where it takes none; or None altogether, if all
             floating tensors take gradients.
-        what: ``"input"`` or ``"output"``, for messages.
-        stage_index: likewise.
 
     Raises:
         BoundaryError: there is not one gradient for each value, or a value is no tensor.

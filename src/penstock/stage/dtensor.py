@@ -1,4 +1,4 @@
-"""DTensors at a boundary: each rank's local part crosses, with a description of the whole.
+"""DTensors at a boundary: each rank's local part crosses, with a description of the full tensor.
 
     stage 0, rank 0 of 2   x[:4] ─────► stage 1, rank 0 of 2   x[:4]
     stage 0, rank 1 of 2   x[4:] ─────► stage 1, rank 1 of 2   x[4:]
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ __all__ = [
     "DTensorMeta",
     "MeshOf",
     "dtensor_meta",
+    "encode_placement",
     "find_mesh",
     "from_local",
     "full_tensor",
@@ -32,19 +32,13 @@ __all__ = [
     "unknown_mesh",
 ]
 
-_MODULE = "torch.distributed.tensor"
 
+class DTensorMeta(NamedTuple):
+    """The description of a DTensor without its local part; in JSON, a list of its fields.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DTensorMeta:
-    """The description of a DTensor without its local part.
-
-    Args:
-        mesh: the names of the mesh's dimensions, and their sizes.
-        placements: for each dimension ``("shard", dim)``, ``("replicate", None)`` or
-            ``("partial", op)``.
-        shape: the shape of the full tensor.
-        stride: its strides.
+    ``mesh`` has the names and sizes of the mesh's dimensions. ``placements`` has, for each of
+    these, ``("Shard", dim)``, ``("Replicate", None)`` or ``("Partial", op)``. ``shape`` and
+    ``stride`` are those of the full tensor.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -52,34 +46,37 @@ class DTensorMeta:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def encode(self) -> list[Any]:
-        """JSON values, to be read by ``decode``."""
-        return [self.mesh, self.placements, self.shape, self.stride]
-
     @classmethod
     def decode(cls, data: list[Any]) -> DTensorMeta:
-        """Read the values that ``encode`` wrote."""
+        """Read the fields from JSON."""
         mesh, placements, shape, stride = data
         return cls(
-            mesh=tuple((str(name), int(size)) for name, size in mesh),
-            placements=tuple((str(kind), value) for kind, value in placements),
-            shape=tuple(shape),
-            stride=tuple(stride),
+            tuple(map(tuple, mesh)), tuple(map(tuple, placements)), tuple(shape), tuple(stride)
         )
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
-        placed = ", ".join(
-            kind if value is None else f"{kind} {value}" for kind, value in self.placements
-        )
-        return f"{placed} over ({mesh}), {tuple(self.shape)} in all"
+        placed = (kind if value is None else f"{kind} {value}" for kind, value in self.placements)
+        return f"{', '.join(placed)} over ({mesh}), {self.shape} in all".lower()
 
 
 MeshOf: TypeAlias = Callable[[DTensorMeta], Any]
 """Finds the mesh of a received DTensor."""
 
 
-def dtensor_meta(tensor: Tensor) -> DTensorMeta | None:
+def _torch_dtensor() -> Any:
+    return sys.modules.get("torch.distributed.tensor")
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """True if ``tensor`` is a DTensor."""
+    if type(tensor) is Tensor:
+        return False
+    kinds = _torch_dtensor()
+    return kinds is not None and isinstance(tensor, kinds.DTensor)
+
+
+def dtensor_meta(tensor: Any) -> DTensorMeta | None:
     """The description of a DTensor; None for another tensor.
 
     Raises:
@@ -87,42 +84,37 @@ def dtensor_meta(tensor: Tensor) -> DTensorMeta | None:
     """
     if not is_dtensor(tensor):
         return None
-    dtensor: Any = tensor
-    return DTensorMeta(
-        mesh=_dimensions(dtensor.device_mesh),
-        placements=tuple(map(_described, dtensor.placements)),
-        shape=tuple(dtensor.shape),
-        stride=tuple(dtensor.stride()),
-    )
+    placements = tuple(map(encode_placement, tensor.placements))
+    mesh = _dimensions(tensor.device_mesh)
+    return DTensorMeta(mesh, placements, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """True if ``tensor`` is a DTensor."""
-    if type(tensor) is Tensor:
-        return False
-    kinds = sys.modules.get(_MODULE)
-    return kinds is not None and isinstance(tensor, kinds.DTensor)
+def encode_placement(placement: Any) -> tuple[str, Any]:
+    """The kind of a placement, with its dimension or operation."""
+    kinds, kind = _torch_dtensor(), type(placement)
+    values = {kinds.Shard: "dim", kinds.Replicate: None, kinds.Partial: "reduce_op"}
+    if kind not in values:
+        raise BoundaryError(
+            f"a DTensor with the placement {placement} can't cross between stages; redistribute it "
+            "to Shard(), Replicate() or Partial() first, or return its to_local()"
+        )
+    attribute = values[kind]
+    return kind.__name__, None if attribute is None else getattr(placement, attribute)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """The local part of a DTensor, differentiable; any other tensor unchanged."""
-    if not is_dtensor(tensor):
-        return tensor
-    dtensor: Any = tensor
-    part: Tensor = dtensor.to_local()
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return part
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """The full tensor of a DTensor, in a collective over its mesh; any other tensor unchanged."""
-    if not is_dtensor(tensor):
-        return tensor
-    dtensor: Any = tensor
-    full: Tensor = dtensor.full_tensor()
+    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return full
 
 
-def max_magnitude(tensors: Sequence[Tensor]) -> Tensor:
+def max_magnitude(tensors: Sequence[Any]) -> Tensor:
     """The largest magnitude in DTensors of one mesh, a collective over it.
 
     torch's ``max`` fails for a local part without elements, as of a tensor with fewer rows than
@@ -130,15 +122,14 @@ def max_magnitude(tensors: Sequence[Tensor]) -> Tensor:
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    every: list[Any] = list(tensors)
     parts = []
-    for tensor in every:
+    for tensor in tensors:
         summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
         parts.append(tensor.redistribute(placements=summed).to_local())
     magnitudes = [part.abs().max() for part in parts if part.numel()]
     here = torch.stack(magnitudes or [parts[0].new_zeros(())]).max().reshape(1)
     # Gathered, not reduced: a maximum taken on the way may lose a NaN.
-    mesh = every[0].device_mesh
+    mesh = tensors[0].device_mesh
     everywhere: Any = DTensor.from_local(here, mesh, [Shard(0)] * mesh.ndim, run_check=False)
     found: Tensor = everywhere.full_tensor().max()
     return found
@@ -146,52 +137,31 @@ def max_magnitude(tensors: Sequence[Tensor]) -> Tensor:
 
 def from_local(part: Tensor, meta: DTensorMeta, mesh: Any) -> Tensor:
     """The DTensor with this local part, differentiable."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    import torch.distributed.tensor as kinds
 
-    kinds: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
-    placements = [kinds[k]() if value is None else kinds[k](value) for k, value in meta.placements]
-    shape = torch.Size(meta.shape)
-    return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=shape, stride=meta.stride
+    placements = [
+        getattr(kinds, kind)(*() if value is None else (value,)) for kind, value in meta.placements
+    ]
+    return kinds.DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=torch.Size(meta.shape), stride=meta.stride
     )
 
 
 def unknown_mesh(meta: DTensorMeta) -> Any:
-    """Refuse a DTensor whose mesh is unknown on this rank.
-
-    Raises:
-        BoundaryError: always.
-    """
+    """Refuse a DTensor whose mesh is unknown on this rank."""
     raise BoundaryError(
         f"the stage receives a DTensor ({meta}), and its mesh on this rank is not known: pass "
         "get_mesh= to PipelineStage, or have a parameter that is a DTensor over it"
     )
 
 
-def find_mesh(meta: DTensorMeta, tensors: Iterable[Tensor]) -> Any:
+def find_mesh(meta: DTensorMeta, tensors: Iterable[Any]) -> Any:
     """The mesh with such dimensions of one of ``tensors``; None if there is none."""
-    for tensor in filter(is_dtensor, tensors):
-        found: Any = tensor
-        mesh = found.device_mesh
-        if mesh.mesh_dim_names is not None and _dimensions(mesh) == meta.mesh:
-            return mesh
-    return None
+    meshes = (tensor.device_mesh for tensor in tensors if is_dtensor(tensor))
+    same = (m for m in meshes if m.mesh_dim_names is not None and _dimensions(m) == meta.mesh)
+    return next(same, None)
 
 
 def _dimensions(mesh: Any) -> tuple[tuple[str, int], ...]:
     names = mesh.mesh_dim_names or tuple(f"dim {i}" for i in range(mesh.ndim))
     return tuple(zip(names, mesh.shape, strict=True))
-
-
-def _described(placement: Any) -> tuple[str, Any]:
-    kinds: Any = sys.modules[_MODULE]
-    if type(placement) is kinds.Shard:
-        return ("shard", placement.dim)
-    if type(placement) is kinds.Replicate:
-        return ("replicate", None)
-    if type(placement) is kinds.Partial:
-        return ("partial", placement.reduce_op)
-    raise BoundaryError(
-        f"a DTensor with the placement {placement} can't cross between stages; redistribute it to "
-        "Shard(), Replicate() or Partial() first, or return its to_local()"
-    )

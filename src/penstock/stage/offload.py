@@ -5,9 +5,9 @@
     offload.reload()              copied back
     backward                      uses them as if they had stayed
 
-On CUDA copies run on two streams of their own: nothing waits for an offload, and the backward
-waits for the reload of what it uses. Parameters, buffers and inputs stay on the device, since they
-are referenced elsewhere.
+On CUDA, copies run on two streams of their own: no stream waits for an offload, and the backward
+waits for the reload of the tensors that it uses. Parameters, buffers and inputs stay on the device,
+since they are referenced elsewhere.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _REFUSED = (
     "saved-tensor hooks, so its activations can't be offloaded; choose a schedule without "
     "offloading, or one that recomputes"
 )
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class CopyStreams:
@@ -42,7 +43,7 @@ class CopyStreams:
 
     ``record_stream`` would let the host, which runs ahead, allocate new memory for each offload.
     Instead the tensors are released at the next offload, after the compute stream has been told to
-    wait for the copy: a stage that computes faster than it copies waits, and holds no more.
+    wait for the copy: a stage that computes faster than it copies waits, and holds no more memory.
 
     Args:
         streams: those of the device.
@@ -54,14 +55,14 @@ class CopyStreams:
         # Tensors being copied to the host, the event of the copy, and the stream that made them.
         self._leaving: tuple[Sequence[Tensor], Event, Stream] | None = None
 
-    def to_host(self, here: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         """Start to copy bytes to the host; the event marks the end of the copy."""
         self._release()
         streams, current = self._streams, self._streams.current()
-        hosts = [streams.pinned(each.numel()) for each in here]
+        hosts = [streams.pinned(each.numel()) for each in tensors]
         streams.follow(self._out, current)
-        event = self._copy(here, hosts, self._out)
-        self._leaving = (here, event, current)
+        event = self._copy(tensors, hosts, self._out)
+        self._leaving = (tensors, event, current)
         return hosts, event
 
     def _release(self) -> None:
@@ -71,16 +72,16 @@ class CopyStreams:
             self._leaving = None
 
     def to_device(
-        self, hosts: Sequence[Tensor], there: Event, device: torch.device
+        self, hosts: Sequence[Tensor], offloaded: Event, device: torch.device
     ) -> tuple[list[Tensor], Event]:
         """Start to copy bytes back; the event marks the end of the copy."""
-        if self._leaving is not None and self._leaving[1] is there:
+        if self._leaving is not None and self._leaving[1] is offloaded:
             self._release()  # no later offload would release them
         streams = self._streams
-        here = [torch.empty(each.numel(), dtype=torch.uint8, device=device) for each in hosts]
-        streams.wait(self._back, there)
+        tensors = [torch.empty(each.numel(), dtype=torch.uint8, device=device) for each in hosts]
+        streams.wait(self._back, offloaded)
         streams.follow(self._back, streams.current())  # the stream that owns the memory
-        return here, self._copy(hosts, here, self._back)
+        return tensors, self._copy(hosts, tensors, self._back)
 
     def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor], stream: Stream) -> Event:
         streams, current = self._streams, self._streams.current()
@@ -94,33 +95,30 @@ class CopyStreams:
         streams.mark(event, stream)
         return event
 
-    def wait_on_device(self, come: Event) -> None:
+    def wait_on_device(self, copied: Event) -> None:
         """Let the current stream use tensors that were copied back."""
-        self._streams.wait(self._streams.current(), come)
+        self._streams.wait(self._streams.current(), copied)
 
 
-class _Copy:
-    """The storage of saved tensors that share it: on the device or on the host."""
+class _Storage:
+    """The storage of saved tensors that share it: its bytes on the device, or on the host."""
 
-    __slots__ = ("bytes", "copied", "host", "storage")
+    __slots__ = ("copied", "device", "host")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage: torch.UntypedStorage | None = storage
-        self.bytes = storage.nbytes()
+        self.device: torch.UntypedStorage | None = storage
         self.host: Tensor | None = None
-        # The end of the last copy, to the host or back.
-        self.copied: Event = None
+        self.copied: Event = None  # the end of the last copy, to the host or back
 
 
 class _Saved:
     """One tensor that autograd saved: a view of a storage."""
 
-    __slots__ = ("__weakref__", "copy", "dtype", "offset", "shape", "stride")
+    __slots__ = ("__weakref__", "dtype", "storage", "view")
 
-    def __init__(self, tensor: Tensor, copy: _Copy) -> None:
-        self.copy = copy
-        self.dtype, self.shape = tensor.dtype, tensor.shape
-        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
+    def __init__(self, tensor: Tensor, storage: _Storage) -> None:
+        self.storage, self.dtype = storage, tensor.dtype
+        self.view = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class ActivationOffload:
@@ -153,7 +151,7 @@ class ActivationOffload:
         self._device = device
         self._copy_streams = copy_streams
         self._stays = {_address(t) for t in stays if type(t) in _PLAIN}
-        self._copies: dict[int, _Copy] = {}
+        self._storages: dict[int, _Storage] = {}
         self._saved: list[ref[_Saved]] = []
 
     def collecting(self) -> AbstractContextManager[None]:
@@ -161,14 +159,14 @@ class ActivationOffload:
         return saved_through(self._pack, self._unpack, StageError(_REFUSED))
 
     def _pack(self, tensor: Tensor) -> Any:
-        if not _is_as_in_memory(tensor):
+        if not _is_as_in_memory(tensor) or tensor.device != self._device:
             return tensor
         address = _address(tensor)
-        if tensor.device != self._device or address == 0 or address in self._stays:
+        if address == 0 or address in self._stays:
             return tensor
-        if address not in self._copies:
-            self._copies[address] = _Copy(tensor.untyped_storage())
-        saved = _Saved(tensor, self._copies[address])
+        if address not in self._storages:
+            self._storages[address] = _Storage(tensor.untyped_storage())
+        saved = _Saved(tensor, self._storages[address])
         self._saved.append(ref(saved))
         return saved
 
@@ -176,14 +174,14 @@ class ActivationOffload:
         if not isinstance(saved, _Saved):
             tensor: Tensor = saved
             return tensor
-        copy = saved.copy
-        if copy.storage is None:
+        storage = saved.storage
+        if storage.device is None:
             raise StageError("the backward uses an offloaded activation; reload it first")
         empty = torch.empty(0, dtype=saved.dtype, device=self._device)
-        found = empty.set_(copy.storage, saved.offset, saved.shape, saved.stride)
-        if self._copy_streams is not None and copy.copied is not None:
-            self._copy_streams.wait_on_device(copy.copied)
-        return found
+        restored = empty.set_(storage.device, *saved.view)
+        if self._copy_streams is not None and storage.copied is not None:
+            self._copy_streams.wait_on_device(storage.copied)
+        return restored
 
     def offload(self) -> int:
         """Copy the saved tensors to the host and release them here.
@@ -191,35 +189,39 @@ class ActivationOffload:
         Returns:
             The number of bytes copied.
         """
-        # Tensors that autograd has released since the forward are not needed.
-        live = {id(saved.copy): saved.copy for each in self._saved if (saved := each()) is not None}
-        self._copies, self._saved = {}, [each for each in self._saved if each() is not None]
-        copies = [copy for copy in live.values() if copy.storage is not None]
-        here = [_flat(copy.storage, self._device) for copy in copies if copy.storage is not None]
+        self._storages = {}
+        storages = [each for each in self._live() if each.device is not None]
+        tensors = [
+            torch.empty(0, dtype=torch.uint8, device=self._device).set_(each.device)
+            for each in storages
+            if each.device is not None
+        ]
         copied: Event = None
         if self._copy_streams is None:
-            hosts = [each.clone() for each in here]
+            hosts = [tensor.clone() for tensor in tensors]
         else:
-            hosts, copied = self._copy_streams.to_host(here)
-        for copy, host in zip(copies, hosts, strict=True):
-            copy.storage, copy.host, copy.copied = None, host, copied
-        return sum(copy.bytes for copy in copies)
+            hosts, copied = self._copy_streams.to_host(tensors)
+        for storage, host in zip(storages, hosts, strict=True):
+            storage.device, storage.host, storage.copied = None, host, copied
+        return sum(host.numel() for host in hosts)
 
     def reload(self) -> None:
         """Copy the saved tensors back for the backward."""
-        live = {id(saved.copy): saved.copy for each in self._saved if (saved := each())}
-        copies = list(live.values())
-        hosts = [copy.host for copy in copies if copy.host is not None]
+        storages = self._live()
+        hosts = [each.host for each in storages if each.host is not None]
         copied: Event = None
-        if self._copy_streams is None or not copies:
-            here = [host.clone() for host in hosts]
+        if self._copy_streams is None or not storages:
+            tensors = [host.clone() for host in hosts]
         else:
-            here, copied = self._copy_streams.to_device(hosts, copies[0].copied, self._device)
-        for copy, back in zip(copies, here, strict=True):
-            copy.storage, copy.host, copy.copied = back.untyped_storage(), None, copied
+            offloaded = storages[0].copied
+            tensors, copied = self._copy_streams.to_device(hosts, offloaded, self._device)
+        for storage, tensor in zip(storages, tensors, strict=True):
+            storage.device, storage.host, storage.copied = tensor.untyped_storage(), None, copied
 
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+    def _live(self) -> list[_Storage]:
+        """The storages of tensors that autograd has not released since the forward."""
+        alive = [saved for each in self._saved if (saved := each()) is not None]
+        return list(dict.fromkeys(saved.storage for saved in alive))
 
 
 def _is_as_in_memory(tensor: Tensor) -> bool:
@@ -227,16 +229,10 @@ def _is_as_in_memory(tensor: Tensor) -> bool:
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_conj()
-        and not tensor.is_neg()
+        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
         and has_memory(tensor)
     )
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -7,7 +7,7 @@ copies all buffers and inputs; later forwards copy only those written by the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -50,19 +50,13 @@ class Recomputer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # The CPU's generator, and that of the device where it is another one.
         self.devices = tuple(dict.fromkeys((torch.device("cpu"), device)))
         self._module: nn.Module | None = None
         self.written_buffers: set[_Place] | None = None
         self.writes_inputs: bool | None = None
 
     def record(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> RecomputeContext:
-        """Record the state before a forward.
-
-        Args:
-            module: the module that is about to run.
-            inputs: the tensors that it is given.
-        """
+        """Record the state before a forward of ``module`` with the tensors ``inputs``."""
         if module is not self._module:
             self._module, self.written_buffers, self.writes_inputs = module, None, None
         return RecomputeContext(self, module, inputs)
@@ -71,11 +65,6 @@ class Recomputer:
 class RecomputeContext:
     """The state before one forward; entered once, around its repetition.
 
-    Args:
-        recomputer: the facts learned from the stage's earlier forwards.
-        module: the module that runs.
-        inputs: the tensors that it is given.
-
     Attributes:
         written_inputs: by id, for each input that the forward wrote into, a copy of its value
             before, and the input itself to keep the id valid.
@@ -83,74 +72,61 @@ class RecomputeContext:
 
     def __init__(self, recomputer: Recomputer, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         self._recomputer = recomputer
-        self._random, self._host = self._random_states(), host_random_states()
+        self._random = self._random_states()
         self._recorded = {
             (owner, name): (buffer, 0 if buffer is None else version_of(buffer))
             for owner in module.modules()
             for name, buffer in buffers_of(owner).items()
         }
-        known = recomputer.written_buffers
-        copied: Iterable[_Place] = self._recorded if known is None else known
+        written = recomputer.written_buffers
         self._before = {
-            place: _copy(self._recorded[place][0]) for place in copied if place in self._recorded
+            place: None if buffer is None else buffer.clone()
+            for place, (buffer, _) in self._recorded.items()
+            if written is None or place in written
         }
         self._now: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         # A tensor of inference mode counts no versions, and can't be written into here.
         self._versions = [(t, version_of(t)) for t in inputs if not t.is_inference()]
-        kept = () if recomputer.writes_inputs is False else self._versions
+        copied = () if recomputer.writes_inputs is False else self._versions
         self.written_inputs: Mapping[int, tuple[Tensor, Tensor]] = {
-            id(tensor): (tensor.detach().clone(), tensor) for tensor, _ in kept
+            id(tensor): (tensor.detach().clone(), tensor) for tensor, _ in copied
         }
 
     def close(self) -> None:
-        """End the recorded forward; copies of what it left alone are dropped.
+        """End the recorded forward; copies of tensors that it did not write into are dropped.
 
         Raises:
             StageError: it wrote into a buffer or input that the first forward did not write into.
         """
         recomputer = self._recomputer
-        written = {
-            id(tensor) for tensor, version in self._versions if version_of(tensor) != version
-        }
-        self._versions = []
+        versions, self._versions = self._versions, []
+        written = {id(tensor) for tensor, version in versions if version_of(tensor) != version}
         if recomputer.writes_inputs is None:
             recomputer.writes_inputs = bool(written)
-        elif written and not recomputer.writes_inputs:
+        if written and not recomputer.writes_inputs:
             raise StageError(_LATE.format("its inputs"))
         self.written_inputs = {i: self.written_inputs[i] for i in written}
-        self._close_buffers(recomputer)
-
-    def _close_buffers(self, recomputer: Recomputer) -> None:
         recorded, self._recorded = self._recorded, {}
-        written = {
-            place
-            for place, (buffer, version) in recorded.items()
-            if buffer is not None and version_of(buffer) != version
-        }
-        if recomputer.written_buffers is None:
+        is_first = recomputer.written_buffers is None
+        changed: set[_Place] = set()
+        reassigned: dict[_Place, Tensor | None] = {}
+        for place, (buffer, version) in recorded.items():
+            owner, name = place
+            if buffers_of(owner).get(name) is not buffer:
+                reassigned[place] = buffer  # which still has its value from before
+            before = self._before.get(place)
             # Some kernels, BatchNorm's among them, write without counting: compared once.
-            written |= {
-                place
-                for place, before in self._before.items()
-                if before is not None
-                and (buffer := recorded[place][0]) is not None
-                and not torch.equal(buffer, before)
-            }
-            recomputer.written_buffers = written
-        if late := [name for _, name in written - self._before.keys()]:
+            if buffer is not None and (
+                version_of(buffer) != version
+                or (is_first and before is not None and not torch.equal(buffer, before))
+            ):
+                changed.add(place)
+        if recomputer.written_buffers is None:
+            recomputer.written_buffers = changed
+        if late := [name for _, name in changed - self._before.keys()]:
             raise StageError(_LATE.format(f"the buffer {late[0]!r}"))
-        kept = {
-            place: before
-            for place, before in self._before.items()
-            if place in recomputer.written_buffers
-        }
-        # A buffer that was reassigned still has its value from before.
-        reassigned = {
-            (owner, name): buffer
-            for (owner, name), (buffer, _) in recorded.items()
-            if buffers_of(owner).get(name) is not buffer
-        }
-        self._before = reassigned | kept
+        known = recomputer.written_buffers
+        self._before = reassigned | {p: b for p, b in self._before.items() if p in known}
 
     def restore(self, tensor: Tensor) -> Tensor:
         """An input's value before the recorded forward."""
@@ -172,15 +148,12 @@ class RecomputeContext:
         self._before, self._now = {}, []
 
     def _swap_random_states(self) -> None:
-        now, host = self._random_states(), host_random_states()
-        for device, state in zip(self._recomputer.devices, self._random, strict=True):
+        now = self._random_states()
+        states, host = self._random
+        for device, state in zip(self._recomputer.devices, states, strict=True):
             set_random_state(device, state)
-        set_host_random_states(self._host)
-        self._random, self._host = now, host
+        set_host_random_states(host)
+        self._random = now
 
-    def _random_states(self) -> list[Tensor]:
-        return [random_state(device) for device in self._recomputer.devices]
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()
+    def _random_states(self) -> tuple[list[Tensor], Mapping[str, object]]:
+        return [random_state(device) for device in self._recomputer.devices], host_random_states()

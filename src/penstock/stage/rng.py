@@ -5,8 +5,7 @@
 
 Independent of schedule and placement, each microbatch draws the numbers of the plain loop with
 ``microbatch_rng`` around each microbatch's forward. The generator's state crosses a boundary as an
-additional tensor (5056 bytes on the CPU, 16 on CUDA). After each forward the user's generator is
-restored.
+additional tensor (5056 bytes on the CPU, 16 on CUDA).
 """
 
 from __future__ import annotations
@@ -100,11 +99,7 @@ class RandomStream:
         self.step_seed = 0
 
     def begin(self, microbatch: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Set the generator to the microbatch's stream, whose state comes last in ``args``.
-
-        Returns:
-            The module's own arguments.
-        """
+        """Set the generator to the state that comes last in ``args``; return the other ones."""
         self._before = random_state(self._device)
         if self._first:
             _seed(self._device, self.step_seed, microbatch)
@@ -136,16 +131,7 @@ def _seed(device: torch.device, step_seed: int, microbatch: int) -> None:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of a device's generator, on the CPU.
-
-    Example:
-        >>> cpu = torch.device("cpu")
-        >>> before = random_state(cpu)
-        >>> one = torch.rand(())
-        >>> set_random_state(cpu, before)
-        >>> torch.equal(one, torch.rand(()))
-        True
-    """
+    """The state of a device's generator, on the CPU."""
     if device.type in _DRAWN_ON_HOST:
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -172,15 +158,7 @@ def seed_random_state(device: torch.device, seed: int) -> None:
 
 
 def host_random_states() -> dict[str, Any]:
-    """The states of Python's ``random`` and, if imported, of NumPy's generator, by name.
-
-    Example:
-        >>> before = host_random_states()
-        >>> one = random.random()
-        >>> set_host_random_states(before)
-        >>> one == random.random()
-        True
-    """
+    """The states of Python's ``random`` and, if imported, of NumPy's generator, by name."""
     states: dict[str, Any] = {"random": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
@@ -196,14 +174,7 @@ def set_host_random_states(states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def undrawn(device: torch.device) -> Iterator[None]:
-    """Restore the generators of the device and the host at exit.
-
-    Example:
-        >>> with undrawn(torch.device("cpu")):
-        ...     one = torch.rand(())
-        >>> torch.equal(one, torch.rand(()))
-        True
-    """
+    """Restore the generators of the device and the host at exit."""
     states = host_random_states()
     before = {place: random_state(place) for place in {torch.device("cpu"), device}}
     try:

@@ -43,43 +43,7 @@ class MicrobatchState:
         microbatch: its index.
         in_sequence: whether it is a chunk of a sequence, whose backward returns the gradient of
             the state that the chunk before has passed on.
-
-    Attributes:
-        received: the activations: a pending receive, then tensors.
-        leaves: the stage's inputs whose gradients are sent back.
-        roots: gradient edges of the outputs that take gradients; None for an output that required
-            grad when its shape was first seen but no longer does.
-        to_send: output tensors; None once sent.
-        received_grads: the gradients of ``to_send``: a pending receive, then tensors.
-        grads_to_send: gradients of ``leaves``.
-        work: after F the ``DeferredGrads`` that recorded it, if any; after I what W calls.
-        recompute: the state to restore when the forward is run again.
-        offload: the saved activations, where they can be moved to the host.
-        sequence: the state passed to the next chunk of a sequence.
-        metadata: the encoded ``out_spec``, to be sent ahead of ``to_send``.
-        grads_present: for each gradient of ``to_send``, whether it is sent at all.
-        in_spec: the boundary spec of the inputs.
-        out_spec: the boundary spec of the outputs.
     """
-
-    __slots__ = (
-        "grads_present",
-        "grads_to_send",
-        "in_sequence",
-        "in_spec",
-        "leaves",
-        "metadata",
-        "microbatch",
-        "offload",
-        "out_spec",
-        "received",
-        "received_grads",
-        "recompute",
-        "roots",
-        "sequence",
-        "to_send",
-        "work",
-    )
 
     def __init__(self, microbatch: int, *, in_sequence: bool = False) -> None:
         self.microbatch = microbatch
@@ -88,42 +52,41 @@ class MicrobatchState:
 
     def clear(self) -> None:
         """Reset all fields to their values before the first action."""
+        # The activations, and the gradients of ``to_send``: a pending receive, then tensors.
         self.received: Any = None
         self.received_grads: Any = None
+        # The inputs whose gradients are sent back, and these gradients.
         self.leaves: Sequence[Tensor] = ()
-        self.roots: Sequence[GradientEdge | None] = ()
-        self.to_send: Sequence[Tensor] | None = None
         self.grads_to_send: Sequence[Tensor | None] | None = None
+        # Output tensors, None once sent; and the gradient edges of those that take gradients, None
+        # for one that required grad when its shape was first seen but no longer does.
+        self.to_send: Sequence[Tensor] | None = None
+        self.roots: Sequence[GradientEdge | None] = ()
+        # After F the DeferredGrads that recorded it, if any; after I the callable of W.
         self.work: Any = None
+        # The state to restore when the forward is run again; saved activations to be offloaded.
         self.recompute: RecomputeContext | None = None
         self.offload: ActivationOffload | None = None
+        # The state passed to the next chunk of a sequence.
         self.sequence: SequenceState | None = None
-        self.metadata: bytes | None = None
-        self.grads_present: tuple[bool, ...] = ()
+        # The specs of inputs and outputs; the encoded ``out_spec``, if it is to be sent.
         self.in_spec: BoundarySpec | None = None
         self.out_spec: BoundarySpec | None = None
+        self.metadata: bytes | None = None
+        # For each gradient of ``to_send``, whether it is sent at all.
+        self.grads_present: tuple[bool, ...] = ()
 
 
 class Stage:
     """One stage of a model.
 
-    Args:
-        submod: the module. It may be reassigned (wrapped, compiled) between steps.
-        stage_index: its place in the model, from 0.
-        num_stages: the number of stages of the model.
-        device: where the module lives.
-        dw_builder: makes, after each backward, a callable that computes the weight gradients,
-            for modules that split their backward by themselves.
-        defers_weights: whether I defers weight gradients to W. If False, I computes all and W
-            does nothing; for modules that differentiate within their own forward.
+    Args and errors: see ``penstock.PipelineStage``. ``submod`` may be reassigned (wrapped,
+    compiled) between steps.
 
     Attributes:
         static_inputs, static_outputs: boundary specs that the user gave in advance.
         inputs_spec, outputs_spec: boundary specs of the last microbatch.
         get_mesh: returns the mesh with the given dimension names, for received DTensors.
-
-    Raises:
-        StageError: ``stage_index`` is out of range, or ``submod`` is no module.
     """
 
     def __init__(
@@ -214,9 +177,7 @@ class Stage:
     def _check_writes(self) -> None:
         """Learn from a module's first forward whether it writes into its inputs.
 
-        Raises:
-            BoundaryError: it wrote into an input that shared memory with another one, which
-                arrived as a separate tensor and does not see the write.
+        Refuses a write into an input that shared memory with another one in the previous stage.
         """
         first, self._first = self._first, []
         shared, self._shared = self._shared, []
@@ -233,11 +194,7 @@ class Stage:
                 )
 
     def mesh_of(self, meta: DTensorMeta) -> Any:
-        """The mesh of this stage over which a received DTensor is sharded.
-
-        Raises:
-            BoundaryError: neither ``get_mesh`` nor a parameter determines it.
-        """
+        """The mesh of this stage over which a received DTensor is sharded."""
         if meta.mesh not in self._meshes:
             if self.get_mesh is not None:
                 found = self.get_mesh(tuple(name for name, _ in meta.mesh), None)
@@ -254,17 +211,7 @@ class Stage:
         *,
         defer: bool,
     ) -> Any:
-        """Run the module.
-
-        Args:
-            state: the microbatch's state.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            defer: whether weight gradients are deferred to W.
-
-        Raises:
-            BoundaryError: it wrote into an input that shares memory with another one.
-        """
+        """Run the module; ``defer`` says whether weight gradients are deferred to W."""
         if defer and self.defers_weights and not self._leaves_all_to_w(state):
             output = self._forward_deferring(state, args, kwargs)
         else:
@@ -305,9 +252,6 @@ class Stage:
         """Split the output into detached tensors to send and the edges where the backward starts.
 
         The output itself is not kept, so that its memory is free once it is sent.
-
-        Raises:
-            BoundaryError: the output does not match ``spec``.
         """
         tensors = spec.tensors(output)
         state.out_spec = self.outputs_spec = spec
@@ -321,12 +265,7 @@ class Stage:
     # --- backward ----------------------------------------------------------------------------
 
     def backward(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
-        """Full backward of a microbatch: input and weight gradients.
-
-        Args:
-            state: the microbatch's state after its forward.
-            grads: for each of the roots its gradient, or None.
-        """
+        """Full backward of a microbatch, from a gradient, or None, for each of its roots."""
         self._run_backward(state, grads)
         if self.dw_builder is not None:
             self._built_work()()

@@ -22,39 +22,27 @@ __all__ = ["named_plainly", "plain_name", "unwrapped"]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module without the wrappers around it.
-
-    Example:
-        >>> import torch
-        >>> layer = nn.Linear(1, 1)
-        >>> unwrapped(torch.compile(layer, backend="eager")) is layer
-        True
-    """
-    while (under := _held_under(module)) is not None:
-        module = module.get_submodule(under)
+    """The module without the wrappers around it."""
+    while (attribute := _wrapped_under(module)) is not None:
+        module = module.get_submodule(attribute)
     return module
 
 
 def plain_name(module: nn.Module, name: str) -> str:
-    """The name of a parameter, buffer or submodule without wrappers.
-
-    Args:
-        module: the root of the name, wrapped or not.
-        name: the name.
+    """The name of a parameter, buffer or submodule of ``module``, without wrappers.
 
     Example:
         >>> import torch
-        >>> layer = nn.Linear(1, 1)
-        >>> compiled = torch.compile(layer, backend="eager")
+        >>> compiled = torch.compile(nn.Linear(1, 1), backend="eager")
         >>> plain_name(nn.Sequential(compiled), "0._orig_mod.weight")
         '0.weight'
     """
     parts = []
     here: Any = module
     for part in name.split("."):
-        while (under := _held_under(here)) not in (None, part):
-            here = here.get_submodule(under)  # a wrapper that leaves its name out by itself
-        if under is None:
+        while (attribute := _wrapped_under(here)) not in (None, part):
+            here = here.get_submodule(attribute)  # a wrapper that leaves its name out by itself
+        if attribute is None:
             parts.append(part)
         here = getattr(here, part, None)
     return ".".join(parts)
@@ -66,11 +54,11 @@ def named_plainly(module: nn.Module, *, buffers: bool) -> Iterator[tuple[str, Te
         yield plain_name(module, name), tensor
 
 
-def _held_under(module: object) -> str | None:
-    """The attribute under which a wrapper holds its module; None for what is no wrapper."""
+def _wrapped_under(module: object) -> str | None:
+    """The attribute in which a wrapper stores its module; None if ``module`` is no wrapper."""
     if not isinstance(module, nn.Module):
         return None
     if isinstance(module, DistributedDataParallel):
         return "module"
-    # Not by getattr: some wrappers forward it to the module that they hold.
+    # Not by getattr: some wrappers forward it to the wrapped module.
     return next((name for name in WRAPPERS_KEEP_UNDER if name in children_of(module)), None)

@@ -5,22 +5,27 @@
         y = module(x)
     with deferred:                                  I: input gradients; the gradient of each
         torch.autograd.backward([y], [grad])           recorded operation's result is kept
-    deferred.accumulate()                           W: a rule per record, latest operation first
+    deferred.accumulate()                           W: a formula per record, latest operation first
 
-In F, an operation on a parameter runs as ``op(x, w.detach())``, and a record holds its gradient
-rule, the weight, and x. So W keeps and walks no graph: I + W costs what a full backward costs.
-Operations without a rule get their weight gradient in I, and hand it over in W. The rest (custom
-autograd functions, compiled regions) is left to autograd, which adds to ``.grad`` in I:
+In F, an operation on a weight runs as ``op(x, w.detach())``, and a record holds its formula, the
+weight, and x. So W keeps and walks no graph: I + W costs what a full backward costs. ``ops.py``
+registers the handlers of operations with formulas. Every other operation is run by ``generic``:
+
+    only weights in, weights out       p.T, p * scale      itself a weight, gradient in W
+    a Python function of torch         F.mha_forward       its body runs in the mode
+    a weight changed in place          w[0] = x            left to autograd, in I
+    all else                           F.prelu(x, p)       a proxy of the weight: its gradient
+                                                           comes in I, W hands it over
+
+Custom autograd functions and compiled regions are left to autograd, which adds to ``.grad`` in I:
 ``find_undeferred`` finds their parameters.
-
-``ops.py`` and ``generic.py`` register handlers of operations here; ``rules.py`` holds the formulas
-and ``accumulate.py`` runs them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -42,12 +47,12 @@ from penstock._torch_compat import (
     version_of,
     without_hooks,
     without_modes,
+    without_override_check,
 )
 from penstock.stage.weight_grad.accumulate import Record, accumulate, refuse
-from penstock.stage.weight_grad.rules import Expression, GradRule, Weight, proxy_grads
+from penstock.stage.weight_grad.formulas import Expression, Formula, Weight, proxy_grads
 
 __all__ = [
-    "ANY",
     "HANDLERS",
     "Args",
     "DeferredGrads",
@@ -56,7 +61,10 @@ __all__ = [
     "Kwargs",
     "compiled_parts",
     "find_undeferred",
+    "generic",
     "passed",
+    "substitute",
+    "twin_of",
 ]
 
 Func: TypeAlias = Callable[..., Any]
@@ -65,17 +73,12 @@ Kwargs: TypeAlias = dict[str, Any]
 Handler: TypeAlias = "Callable[[DeferredGrads, Func, Args, Kwargs], Any]"
 """Runs one call of an operation in the active mode."""
 
-# The handlers of operations; under ANY that of an operation without one that takes a weight.
 HANDLERS: dict[Any, Handler] = {}
-ANY = object()
-
-# A node of the graph, and the index of its result.
-_Place: TypeAlias = tuple[Node | None, int]
 
 
 def passed(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation that is irrelevant to gradients."""
-    return func(*args, **kwargs) if kwargs else func(*args)
+    return func(*args, **kwargs)
 
 
 class DeferredGrads(TorchFunctionMode):
@@ -89,8 +92,8 @@ class DeferredGrads(TorchFunctionMode):
         compiled: the module's compiled parts, of ``compiled_parts``.
 
     Attributes:
-        undeferred_now: parameters with some uses deferred and some not, in the microbatch whose
-            forward showed the latter; see ``holding_undeferred``.
+        records: a record per operation; None until I has recomputed its checkpointed region.
+        expressions: the tensors computed from weights alone, by their place in the graph.
 
     Raises:
         CannotDeferError: (in the forward) the module differentiates with ``create_graph=True``,
@@ -115,19 +118,16 @@ class DeferredGrads(TorchFunctionMode):
         self, undeferred: Iterable[Parameter] = (), compiled: Sequence[CompiledCall] = ()
     ) -> None:
         super().__init__()
-        self.undeferred_now: Sequence[Parameter] = ()
         self.records: list[Record | None] = []
-        self.looked_into: set[Func] = set()  # functions whose bodies are running in the mode
-        # Tensors computed from weights alone, in the forward by id (the tensor is kept, so that
-        # its id stays its own), and after it by place in the graph.
-        self.expressions: dict[int, tuple[Tensor, Expression]] = {}
-        self._places: dict[_Place, Expression] = {}
+        # In-place changes move a tensor to another place, so that it is no weight any more.
+        self.expressions: dict[tuple[Node, int], Expression] = {}
         self.proxies: dict[int, tuple[Weight, Tensor]] = {}
-        self.is_forwarded = False  # entered for F, then again for I
-        self.recalls = False
-        self._is_differentiated = False
+        self.running: set[Func] = set()  # functions whose bodies are running in the mode
+        self._num_passes = 0  # 1 after F, 2 after I
         self._depth = 0
-        self._undeferred = frozenset(map(id, undeferred)) if undeferred else frozenset()
+        self._undeferred = frozenset(map(id, undeferred))
+        # Parameters with some uses deferred and some not, see ``holding_undeferred``.
+        self._mixed: Sequence[Parameter] = ()
         self._compiled = compiled
 
     def __torch_function__(
@@ -135,18 +135,15 @@ class DeferredGrads(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, deferring its weight gradients if it takes a weight."""
         handler = HANDLERS.get(func)
-        if handler is passed:
+        if handler is None and self._may_hold_weight((*args, *kwargs.values()) if kwargs else args):
+            handler = generic
+        if handler is None or handler is passed:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if handler is not None:
-            return handler(self, func, args, kwargs or {})
-        if self._may_hold_weight(args) or (kwargs and self._may_hold_weight(kwargs.values())):
-            return HANDLERS[ANY](self, func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return handler(self, func, args, kwargs or {})
 
     def __enter__(self) -> DeferredGrads:
         if not self._depth:
-            if self.is_forwarded and not self._is_differentiated:
-                self._is_differentiated = True
+            if self._num_passes == 1:
                 self._drop_late_grads()
             for call in self._compiled:
                 call.replace()
@@ -160,54 +157,50 @@ class DeferredGrads(TorchFunctionMode):
         if not self._depth:
             for call in self._compiled:
                 call.restore()
-            self.is_forwarded = self.recalls = True
-            self.expressions.clear()
+            self._num_passes += 1
+
+    @property
+    def is_forwarded(self) -> bool:
+        """True after the forward, until W."""
+        return self._num_passes > 0
 
     # --- weights -----------------------------------------------------------------------------
 
     def weight(self, value: object) -> Weight | None:
-        """``value`` as a weight whose gradient can be deferred; None if it is none."""
-        if type(value) is Parameter:
-            deferrable = value.requires_grad and id(value) not in self._undeferred
-            return value if deferrable else None
-        return self.expression(value)
+        """``value`` as a weight whose gradient can be deferred; None if it is none.
 
-    def expression(self, value: object) -> Weight | None:
-        """``value`` as a weight that was computed from parameters; None if it is none."""
-        if self.expressions:
-            known = self.expressions.get(id(value))
-            if known is not None:
-                return known[1]
-        if self.recalls and type(value) is Tensor and saved_tensor_hooks_active():
-            return self._recall(value) if value.requires_grad else None
-        return None
-
-    def _recall(self, value: Tensor) -> Weight | None:
-        """The weight that a tensor was in the forward, while a region is recomputed.
-
-        A checkpoint saves its arguments, and gets other tensors at the same place of the graph.
-        Taken for no weight, an operation would save other tensors than in the forward.
+        While I recomputes a checkpointed region, weights that the region was given are other
+        tensors at the same place of the graph, or leaves with a parameter's place. Taken for no
+        weights, operations would save other tensors than in the forward.
         """
-        if value.grad_fn is not None:
-            return self._places.get(_place_of(value))
-        if not deferrable_now():
+        kind = type(value)
+        if kind is Parameter:
+            return value if value.requires_grad and id(value) not in self._undeferred else None  # type: ignore[attr-defined, return-value]
+        if kind is not Tensor or not (self.expressions or self._num_passes):
             return None
-        owner = getattr(get_gradient_edge(value).node, "variable", None)
-        return self.weight(owner) if type(owner) is Parameter else None
+        assert isinstance(value, Tensor)
+        if not value.requires_grad:
+            return None
+        if value.grad_fn is not None:
+            return self.expressions.get((value.grad_fn, value.output_nr))
+        if self._num_passes and saved_tensor_hooks_active() and deferrable_now():
+            owner = getattr(get_gradient_edge(value).node, "variable", None)
+            return self.weight(owner) if type(owner) is Parameter else None
+        return None
 
     def _may_hold_weight(self, args: Iterable[Any]) -> bool:
         """True if any of ``args`` may be or contain a weight; quick, and never wrongly False."""
-        known, recalls = self.expressions, self.recalls
         for arg in args:
             kind = type(arg)
-            if kind is Parameter or (known and id(arg) in known):
+            if kind is Parameter:
                 return True
-            if recalls and kind is Tensor and self.expression(arg) is not None:
-                return True
+            if kind is Tensor:
+                if (self.expressions or self._num_passes) and self.weight(arg) is not None:
+                    return True
             # Sizes and dimensions come in lists as well.
-            if (kind is tuple or kind is list) and not (arg and type(arg[0]) is int):
-                return True
-            if kind is dict:
+            elif kind is dict or (
+                (kind is tuple or kind is list) and not (arg and type(arg[0]) is int)
+            ):
                 return True
         return False
 
@@ -220,29 +213,19 @@ class DeferredGrads(TorchFunctionMode):
             leaves: frozenset[int] = frozenset().union(
                 *(w.leaves if isinstance(w, Expression) else {id(w)} for w in sources)
             )
-            expression = Expression(
+            self.expressions[result.grad_fn, result.output_nr] = Expression(
                 edge=get_gradient_edge(result),
                 shape=result.shape,
                 dtype=result.dtype,
                 leaves=leaves,
             )
-            self.expressions[id(result)] = (result, expression)
-            self._places[_place_of(result)] = expression
-
-    def forget_changed(self) -> None:
-        """Take as weights no longer the tensors changed in place, directly or through a view."""
-        self.expressions = {
-            key: known
-            for key, known in self.expressions.items()
-            if self._places.get(_place_of(known[0])) is known[1]
-        }
 
     # --- records -----------------------------------------------------------------------------
 
     def record(
         self,
         result: Tensor,
-        rule: GradRule,
+        formula: Formula,
         weights: tuple[Weight, ...],
         saved: Tensor,
         extra: Any = None,
@@ -251,10 +234,10 @@ class DeferredGrads(TorchFunctionMode):
 
         Args:
             result: the operation's result, computed with its weights detached.
-            rule: computes the weights' gradients.
+            formula: computes the weights' gradients.
             weights: the weights.
-            saved: the tensor that the rule needs; checked for in-place changes in W.
-            extra: further arguments of the rule.
+            saved: the tensor that the formula needs; checked for in-place changes in W.
+            extra: further arguments of the formula.
 
         Returns:
             ``result``, or a tensor with its data if it needs a node of its own.
@@ -262,14 +245,14 @@ class DeferredGrads(TorchFunctionMode):
         if result.requires_grad and not is_view(result) and not saved_tensor_hooks_active():
             grads: list[Any] = []
             observe_grad(result, grads.append)
-            kept = saved.detach()  # shares data and version, holds no graph
-            self.records.append((rule, weights, kept, version_of(kept), extra, grads))
+            saved = saved.detach()  # shares data and version, holds no graph
+            self.records.append((formula, weights, saved, version_of(saved), extra, grads))
             return result
         # A node of our own, where there is none to hook: the inputs need no gradient; the result
         # is a view, whose node in-place operations bypass; or saved tensors pass through hooks
         # (checkpointing), and x has to as well.
         self.records.append(None)
-        place = (self, len(self.records) - 1, rule, weights, extra)
+        place = (self, len(self.records) - 1, formula, weights, extra)
         recorded: Tensor = _RecordInBackward.apply(_ANCHOR, result, saved.detach(), place)  # type: ignore[no-untyped-call]
         return recorded
 
@@ -314,27 +297,30 @@ class DeferredGrads(TorchFunctionMode):
             for weight in record[1] if record else ():
                 deferred |= weight.leaves if isinstance(weight, Expression) else {id(weight)}
         unknown = None in self.records  # its weights are known with the gradient only
-        self.undeferred_now = [p for p in parameters if unknown or id(p) in deferred]
+        self._mixed = [p for p in parameters if unknown or id(p) in deferred]
 
-    @contextmanager
-    def holding_undeferred(self) -> Iterator[None]:
-        """Keep back what I would accumulate into ``undeferred_now``; W hands it over.
+    def holding_undeferred(self) -> AbstractContextManager[None]:
+        """Hold back what I would accumulate into the noted parameters; W hands it over.
 
         Other uses of these parameters are deferred in this microbatch already, and hooks must see
-        one gradient, the whole.
+        one gradient, that of all uses.
         """
-        before = [param.grad for param in self.undeferred_now]
+        return self._holding() if self._mixed else nullcontext()
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        before = [param.grad for param in self._mixed]
         with ExitStack() as stack:
-            for param in self.undeferred_now:
+            for param in self._mixed:
                 param.grad = None
                 stack.enter_context(without_hooks(param))
             try:
                 yield
             finally:
-                for param, grad in zip(self.undeferred_now, before, strict=True):
+                for param, grad in zip(self._mixed, before, strict=True):
                     if param.grad is not None:
-                        part = [param.grad]
-                        self.records.append((proxy_grads, (param,), None, 0, None, part))
+                        record = (proxy_grads, (param,), None, 0, None, [param.grad])
+                        self.records.append(record)
                     param.grad = grad
 
     # --- W -----------------------------------------------------------------------------------
@@ -352,34 +338,13 @@ class DeferredGrads(TorchFunctionMode):
         Raises:
             StageError: a tensor that a gradient needs was modified in place since the forward.
         """
-        self.is_forwarded = self._is_differentiated = self.recalls = False
-        self.undeferred_now = ()
+        self._num_passes = 0
+        self._mixed = ()
         records = [record for record in self.records if record and record[5]]
         self.records = []
         self.proxies.clear()
         self.expressions.clear()
-        self._places.clear()
         accumulate(records)
-
-
-def _place_of(tensor: Tensor) -> _Place:
-    """A tensor's place in the graph; another one once it was changed in place."""
-    return tensor.grad_fn, tensor.output_nr
-
-
-def compiled_parts(module: nn.Module) -> list[CompiledCall]:
-    """The compiled parts of a module: they run outside of ``DeferredGrads``.
-
-    The compiler would trace the mode, and break its graphs at deferred operations. Parameters
-    inside get their gradients in I. Functions compiled on their own are not found, and are traced.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> layer.compile(backend="eager")
-        >>> len(compiled_parts(nn.Sequential(layer, nn.Linear(2, 2))))
-        1
-    """
-    return compiled_calls(module, lambda: without_modes(DeferredGrads))
 
 
 class _ProxyGrad:
@@ -411,20 +376,109 @@ class _RecordInBackward(torch.autograd.Function):
         ctx.save_for_backward(saved)
         ctx.place = place  # type: ignore[attr-defined]
         # The result itself would come back as a view, which refuses later in-place operations.
-        # Nobody else holds it, so that its version counter is not missed.
+        # Nothing else references it, so that its version counter is not missed.
         return result.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
-        deferred, index, rule, weights, extra = ctx.place
+        deferred, index, formula, weights, extra = ctx.place
         (saved,) = ctx.saved_tensors
         known = deferred.records[index]
         if known is None:
             version = version_of(saved)
-            deferred.records[index] = (rule, weights, saved, version, extra, [grad])
+            deferred.records[index] = (formula, weights, saved, version, extra, [grad])
         else:
             known[5].append(grad)
         return None, grad if ctx.needs_input_grad[1] else None, None, None
+
+
+# --- operations without a formula ----------------------------------------------------------------
+
+
+def generic(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Run any operation so that the gradient of every weight in its arguments is right."""
+    weights: list[Weight] = []
+    others: list[Tensor] = []
+    _collect(deferred, (args, kwargs), weights, others)
+    if not weights or not deferrable_now():
+        return func(*args, **kwargs)
+    if args and deferred.weight(args[0]) is not None and _changes_in_place(func, kwargs):
+        return func(*args, **kwargs)
+    if not others and not saved_tensor_hooks_active():
+        result = func(*args, **kwargs)
+        deferred.express(result, weights)
+        return result
+    twin = twin_of(func) if others else None
+    # A function may dispatch to the mode again from a helper, as torch.meshgrid does.
+    if twin is None or func in deferred.running:
+        return substitute(deferred, func, args, kwargs)
+    deferred.running.add(func)
+    try:
+        with deferred:
+            return twin(*args, **kwargs)
+    finally:
+        deferred.running.remove(func)
+
+
+def _collect(
+    deferred: DeferredGrads, value: object, weights: list[Weight], others: list[Tensor]
+) -> None:
+    """Collect the weights and the other tensors in ``value``, nested in any depth."""
+    if isinstance(value, Tensor):
+        weight = deferred.weight(value)
+        if weight is None:
+            others.append(value)
+        else:
+            weights.append(weight)
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _collect(deferred, item, weights, others)
+
+
+def _changes_in_place(func: Func, kwargs: Kwargs) -> bool:
+    """True if ``func`` writes into its first argument or into ``out=``, going by its name."""
+    name: str = getattr(func, "__name__", "").partition(".")[0]  # overloads: add_.Tensor
+    if name.startswith("__"):
+        # Setting an attribute, such as ``weight.data``, is a change too.
+        return name in ("__setitem__", "__set__") or name.startswith("__i")
+    return name.endswith("_") or kwargs.get("out") is not None
+
+
+# A Python function's copy that runs its body in the mode; None for other functions.
+twin_of = functools.cache(without_override_check)
+
+
+def substitute(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Run ``func`` with proxies in place of the weights."""
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            weight = deferred.weight(value)
+            return value if weight is None else deferred.proxy(weight, value)
+        if type(value) is tuple or type(value) is list:
+            return type(value)(map(swap, value))
+        return value
+
+    swapped = {name: swap(value) for name, value in kwargs.items()}
+    return func(*map(swap, args), **swapped)
+
+
+# --- what can't be deferred ----------------------------------------------------------------------
+
+
+def compiled_parts(module: nn.Module) -> list[CompiledCall]:
+    """The compiled parts of a module: they run outside of ``DeferredGrads``.
+
+    The compiler would trace the mode, and break its graphs at deferred operations. Parameters
+    inside get their gradients in I. Functions compiled on their own are not found, and are traced.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.compile(backend="eager")
+        >>> len(compiled_parts(nn.Sequential(layer, nn.Linear(2, 2))))
+        1
+    """
+    return compiled_calls(module, lambda: without_modes(DeferredGrads))
 
 
 def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) -> list[Parameter]:
@@ -448,20 +502,13 @@ def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) 
         [Parameter containing:
         tensor([1., 1.], requires_grad=True)]
     """
-    stack: list[Node] = [
-        get_gradient_edge(out).node
-        for out in outputs
-        if isinstance(out, Tensor) and out.requires_grad
-    ]
+    tensors = (out for out in outputs if isinstance(out, Tensor) and out.requires_grad)
+    stack: list[Node] = [get_gradient_edge(out).node for out in tensors]
     seen = set(stack)
-    reached: set[int] = set()
     while stack:
-        node = stack.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            reached.add(id(variable))
-        for following, _ in node.next_functions:
+        for following, _ in stack.pop().next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
+    reached = {id(getattr(node, "variable", None)) for node in seen}
     return [p for p in parameters if id(p) in reached]
