@@ -1,7 +1,6 @@
 """PipelineStage: a manually split stage, with the API of torch's ``PipelineStage``.
 
-A schedule drives a stage through the methods of ``Stage``. The methods here drive a stage manually,
-one microbatch at a time. ``exchange.py`` has the methods for messages.
+Its methods drive a stage manually, one microbatch at a time.
 
     for op in stage.get_fwd_recv_ops(mb): ...          # post, wait
     out = stage.forward_one_chunk(mb, args)
@@ -52,21 +51,18 @@ class PipelineStage(ExchangingStage):
         stage_index: its index in the model, from 0.
         num_stages: the number of stages of the model.
         device: the device of the module.
-        input_args: example inputs of one microbatch, of which shapes and dtypes are used. If None,
-            shapes are inferred from the first microbatch. If given, shapes are checked.
-        output_args: example outputs of one microbatch, as for ``input_args``.
-        output_grads: example gradients of the outputs; None for an output without gradient.
-        input_grads: example gradients of the inputs; None for an input without gradient.
+        input_args, output_args: example inputs and outputs of one microbatch, to check shapes and
+            dtypes. If None, shapes are inferred from the first microbatch.
+        input_grads, output_grads: example gradients of these; None where there is no gradient.
         group: the pipeline's process group; the default group if None.
         dw_builder: called after each backward; returns a callable that computes the weight
             gradients. For modules that split their backward themselves.
         get_mesh: called with the dimension names of a mesh, and None, when a DTensor is received;
             returns this rank's mesh with these dimensions. If None, the mesh is taken from a
             parameter of the module.
-        defers_weights: whether the input gradient I defers weight gradients to W in schedules that
-            split the backward. If False, I computes all gradients. Pass False for a module that
-            differentiates with respect to its parameters in its own forward. Also settable on
-            the stage.
+        defers_weights: whether I defers weight gradients to W in schedules that split the backward.
+            Pass False for a module that differentiates with respect to its parameters in its own
+            forward; I then computes all gradients. Also settable on the stage.
 
     Attributes:
         stage_index_to_group_rank: the group rank of each stage, for manual messages. Round-robin
@@ -145,7 +141,13 @@ class PipelineStage(ExchangingStage):
         """
         state = self._state(fwd_chunk_id)
         if not self.is_first:
-            args = self._received_args(state)
+            if state.received is None or state.in_spec is None:
+                raise self._error(
+                    state,
+                    "no input has come; run get_fwd_recv_ops() or set_local_fwd_input() first",
+                )
+            tensors, state.received = state.received, None
+            args = self.enter(state, tensors, state.in_spec)
         defer = self._begin()
         output = self.forward(state, args, kwargs or {}, defer=defer)
         state.phase = Phase.FORWARD
@@ -165,15 +167,6 @@ class PipelineStage(ExchangingStage):
     def log_prefix(self) -> str:
         """The stage's name in torch's log."""
         return f"[Stage {self.stage_index}]"
-
-    def _received_args(self, state: ManualState) -> tuple[Any, ...]:
-        if state.received is None:
-            raise self._error(
-                state, "no input has come; run get_fwd_recv_ops() or set_local_fwd_input() first"
-            )
-        tensors, state.received = state.received, None
-        assert state.in_spec is not None
-        return self.enter(state, tensors, state.in_spec)
 
     def backward_one_chunk(
         self,
@@ -318,8 +311,15 @@ class PipelineStage(ExchangingStage):
                     names = ("stage_output", "output_grads", "input_values")
                     output, output_grads, values = _taken(backward_type, bwd_kwargs, *names)
                     if backward_type == "input":
-                        self._refuse_deferred()
                         groups = []
+                        for state in self._deferred():
+                            raise self._error(
+                                state,
+                                "forward_one_chunk() has put its weight gradients off, so that the "
+                                "graph does not lead to them; run backward_one_chunk("
+                                "full_backward=False), or pass defers_weights=False to "
+                                "PipelineStage",
+                            )
                     # The graph of sharded parameters does not lead to the registered parameters.
                     if backward_type == "full" or self._replica_step.is_sharded:
                         grads = full_backward(output, output_grads, values)
@@ -332,30 +332,19 @@ class PipelineStage(ExchangingStage):
                     )
         self._replica_step.due |= last_backward
         if backward_type != "input":
-            self._run_reached()
+            for state in self._deferred():
+                if state.work.is_reached:  # by this backward
+                    work, state.work = state.work, None
+                    work.accumulate()
+                    state.phase = Phase.DONE
             if self._replica_step.due:
                 self._replica_step.end(reduce=True)
         return grads, groups
 
-    def _refuse_deferred(self) -> None:
-        """Refuse to split a backward by graph if its forward has deferred weight gradients."""
-        for state in self._states.values():
-            if state.phase is Phase.FORWARD and state.work is not None:
-                raise self._error(
-                    state,
-                    "forward_one_chunk() has put its weight gradients off, so that the graph does "
-                    "not lead to them; run backward_one_chunk(full_backward=False), or pass "
-                    "defers_weights=False to PipelineStage",
-                )
-
-    def _run_reached(self) -> None:
-        """Run the deferred weight gradients of operations that a graph backward has reached."""
-        for state in self._states.values():
-            work = state.work if state.phase is Phase.FORWARD else None
-            if work is not None and work.is_reached:
-                state.work = None
-                work.accumulate()
-                state.phase = Phase.DONE
+    def _deferred(self) -> list[ManualState]:
+        """The microbatches whose forward has deferred weight gradients, before their backward."""
+        states = self._states.values()
+        return [s for s in states if s.phase is Phase.FORWARD and s.work is not None]
 
     # --- replicas ----------------------------------------------------------------------------
 

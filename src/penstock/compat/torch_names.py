@@ -1,7 +1,7 @@
-"""Replacements for the internal names of torch.distributed.pipelining.
+"""Replacements for the internal names of torch.distributed.pipelining (docs/from-torch.md).
 
 Importing an internal name, or reading it from a stage or schedule, raises an error with the
-replacement. ``docs/from-torch.md`` lists the replacements.
+replacement.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The stage of a traced model, with torch's API; made by ``Pipe.build_stage``.
-
-A ``TracedStage`` is a ``PipelineStage`` with the graph of all stages. Any rank may pass the model's
-own keyword arguments; only the first stage uses them.
-"""
+"""The stage of a traced model, with torch's API; made by ``Pipe.build_stage``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,35 +13,18 @@ from penstock.compat.stage import PipelineStage
 from penstock.errors import StageError
 from penstock.stage.stage import MicrobatchState
 
-__all__ = ["GraphInfo", "TracedStage", "build_stage"]
-
-
-class GraphInfo(Protocol):
-    """The graph of a pipe, as its stages need it; see ``penstock.PipeInfo``."""
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The graph with a node per stage."""
-        ...
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        ...
-
-    @property
-    def shared(self) -> Sequence[Mapping[int, str]]:
-        """Per shared parameter, its name by stage."""
-        ...
+__all__ = ["TracedStage", "build_stage"]
 
 
 class TracedStage(PipelineStage):
-    """A stage of a traced model.
+    """A ``PipelineStage`` with the graph of all stages.
+
+    Any rank may pass the model's own keyword arguments; only the first stage uses them.
 
     Args:
         stage_module: the stage's module, from ``Pipe.get_stage_module``.
         stage_index: the stage's index, from 0.
-        pipe_info: ``Pipe.info()``.
+        pipe_info: ``Pipe.info()``, a ``penstock.PipeInfo``.
         device: the device of the module.
         group: the pipeline's process group; the default group if None.
     """
@@ -54,7 +33,7 @@ class TracedStage(PipelineStage):
         self,
         stage_module: nn.Module,
         stage_index: int,
-        pipe_info: GraphInfo,
+        pipe_info: Any,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -77,10 +56,7 @@ class TracedStage(PipelineStage):
         return super().forward(state, args, kwargs if self.is_first else {}, defer=defer)
 
     def get_stage_index_of_submod(self, submod_name: str) -> int:
-        """Look up a stage's index by its name in the pipe's graph.
-
-        Args:
-            submod_name: the stage's name, such as ``"submod_pp_0"``.
+        """Look up a stage's index by its name in the pipe's graph, such as ``"submod_pp_0"``.
 
         Raises:
             StageError: no stage has this name.
@@ -93,13 +69,9 @@ class TracedStage(PipelineStage):
         return self._stage_names[submod_name]
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
-        """The rank of the stage of a node in the pipe's graph.
+        """The group rank of the stage of a node of ``Pipe.info().graph``.
 
-        Args:
-            user: a node of ``Pipe.info().graph``.
-
-        Returns:
-            The rank in the group; None for a node without a stage, such as the output.
+        None for a node without a stage, such as the output.
         """
         if user.op != "call_module":
             return None
@@ -109,20 +81,12 @@ class TracedStage(PipelineStage):
 def build_stage(
     stage_module: nn.Module,
     stage_index: int,
-    pipe_info: GraphInfo,
+    pipe_info: Any,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> TracedStage:
-    """Make a stage of a traced model from its module, wrapped or not.
+    """Make a ``TracedStage`` of a module, wrapped or not, which is moved to ``device``.
 
-    Args:
-        stage_module: from ``Pipe.get_stage_module``, wrapped or not.
-        stage_index: its index, from 0.
-        pipe_info: ``Pipe.info()``.
-        device: the device that the module is moved to.
-        group: the pipeline's process group; the default group if None.
-
-    Returns:
-        The stage, ready for a schedule.
+    Args: those of ``TracedStage``.
     """
     return TracedStage(stage_module.to(device), stage_index, pipe_info, device, group)

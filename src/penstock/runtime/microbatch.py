@@ -119,7 +119,7 @@ _NOT_SPLIT = (
 def split_tree(
     tree: Any, chunks: int, spec: Any = None, seen: dict[int, torch.Size] | None = None
 ) -> list[Any]:
-    """Split every tensor of a pytree.
+    """Split every tensor of a pytree; the first chunks have a row more if rows do not divide.
 
     Args:
         tree: tensors and plain values in any containers (see the table above).
@@ -128,12 +128,8 @@ def split_tree(
             None for dimension 0. A leaf whose spec is None is given to every chunk.
         seen: filled with the numbers of rows of the split tensors, each with the first shape.
 
-    Returns:
-        ``chunks`` trees; the first ones have a row more if rows do not divide.
-
     Raises:
-        ValueError: a tensor has fewer rows than there are chunks, the spec does not fit, or a
-            container can't be made of some of its rows.
+        ValueError: a tensor has fewer rows than there are chunks, or the spec does not fit.
     """
     leaves, treedef = flatten(tree, _is_packed)
     specs = _leaf_specs(tree, len(leaves), spec)
@@ -246,17 +242,8 @@ def _begin(chunk: int, rows: int, chunks: int) -> int:
 def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
     """Check that tensors with different numbers of rows are cut at the same places.
 
-    4 images and 8 captions in 2 microbatches are; 4 images and 5 offsets are not.
-
-    Args:
-        counts: the numbers of rows, each with a tensor's shape, from ``split_tree``.
-        chunks: the number of microbatches.
-
-    Raises:
-        ValueError: some tensors are cut at different places.
-
-    Example:
-        >>> check_rows({4: torch.Size([4]), 8: torch.Size([8])}, 2)
+    4 images and 8 captions in 2 microbatches are; 4 images and 5 offsets are not. ``counts`` is
+    ``seen`` of ``split_tree``.
     """
     if len(counts) < 2:
         return
@@ -340,8 +327,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
             spec is None, and for values that are no tensors, the chunks must agree.
 
     Raises:
-        ValueError: chunks differ in structure, or in a value that can't be joined, or a container
-            can't be made of more rows.
+        ValueError: chunks differ in structure, or in a value that can't be joined.
     """
     flats = [flatten(chunk, _is_packed) for chunk in chunks]
     treedef = flats[0][1]
@@ -384,22 +370,20 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
 
 # List of ready microbatches → the batch in its place, and the type of an item.
 _READY: dict[str, tuple[str, Any, str]] = {
-    "arg_mbs": ("positional arguments", (tuple, list), "tuple of positional"),
-    "kwarg_mbs": ("keyword arguments", Mapping, "dict of keyword"),
+    "arg_mbs": (
+        "positional arguments",
+        (tuple, list),
+        "tuple of a microbatch's positional arguments, such as (x,)",
+    ),
+    "kwarg_mbs": ("keyword arguments", Mapping, "dict of a microbatch's keyword arguments"),
     "target_mbs": ("target=", object, ""),
 }
 
 
 def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, bool]) -> None:
-    """Check the types of lists of ready microbatches.
+    """Check the types of ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``.
 
-    Args:
-        ready: ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``.
-        whole: for each of them, whether a batch to split was given as well.
-
-    Raises:
-        ValueError: a batch was given as well.
-        TypeError: a value is no list, or an item no tuple or dict of arguments.
+    ``whole`` says for each of them whether a batch to split was given as well.
     """
     for name, mbs in ready.items():
         if mbs is None:
@@ -414,18 +398,11 @@ def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, b
             )
         for i, item in enumerate(mbs):
             if not isinstance(item, kind):
-                raise TypeError(
-                    f"{name}[{i}] is a {type(item).__name__}, expected the {expected} arguments of "
-                    "a microbatch"
-                )
+                raise TypeError(f"{name}[{i}] is a {type(item).__name__}, expected the {expected}")
 
 
 def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
-    """The common length of the lists of ready microbatches; None without lists.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """The common length of the lists of ready microbatches; None without lists."""
     lengths = {name: len(chunks) for name, chunks in mappings.items() if chunks is not None}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the lists of microbatches differ in length: {lengths}")
@@ -435,14 +412,9 @@ def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
 def inputs_digest(
     args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[Mapping[str, Any]]
 ) -> tuple[int, int]:
-    """Two numbers by which ranks compare the inputs that they were given, from a few elements.
+    """Two numbers by which ranks compare their inputs: of their names, and of a few elements.
 
-    Args:
-        args: the positional arguments by microbatch; None if the rank was given no inputs.
-        kwargs: the keyword arguments by microbatch.
-
-    Returns:
-        A number for the names of the inputs (0 without inputs), and one for their values.
+    Both are 0 on a rank without inputs, whose ``args`` are None.
     """
     if args is None:
         return 0, 0

@@ -62,6 +62,12 @@ class TensorMeta:
     requires_grad: bool
     order: tuple[int, ...] | None = None
     dtensor: DTensorMeta | None = None
+    # The shape in which it is sent: contiguous, dimensions by descending stride.
+    wire_shape: Sequence[int] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sent = self.shape if self.order is None else [self.shape[i] for i in self.order]
+        object.__setattr__(self, "wire_shape", sent)
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
@@ -74,11 +80,6 @@ class TensorMeta:
             order=_order_in_memory(part),
             dtensor=dtensor_meta(tensor),
         )
-
-    @property
-    def wire_shape(self) -> Sequence[int]:
-        """The shape in which it is sent: contiguous, dimensions by descending stride."""
-        return self.shape if self.order is None else [self.shape[i] for i in self.order]
 
     def pack(self, tensor: Tensor) -> Tensor:
         """``tensor`` as it is sent: a view if it is dense."""
@@ -123,7 +124,7 @@ class TensorMeta:
     @classmethod
     def decode(cls, data: dict[str, Any]) -> TensorMeta:
         """Read the values that ``encode`` wrote."""
-        shape, dtype, requires_grad, order, dtensor = data.values()
+        shape, dtype, requires_grad, order, dtensor, _ = data.values()
         return cls(
             shape=torch.Size(shape),
             dtype=decode_plain(dtype),
@@ -182,9 +183,15 @@ class BoundarySpec:
         Raises:
             BoundaryError: the output does not fit this description.
         """
-        if self._only is not None:
+        only = self._only
+        if only is not None:  # ``TensorMeta.fits``, on the hot path
             value = output[0] if type(output) is tuple and len(output) == 1 else output
-            if isinstance(value, Tensor) and self._only.fits(value):
+            if (
+                type(value) is Tensor
+                and value.shape == only.shape
+                and value.dtype is only.dtype
+                and (only.requires_grad or not value.requires_grad)
+            ):
                 return (value,)
         leaves, tree = flatten(as_args(output))
         if tree != self.tree:

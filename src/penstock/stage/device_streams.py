@@ -6,8 +6,7 @@
                                  keep(x, b)   x's memory is not reused before b is done
 
 The host waits only in ``elapsed_s`` and ``host_time_of``, which are not called within a step. All
-streams and events of Penstock go through this module, so that tests can record and check their
-order (``tests/streams.py``).
+streams and events go through this module, so that tests can record their order.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ Event: TypeAlias = Any
 
 
 class DeviceStreams:
-    """The streams of one CUDA device.
-
-    Args:
-        device: the device, with its index.
-    """
+    """The streams of one CUDA device, given with its index."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,22 +88,12 @@ class DeviceStreams:
 
 
 def streams_of(device: torch.device) -> DeviceStreams | None:
-    """The streams of a device; None if it has none.
-
-    Example:
-        >>> streams_of(torch.device("cpu")) is None
-        True
-    """
+    """The streams of a device; None if it has none."""
     return DeviceStreams(device) if device.type == "cuda" else None
 
 
 def indexed(device: torch.device) -> torch.device:
-    """A device with its index: ``cuda`` is the current CUDA device.
-
-    Example:
-        >>> indexed(torch.device("cpu"))
-        device(type='cpu')
-    """
+    """A device with its index: ``cuda`` is the current CUDA device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -9,29 +9,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.runtime.loss import needs_target
 from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
 
 __all__ = ["PlainResult", "Snapshot", "Tolerance", "assert_same", "plain_step", "snapshot"]
-
-
-class Named(Protocol):
-    """An ``nn.Module``, a ``penstock.Pipeline``, or the like."""
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """The parameters by name."""
-        ...
-
-    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
-        """The buffers by name."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +73,7 @@ def plain_step(
         ValueError: neither the number of microbatches nor a list of them is given.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Linear(2, 1, bias=False)
         >>> inputs, target = torch.ones(4, 2), torch.zeros(4, 1)
         >>> result = plain_step(
@@ -125,7 +114,7 @@ class Snapshot:
 
     Args:
         grads: the gradient of every parameter by name. None is not the same as zeros: an optimizer
-            skips the one and decays the other.
+            skips a parameter without a gradient, and decays one with a zero gradient.
         buffers: every buffer by name.
     """
 
@@ -133,21 +122,20 @@ class Snapshot:
     buffers: Mapping[str, Tensor]
 
 
-def snapshot(source: Named) -> Snapshot:
+def snapshot(source: Any) -> Snapshot:
     """Copy the gradients and buffers of a model, a pipeline, or one rank's part of it.
 
     Args:
-        source: anything with named parameters and buffers.
+        source: an object with ``named_parameters()`` and ``named_buffers()``.
 
     Example:
+        >>> from torch import nn
         >>> snapshot(nn.Linear(1, 1)).grads
         {'weight': None, 'bias': None}
     """
+    grads = {name: param.grad for name, param in source.named_parameters()}
     return Snapshot(
-        grads={
-            name: None if param.grad is None else param.grad.detach().clone()
-            for name, param in source.named_parameters()
-        },
+        grads={n: None if grad is None else grad.detach().clone() for n, grad in grads.items()},
         buffers={name: buffer.detach().clone() for name, buffer in source.named_buffers()},
     )
 
@@ -158,7 +146,7 @@ class Tolerance:
 
     Args:
         relative: relative to the largest finite magnitude of the expected tensor, not to each
-            element: a sum that cancels to almost nothing keeps the rounding of its terms.
+            element: a sum that cancels to almost nothing has the rounding of its terms.
         absolute: in the values' own unit.
     """
 
@@ -185,6 +173,7 @@ def assert_same(
         AssertionError: they differ; all differences are listed.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Linear(1, 1)
         >>> before = snapshot(model)
         >>> model(torch.ones(1, 1)).sum().backward()
@@ -195,38 +184,34 @@ def assert_same(
           gradient of weight: is a tensor of shape (1, 1), expected None
           gradient of bias: is a tensor of shape (1,), expected None
     """
-    told = [
-        *_differences("gradient of ", actual.grads, expected.grads, tolerance, partial),
-        *_differences("buffer ", actual.buffers, expected.buffers, tolerance, partial),
+    differences: list[str] = []
+    pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("gradient of ", actual.grads, expected.grads),
+        ("buffer ", actual.buffers, expected.buffers),
     ]
-    if told:
-        raise AssertionError(f"{len(told)} differences:\n  " + "\n  ".join(told))
-
-
-def _differences(
-    what: str,
-    actual: Mapping[str, Tensor | None],
-    expected: Mapping[str, Tensor | None],
-    tolerance: Tolerance | None,
-    partial: bool,
-) -> list[str]:
-    told = [f"{what}{name}: is not expected at all" for name in actual if name not in expected]
-    if not partial:
-        told += [f"{what}{name}: is missing" for name in expected if name not in actual]
-    for name in actual:
-        if name in expected:
-            difference = _difference(actual[name], expected[name], tolerance)
-            if difference:
-                told.append(f"{what}{name}: {difference}")
-    return told
+    for what, mine, reference in pairs:
+        for name in dict.fromkeys([*mine, *(() if partial else reference)]):
+            if name not in reference:
+                found: str | None = "is not expected at all"
+            elif name not in mine:
+                found = "is missing"
+            else:
+                found = _difference(mine[name], reference[name], tolerance)
+            if found is not None:
+                differences.append(f"{what}{name}: {found}")
+    if differences:
+        raise AssertionError(f"{len(differences)} differences:\n  " + "\n  ".join(differences))
 
 
 def _difference(
     actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance | None
 ) -> str | None:
     if actual is None or expected is None:
-        same = actual is expected
-        return None if same else f"is {_kind(actual)}, expected {_kind(expected)}"
+        kinds = [
+            "None" if t is None else f"a tensor of shape {tuple(t.shape)}"
+            for t in (actual, expected)
+        ]
+        return None if actual is expected else f"is {kinds[0]}, expected {kinds[1]}"
     if actual.shape != expected.shape or actual.dtype is not expected.dtype:
         return (
             f"has shape {tuple(actual.shape)} and dtype {actual.dtype}, "
@@ -251,7 +236,3 @@ def _difference(
         f"differs by up to {furthest:.3g} in {int((~alike).sum())} of {alike.numel()} elements "
         f"(largest finite magnitude expected {largest:.3g}, allowed difference {allowed:.3g})"
     )
-
-
-def _kind(value: Tensor | None) -> str:
-    return "None" if value is None else f"a tensor of shape {tuple(value.shape)}"

@@ -89,7 +89,10 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
     Returns:
         The outcomes, by rank.
     """
-    context = _context()
+    # A server that has imported once what is slow to import, and runs no thread: each rank is a
+    # cheap fork of it.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
     with tempfile.TemporaryDirectory() as folder, _free_port() as port:
         processes = [
             context.Process(target=_main, args=(work, rank, num_ranks, port, folder, args))
@@ -121,14 +124,6 @@ def _outcome_path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.pt"
 
 
-def _context() -> Any:
-    # A server that has imported once what is slow to import, and runs no thread: each rank is a
-    # cheap fork of it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    return context
-
-
 @contextlib.contextmanager
 def _free_port() -> Iterator[int]:
     with socket.socket() as probe:
@@ -140,9 +135,9 @@ def _free_port() -> Iterator[int]:
 def _read(folder: Path, rank: int, exit_code: int | None) -> Outcome:
     path = _outcome_path(folder, rank)
     if exit_code is None or not path.exists():
-        told = "still running at the deadline" if exit_code is None else "died"
+        message = "still running at the deadline" if exit_code is None else "died"
         return Outcome(
-            value=None, error_type="Died", message=told, elapsed_s=0.0, exit_code=exit_code
+            value=None, error_type="Died", message=message, elapsed_s=0.0, exit_code=exit_code
         )
     # weights_only: only tensors and plain values are unpickled.
     return Outcome(**torch.load(path, weights_only=True), exit_code=exit_code)
@@ -160,20 +155,20 @@ def _main(
         GLOO_SOCKET_IFNAME="lo",
     )
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    told: dict[str, Any] = {"value": None, "error_type": None, "message": ""}
+    outcome: dict[str, Any] = {"value": None, "error_type": None, "message": ""}
     start = time.monotonic()
     try:
-        told["value"] = work(rank, num_ranks, *args)
+        outcome["value"] = work(rank, num_ranks, *args)
     except Exception as error:
-        told["error_type"] = type(error).__name__
-        told["message"] = f"{error}\n{traceback.format_exc()}"
-    told["elapsed_s"] = time.monotonic() - start
+        outcome["error_type"] = type(error).__name__
+        outcome["message"] = f"{error}\n{traceback.format_exc()}"
+    outcome["elapsed_s"] = time.monotonic() - start
     path = _outcome_path(Path(folder), rank)
-    torch.save(told, path.with_suffix(".tmp"))
+    torch.save(outcome, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
     # Rank 0 hosts the store, so it stays alive until the other ranks have read their values.
     waited = time.monotonic()
     while not (Path(folder) / OVER).exists() and time.monotonic() - waited < MAX_STAY_S:
         time.sleep(0.01)
-    if told["error_type"] is None:
+    if outcome["error_type"] is None:
         dist.destroy_process_group()

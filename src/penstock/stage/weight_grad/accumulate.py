@@ -49,9 +49,8 @@ def refuse(what: str) -> NoReturn:
 def accumulate(records: list[Record]) -> None:
     """Compute all weight gradients and accumulate them into the parameters' ``.grad``.
 
-    Args:
-        records: the records of one microbatch in the order of its forward; emptied from the end,
-            so that each record's tensors are freed as they are used.
+    The records, in the order of the forward, are emptied from the end, so that the tensors of each
+    are freed as they are used.
 
     Raises:
         StageError: a tensor that a weight gradient needs was changed in place since the forward.

@@ -52,20 +52,7 @@ from penstock._torch_compat import (
 from penstock.stage.weight_grad.accumulate import Record, accumulate, refuse
 from penstock.stage.weight_grad.formulas import Expression, Formula, Weight, proxy_grads
 
-__all__ = [
-    "HANDLERS",
-    "Args",
-    "DeferredGrads",
-    "Func",
-    "Handler",
-    "Kwargs",
-    "compiled_parts",
-    "find_undeferred",
-    "generic",
-    "passed",
-    "substitute",
-    "twin_of",
-]
+__all__ = ["HANDLERS", "DeferredGrads", "compiled_parts", "find_undeferred"]
 
 Func: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
@@ -84,11 +71,8 @@ def passed(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> A
 class DeferredGrads(TorchFunctionMode):
     """The deferred weight gradients of one microbatch.
 
-    Entered around the forward and around the backward of the inputs, at any distance in time. Any
-    number of microbatches may be in flight, each with its own.
-
     Args:
-        undeferred: parameters left to autograd, such as those of ``find_undeferred``.
+        undeferred: parameters left to autograd, of ``find_undeferred``.
         compiled: the module's compiled parts, of ``compiled_parts``.
 
     Attributes:
@@ -230,17 +214,10 @@ class DeferredGrads(TorchFunctionMode):
         saved: Tensor,
         extra: Any = None,
     ) -> Tensor:
-        """Defer the gradients of ``weights`` through one operation.
+        """Defer the gradients of ``weights`` through the operation that computed ``result``.
 
-        Args:
-            result: the operation's result, computed with its weights detached.
-            formula: computes the weights' gradients.
-            weights: the weights.
-            saved: the tensor that the formula needs; checked for in-place changes in W.
-            extra: further arguments of the formula.
-
-        Returns:
-            ``result``, or a tensor with its data if it needs a node of its own.
+        ``saved`` is the tensor that the formula needs, checked for in-place changes in W; ``extra``
+        its further arguments. Returns ``result``, or its data with a node of their own.
         """
         if result.requires_grad and not is_view(result) and not saved_tensor_hooks_active():
             grads: list[Any] = []
@@ -267,11 +244,7 @@ class DeferredGrads(TorchFunctionMode):
         return proxy
 
     def _drop_late_grads(self) -> None:
-        """Drop gradients that came between F and I: user code differentiated the outputs.
-
-        Raises:
-            CannotDeferError: with ``create_graph=True``; its part of the weights' is not recorded.
-        """
+        """Drop gradients that came between F and I: user code differentiated the outputs."""
         for record in self.records:
             if record and record[5] and not isinstance(record[5], _ProxyGrad):
                 if any(grad is not None and grad.requires_grad for grad in record[5]):
@@ -334,9 +307,6 @@ class DeferredGrads(TorchFunctionMode):
         """Run W: accumulate all weight gradients into ``.grad``, and free everything.
 
         Hooks on parameters, DDP's among them, run here, once per parameter.
-
-        Raises:
-            StageError: a tensor that a gradient needs was modified in place since the forward.
         """
         self._num_passes = 0
         self._mixed = ()
@@ -471,12 +441,6 @@ def compiled_parts(module: nn.Module) -> list[CompiledCall]:
 
     The compiler would trace the mode, and break its graphs at deferred operations. Parameters
     inside get their gradients in I. Functions compiled on their own are not found, and are traced.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> layer.compile(backend="eager")
-        >>> len(compiled_parts(nn.Sequential(layer, nn.Linear(2, 2))))
-        1
     """
     return compiled_calls(module, lambda: without_modes(DeferredGrads))
 
@@ -485,16 +449,8 @@ def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) 
     """The parameters that autograd accumulates into in I, past the deferral.
 
     Their hooks run in I. If other uses of such a parameter were deferred, its hooks would run
-    twice: leave these to autograd altogether, by ``DeferredGrads(undeferred)``. It walks the graph,
-    so call it once, after the first forward.
-
-    Args:
-        outputs: the outputs of a forward in ``DeferredGrads``; values that are no tensors are
-            ignored.
-        parameters: the candidates.
-
-    Returns:
-        Those of ``parameters`` that a backward from ``outputs`` reaches.
+    twice: leave these to autograd altogether, by ``DeferredGrads(undeferred)``. It walks the graph
+    of the outputs, so call it once, after the first forward.
 
     Example:
         >>> p = torch.nn.Parameter(torch.ones(2))
