@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from penstock.schedule.action import Action, Op, Overlap, Step, action
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COVERS, prerequisites
+from penstock.schedule.rules import COVERS
+from tests.readiness import prerequisites
 
 __all__ = ["computed_programs", "placements"]
 

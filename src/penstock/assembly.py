@@ -26,7 +26,7 @@ from penstock.partition.ties import SharedBuffers, Tie, find_ties, refuse_shared
 from penstock.runtime.comm.process_group import from_first_rank
 from penstock.runtime.config import LossFn, PipelineSpec
 from penstock.schedule.program import Program
-from penstock.schedule.resolve import choose_program, directions_of
+from penstock.schedule.registry import choose_program, directions_of
 from penstock.schedule.text import load_csv
 from penstock.stage.wrappers import plain_name
 

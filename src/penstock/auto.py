@@ -39,7 +39,7 @@ from penstock.runtime.comm.process_group import (
 )
 from penstock.runtime.config import PipelineSpec
 from penstock.schedule.program import Program
-from penstock.schedule.resolve import DEFAULT_MICROBATCHES
+from penstock.schedule.registry import DEFAULT_MICROBATCHES
 from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 

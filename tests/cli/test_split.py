@@ -347,7 +347,10 @@ def test_sampled_layers_are_repeated_in_turn() -> None:
         (["mine:model_alone", "-s", "2"], "expected (model, example)"),
         (["not_there:tiny", "-s", "2"], "No module named 'not_there'"),
         (["mine:tiny", "-s", "2", "--ranks", "2"], "a --schedule runs; name one"),
-        (["mine:tiny", "-s", "3", "--schedule", "zbv"], "3 stages can't be laid on ranks 2 by 2"),
+        (
+            ["mine:tiny", "-s", "3", "--schedule", "zbv"],
+            "3 stages, but zbv on 1 rank with 2 per rank needs 2",
+        ),
         (["mine:tiny", "-s", "4", "--schedule", "zbv", "-r", "4"], "zbv"),
         (["mine:tiny", "-s", "2", "--schedule", "zb"], "zb"),
         (["llamma", "-s", "2"], "did you mean llama"),

@@ -10,9 +10,10 @@ from penstock.schedule.family import Family
 from penstock.schedule.passes import merge_backward, offload, recompute
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family
-from penstock.schedule.rules import COPIES, COVERS, prerequisites
+from penstock.schedule.rules import COPIES, COVERS
 from tests.agreement import BIDIRECTIONAL, TRAINING, virtuals
 from tests.generated.draws import Draws
+from tests.readiness import prerequisites
 
 __all__ = ["Plan", "draw_beside", "draw_plan", "with_given"]
 

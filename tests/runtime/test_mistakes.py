@@ -395,10 +395,10 @@ def test_a_good_csv_runs(text: str) -> None:
         ("0F,0B0\n1F0,1B0\n", r"'0F': microbatch missing; write one, as in 0F0"),
         ("0F0,0F0,0B0\n1F0,1B0\n", "rank 0, step 1 .0F0.: 0F0 again, first done at step 0"),
         ("0F0,0B0,0B0\n1F0,1B0\n", "0B0 again, first done at step 1; once is enough"),
-        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1\n", "the backward is missing: 0B1, or 0I1 and 0W1"),
+        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1\n", "0B1 is missing .or 0I1 and 0W1."),
         ("0F0,0B0,0B1\n1F0,1F1,1B0,1B1\n", "0F1 is missing"),
-        ("0F0,0I0\n1F0,1B0\n", "0W0 is missing: 0I0 is half of a backward"),
-        ("0F0,0B0,0W0\n1F0,1B0\n", "0W0 is done already, as a part of 0B0"),
+        ("0F0,0I0\n1F0,1B0\n", "0W0 is missing"),
+        ("0F0,0B0,0W0\n1F0,1B0\n", "0W0 gives nothing that 0B0 has not done"),
         ("0B0,0F0\n1F0,1B0\n", "0B0 needs 0F0, which comes only at step 1"),
         # Neither rank can start its second microbatch: each waits for the other.
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlock: waits for rank"),
@@ -411,11 +411,11 @@ def test_a_good_csv_runs(text: str) -> None:
         (
             "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0RECV_B1,0B0,0B1\n"
             "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n",
-            r"1RECV_F0 is posted as number 0 of the messages from rank 0, which sends 0SEND_F1",
+            r"1RECV_F0 is posted as number 0 of the messages from rank 0; post 1RECV_F1 here",
         ),
         (
             "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n",
-            "0RECV_B0 is missing: rank 0 needs the input gradient of stage 1",
+            "0RECV_B0 is missing",
         ),
     ],
 )

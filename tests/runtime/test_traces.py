@@ -13,9 +13,10 @@ from penstock import Pipeline, StageError
 from penstock.schedule.action import Op
 from penstock.schedule.passes import forward_only
 from penstock.schedule.registry import family
-from penstock.schedule.rules import COMPUTE, prerequisites
+from penstock.schedule.rules import COMPUTE
 from tests.agreement import TRAINING
 from tests.models import features, mlp
+from tests.readiness import prerequisites
 
 
 def made(schedule: str, mbs: int = 3) -> Pipeline:

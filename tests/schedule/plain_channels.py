@@ -11,7 +11,7 @@ from collections import Counter
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.channels import Channels
 from penstock.schedule.program import Program
-from penstock.schedule.rules import prerequisites
+from tests.readiness import prerequisites
 
 SENDS = {Op.SEND_F: +1, Op.SEND_B: -1}
 RECEIVES = {Op.RECV_F: -1, Op.RECV_B: +1}

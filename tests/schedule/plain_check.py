@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, TRANSFERS, prerequisites
+from penstock.schedule.rules import COMPUTE, TRANSFERS
+from tests.readiness import prerequisites
 
 WHOLE = {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD}
 RECEIVES = {Op.RECV_F, Op.RECV_B}

@@ -16,11 +16,12 @@ from penstock.schedule.check import Channels, check, global_order, problems
 from penstock.schedule.passes import forward_only, lower, merge_backward
 from penstock.schedule.placement import linear
 from penstock.schedule.program import CheckedProgram, Program
-from penstock.schedule.rules import COMPUTE, COVERS, prerequisites
+from penstock.schedule.rules import COMPUTE, COVERS
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 from tests.programs import computed_programs
+from tests.readiness import prerequisites
 from tests.schedule.plain_channels import plays_over
 from tests.schedule.plain_check import is_right, without_transfers
 from tests.simulate.slow_simulation import slowly
@@ -223,9 +224,8 @@ def test_each_problem_is_named_with_its_place(case: str) -> None:
 
 def test_both_ends_of_a_channel_have_one_order() -> None:
     assert told("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1\n") == [
-        "rank 1, step 0 (1RECV_F1): 1RECV_F1 is posted as number 0 of the messages from rank 0, "
-        "which sends 0SEND_F0 (its step 1) as number 0; post 1RECV_F0 here, so that both ends "
-        "have the same order"
+        "rank 1, step 0 (1RECV_F1): 1RECV_F1 is posted as number 0 of the messages from rank 0; "
+        "post 1RECV_F0 here, which rank 0 sends as number 0, so that both ends have the same order"
     ]
 
 
@@ -242,8 +242,9 @@ def test_a_block_holds_computation() -> None:
     steps = (Overlap(parts=()), Overlap(parts=(action(0, Op.FORWARD, 0), action(0, Op.SEND_F, 0))))
     program = Program(name="x", placement=linear(1), num_microbatches=1, ranks=(steps,))
     assert [str(problem) for problem in problems(program)] == [
-        "rank 0, step 0 (()OVERLAP_F_B): an overlapped pair without actions",
-        "rank 0, step 1 ((0F0;0SEND_F0)OVERLAP_F_B): an overlapped pair holds computation only, "
+        "rank 0, step 0 (()OVERLAP_F_B): an overlapped pair holds computation, "
+        "and this has no actions",
+        "rank 0, step 1 ((0F0;0SEND_F0)OVERLAP_F_B): an overlapped pair holds computation, "
         "and this has 0SEND_F0",
     ]
 

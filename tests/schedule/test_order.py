@@ -10,9 +10,10 @@ from penstock.schedule.action import Action, Op, action
 from penstock.schedule.check import global_order
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COVERS, prerequisites
+from penstock.schedule.rules import COVERS
 from penstock.schedule.text import parse_csv
 from tests.programs import computed_programs
+from tests.readiness import prerequisites
 
 
 @given(computed_programs(max_splits=3))

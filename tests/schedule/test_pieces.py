@@ -9,9 +9,9 @@ from penstock.schedule.passes import forward_only, lower, merge_backward
 from penstock.schedule.placement import bidirectional, linear
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build
-from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
 from penstock.simulate.simulation import simulate
+from tests.readiness import prerequisites
 
 SPLIT = build("seq1f1b", ranks=3, microbatches=4, splits=3)
 
@@ -67,7 +67,7 @@ def test_pieces_out_of_order_are_refused_by_the_checker_and_the_simulator(
                 num_splits=2,
                 ranks=build("chimera", ranks=2, microbatches=4).ranks,
             ),
-            "the chunks of one sequence go through the same stages",
+            "the chunks of one sequence share their stages",
         ),
     ],
 )

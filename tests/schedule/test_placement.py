@@ -11,9 +11,9 @@ from penstock.schedule.check import problems
 from penstock.schedule.placement import Placement, bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build
-from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
 from tests.programs import placements
+from tests.readiness import prerequisites
 
 
 def test_shapes() -> None:
@@ -32,8 +32,8 @@ def test_any_sequence_of_ranks_is_kept_as_a_tuple() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "stage_ranks", "copies", "message"),
     [
-        (0, (), 1, "num_ranks=0; give at least 1 rank"),
-        (-1, (), 1, "num_ranks=-1; give at least 1 rank"),
+        (0, (), 1, "on 0 ranks: ranks without a stage"),
+        (-1, (), 1, "on -1 ranks: ranks without a stage"),
         (2, 0, 1, "ranks 0, num_ranks=2, num_directions=1: expected a rank for each stage"),
         (
             2,
@@ -116,9 +116,7 @@ def test_a_microbatch_in_the_wrong_copy_is_told() -> None:
         ranks=(swapped, program.ranks[1]),
     )
     (problem,) = problems(wrong)
-    assert problem.message == (
-        "microbatch 3 does not go through stage 0, but through copy 1 of the model (stages 2 to 3)"
-    )
+    assert problem.message == "microbatch 3 is not among the microbatches of stage 0: 0, 2"
 
 
 def test_each_copy_takes_a_microbatch() -> None:

@@ -19,7 +19,6 @@ from penstock.schedule.placement import Placement, linear, v_shape
 from penstock.schedule.program import Program
 from penstock.schedule.text import (
     format_csv,
-    format_step,
     from_json,
     load_csv,
     parse_action,
@@ -58,7 +57,7 @@ EVERY_STEP = {
 @pytest.mark.parametrize("text", EVERY_STEP)
 def test_every_kind_of_step_is_read_and_written(text: str) -> None:
     assert parse_step(text) == EVERY_STEP[text]
-    assert format_step(EVERY_STEP[text]) == text
+    assert str(EVERY_STEP[text]) == text
     assert parse_step(f"  {text}\t") == EVERY_STEP[text]
 
 
@@ -141,10 +140,10 @@ def test_a_placement_with_idle_ranks_in_the_text_is_kept() -> None:
         ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: '1X0' is not an action"),
         ("0F0,,0F1 junk\n", "row 1, column 3: '0F1 junk'"),
         ("0F0\n0F1\n", "stage 0 is computed in row 1 and in row 2"),
-        ("0F0\n2F0\n", "1 stage computed nowhere (1)"),
-        ("0F0\n\n1F0\n", "row 2: this rank computes nothing"),
-        ("", "no steps"),
-        ("\n\n", "row 1: this rank computes nothing"),
+        ("0F0\n2F0\n", "stages 1 are computed nowhere"),
+        ("0F0\n\n1F0\n", "placement (0, 2) on 3 ranks: ranks without a stage [1]"),
+        ("", "stages 0 are computed nowhere"),
+        ("\n\n", "stages 0 are computed nowhere"),
         ('"0F0', "row 1: not CSV (unexpected end of data); steps need no quotes"),
         ('0F0\n"1F0"x', "row 2: not CSV (',' expected after '\"'); steps need no quotes"),
     ],
@@ -211,8 +210,8 @@ JSON = json.loads(to_json(parse_csv("0F0\n1F0\n")))
         (json.dumps(JSON | {"num_ranks": 10**15}), "'num_ranks': 1000000000000000, but"),
         (json.dumps(JSON | {"num_microbatches": 10**6}), "1000000 microbatches in a program of 2"),
         (json.dumps(JSON | {"stage_ranks": [0, 1] * 600}), "1200 stages in a program of 2 actions"),
-        ('{"format": ' + "9" * 5000 + "}", "a number of 5000 digits"),
-        ("[" * 100_000, "brackets in brackets"),
+        ('{"format": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_json_that_is_no_program_is_an_error(text: str, told: str) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from penstock import Costs, Op, Program, build, check, simulate
 from penstock.schedule.action import Action, action
 from penstock.schedule.placement import linear, looped, v_shape
-from penstock.schedule.rules import prerequisites
 from penstock.schedule.text import format_csv, parse_csv
 from penstock.search.exact import improve
 from penstock.search.list_schedule import schedule_by_priority
@@ -31,6 +30,7 @@ from penstock.search.patterns import (
 )
 from penstock.search.problem import SearchProblem, TimedOrder
 from penstock.simulate.memory import StageMemory
+from tests.readiness import prerequisites
 from tests.search.problems import LATE_COSTS, problem_of, problems
 
 

@@ -6,8 +6,9 @@ from itertools import product
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COVERS, WHOLE_STAGE, prerequisites
+from penstock.schedule.rules import COVERS, WHOLE_STAGE
 from penstock.simulate.costs import Costs, PerEdge
+from tests.readiness import prerequisites
 
 
 def delays(costs: Costs, stages: int) -> dict[tuple[int, int], float]:

@@ -24,7 +24,7 @@ from penstock.partition.balance.layout import Layout
 from penstock.partition.plan import Plan, rules_refused, toml_path
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
-from penstock.schedule.resolve import choose_program
+from penstock.schedule.registry import choose_program
 from penstock.simulate.memory import StageMemory, peaks
 
 __all__ = ["split"]

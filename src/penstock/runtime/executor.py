@@ -19,7 +19,7 @@ import torch
 from penstock._torch_compat import profiler_is_on
 from penstock.schedule.action import Action
 from penstock.schedule.placement import Placement
-from penstock.schedule.text import format_step, parse_action
+from penstock.schedule.text import parse_action
 from penstock.stage.device_streams import DeviceStreams, Event
 from penstock.trace import Span, Trace
 
@@ -100,7 +100,7 @@ class Executor:
         """The spans of the last run as JSON, in seconds of the wall clock; waits have none."""
         times = zip(self.actions, self._times(), strict=False)
         rows = [
-            [placement.rank_of(bound.action.stage), format_step(bound.action), start, end]
+            [placement.rank_of(bound.action.stage), str(bound.action), start, end]
             for bound, (start, end) in times
             if not bound.is_wait
         ]

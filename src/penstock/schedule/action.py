@@ -1,7 +1,4 @@
-"""Actions: an operation on a stage, usually for one microbatch.
-
-Actions are plain values. This module knows neither their order nor their costs.
-"""
+"""Actions: an operation on a stage, usually for one microbatch; plain values without an order."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ __all__ = ["Op", "Action", "Overlap", "Step", "action"]
 
 
 class Op(Enum):
-    """The kind of an action; the value is torch's text for it.
-
-    ``docs/architecture.md`` lists the places that a new op needs.
-    """
+    """The kind of an action; the value is torch's text for it."""
 
     FORWARD = "F"
     FULL_BACKWARD = "B"
@@ -34,8 +28,7 @@ class Op(Enum):
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
 
-    # Members are singletons: identity is equality, and hashing by identity is several times
-    # faster than Enum's own, which hashes the name. Programs hold hundreds of thousands.
+    # Members are singletons; hashing by identity is several times faster than Enum's own.
     __hash__ = object.__hash__
 
 
@@ -86,6 +79,8 @@ class Overlap:
 Step: TypeAlias = Action | Overlap
 
 
+# A dictionary per stage and op: one cache over all three would make a tuple per action, which for
+# large programs costs as much again as the actions.
 @cache
 def _made(stage: int, op: Op) -> dict[int | None, Action]:
     return {}
@@ -93,8 +88,6 @@ def _made(stage: int, op: Op) -> dict[int | None, Action]:
 
 def action(stage: int, op: Op, microbatch: int | None = None) -> Action:
     """The action with these fields, cached and shared within the process."""
-    # A dictionary per stage and op: one cache over all three would make a tuple per action, which
-    # for large programs costs as much again as the actions, most of it in the garbage collector.
     made = _made(stage, op)
     found = made.get(microbatch)
     if found is None:

@@ -4,8 +4,7 @@ Proven of a checked program:
 
 - every action names an existing stage and microbatch, on the rank that holds the stage;
 - the chunks of a split sequence go forward in their order, and backward in reverse;
-- each forward runs once, and so does each backward, whole (B) or split (I, W), unless the program
-  has no backwards;
+- each forward runs once, and so does each backward, if any, whole (B) or split (I, W);
 - each value that crosses ranks has exactly one send and one receive, and both ends of every
   directed pair of ranks have them in the same order;
 - all ranks run to their end over the requested channels (``Channels``), each action after its
@@ -14,17 +13,16 @@ Proven of a checked program:
 - activations are present when the backward needs them, after recomputation or reload if any;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
-It follows that every received value is used, and can be freed, exactly once: it has one receive and
-one consumer, which runs once.
-
-The checker works on integers for speed. Only an invalid program is examined action by action, to
-locate the problem.
+So every received value is used, and can be freed, exactly once. The checker works on integers for
+speed; only an invalid program is examined action by action, to locate the problem.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TypeAlias
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
@@ -33,18 +31,14 @@ from penstock.schedule.channels import (
     Channels,
     blocking_replay,
     message_orders,
-    order_problems,
-    places_of,
-    problem_at,
-    stuck_problems,
 )
 from penstock.schedule.index import ActionIndex, IndexedProgram, fault_of, index_program
 from penstock.schedule.messages import Problem, number_of
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
+from penstock.schedule.replay import DependencyReplay
 from penstock.schedule.rules import (
     COMPUTE,
-    COPIES,
-    RECEIVE_FOR,
+    COVERS,
     SEND_OF,
     TRANSFERS,
     WEIGHT_GRADS,
@@ -53,15 +47,20 @@ from penstock.schedule.rules import (
 __all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_steps", "problems"]
 
 _SHOWN = 20
-# op → the state of the activations that it needs, and the state that it leaves.
-_ACTIVATIONS = {
+_REPEATABLE = frozenset({Op.UNSHARD, Op.RESHARD})
+# op → the state of parameters or activations that it needs, and the state that it leaves.
+_STATES = {
+    Op.UNSHARD: ("sharded", "unsharded"),
+    Op.RESHARD: ("unsharded", "sharded"),
     Op.RECOMPUTE: ("dropped", "kept"),
     Op.OFFLOAD: ("kept", "away"),
     Op.RELOAD: ("away", "kept"),
     Op.INPUT_GRAD: ("kept", "used up"),
     Op.FULL_BACKWARD: ("kept", "used up"),
 }
-_REDUCTION = frozenset({Op.REDUCE_GRAD})
+
+_Place: TypeAlias = tuple[int, int]
+"""A rank and the index of one of its steps."""
 
 
 def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
@@ -69,9 +68,8 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
 
     Args:
         program: any program, with or without transfers.
-        channels: the channels of messages; by default the runtime's requirement: one channel per
-            direction, on which a send blocks until its receive is posted. A program without
-            transfers has no messages (``penstock.schedule.passes.lower`` adds them).
+        channels: the channels of messages; by default one channel per direction, on which a send
+            blocks until its receive is posted, as the runtime requires.
 
     Returns:
         The same program, as the type that runs.
@@ -100,27 +98,14 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
             "\n".join([f"program {program.name!r} has {number}:", *lines]),
             where=Where(rank=found[0].rank, action=found[0].action),
         )
-    return CheckedProgram(
-        name=program.name,
-        placement=program.placement,
-        num_microbatches=program.num_microbatches,
-        ranks=program.ranks,
-        num_splits=program.num_splits,
-    )
+    return CheckedProgram(**{each.name: getattr(program, each.name) for each in fields(Program)})
 
 
 def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, ...]:
-    """All problems of a program.
+    """The problems of a program; none for a program that ``check`` accepts.
 
     Problems are reported in stages, each alone: first impossible steps, then duplicate, missing or
-    superfluous actions, then the order.
-
-    Args:
-        program: any program, with or without transfers.
-        channels: the channels of messages, as for ``check``.
-
-    Returns:
-        The problems; none for a program that ``check`` accepts.
+    superfluous actions, then the order. Takes the arguments of ``check``.
     """
     refuse_no_program(program, "check()")
     if not isinstance(channels, Channels):
@@ -134,22 +119,25 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
     try:
         indexed = index_program(program)
     except ScheduleError:
-        return tuple(_impossible_steps(program))
+        return tuple(
+            _at(program, (rank, number), fault)
+            for rank, steps in enumerate(program.ranks)
+            for number, step in enumerate(steps)
+            if (fault := fault_of(step, rank, program)) is not None
+        )
     index = indexed.index
     seen, repeated = _tally(indexed)
     expected = _expected(index, seen)
     if repeated or seen != expected:
-        return tuple(_count_problems(program, indexed, seen, expected))
+        return tuple(_count_problems(program, index, seen, expected))
     used = {op for op in Op if 1 in seen[index.section(op)]}
     transfers = not used.isdisjoint(TRANSFERS)
-    if transfers:
-        orders = message_orders(indexed)
-        if any(sent != posted for sent, posted in orders.values()):
-            found += order_problems(program, orders, index)
+    if transfers and any(s != posted for s, posted in message_orders(indexed).values()):
+        found += _order_problems(program, indexed)
     replay = blocking_replay(indexed, channels, transfers=transfers)
     if not replay.play():
-        found += stuck_problems(program, replay, index)
-    if used & {Op.UNSHARD, Op.RESHARD, Op.RECOMPUTE, *COPIES}:
+        found += _stuck_problems(program, replay, index)
+    if used & {Op.UNSHARD, Op.RESHARD, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD}:
         found += _state_problems(program)
     if Op.REDUCE_GRAD in used:
         found += _reduction_problems(program)
@@ -162,12 +150,9 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
         rank 0   0F0 0F1 . . 0B0 0B1         (rank 0) 0F0 0F1, (rank 1) 1F0 1B0 1F1 1B1,
         rank 1   .  1F0 1B0 1F1 1B1          (rank 0) 0B0 0B1
 
-    Each rank runs as far as it can before the next rank continues. This keeps the order of each
-    rank's steps, and is the same on every machine. A send follows the posting of its receive, and
-    the use of a received value follows its send.
-
-    Args:
-        program: a program; one that is not a ``CheckedProgram`` is checked first.
+    Each rank runs as far as it can before the next rank continues, so the order is the same on
+    every machine. A send follows the posting of its receive, and the use of a received value
+    follows its send. A program that is not a ``CheckedProgram`` is checked first.
 
     Returns:
         Pairs of a rank and its step.
@@ -204,48 +189,47 @@ def last_steps(steps: tuple[Step, ...], ops: frozenset[Op], num_stages: int) -> 
     return last
 
 
+def _places_of(program: Program) -> Iterator[tuple[Action, _Place]]:
+    """Every action with its rank and step, rank by rank."""
+    for rank, steps in enumerate(program.ranks):
+        for number, step in enumerate(steps):
+            for act in step.parts:
+                yield act, (rank, number)
+
+
+def _at(program: Program, place: _Place, message: str) -> Problem:
+    rank, step = place
+    return Problem(rank=rank, step=step, action=str(program.ranks[rank][step]), message=message)
+
+
 def _sizes(program: Program) -> Iterator[str]:
     """Problems of the program's numbers of ranks, microbatches and chunks."""
     microbatches = number_of(program.num_microbatches, "microbatch")
+    ways, splits = program.placement.num_directions, program.num_splits
     if program.num_ranks != program.placement.num_ranks:
         ranks = number_of(program.num_ranks, "rank")
         yield f"steps for {ranks}, but the placement has {program.placement.num_ranks}"
     if program.num_microbatches < 1:
         yield f"{microbatches}; a step takes at least one"
-    elif program.num_microbatches < program.placement.num_directions:
-        copies = number_of(program.placement.num_directions, "copy")
+    elif program.num_microbatches < ways:
+        copies = number_of(ways, "copy")
         yield f"{microbatches} for {copies} of the model; each copy takes at least one"
-    if program.num_splits < 1 or program.num_microbatches % program.num_splits:
-        yield (
-            f"{microbatches} for num_splits={program.num_splits}: each sequence is so many of "
-            "them, at least one"
-        )
-    elif program.num_splits > 1 and program.placement.num_directions > 1:
-        yield (
-            "sequences are split and the model is there in several copies; the chunks of one "
-            "sequence go through the same stages"
-        )
+    if splits < 1 or program.num_microbatches % splits:
+        yield f"{microbatches} for num_splits={splits}: each sequence is so many, at least one"
+    elif splits > 1 and ways > 1:
+        yield "split sequences and several copies; the chunks of one sequence share their stages"
 
 
-def _impossible_steps(program: Program) -> Iterator[Problem]:
-    for rank, steps in enumerate(program.ranks):
-        for number, step in enumerate(steps):
-            fault = fault_of(step, rank, program)
-            if fault is not None:
-                yield problem_at(program, (rank, number), fault)
-
-
-def _tally(program: IndexedProgram) -> tuple[bytearray, set[int]]:
-    """A mark for every id that occurs, and the ids that occur too often."""
+def _tally(program: IndexedProgram) -> tuple[bytearray, bool]:
+    """A mark for every id that occurs, and True if one occurs too often."""
     seen = bytearray(program.index.size)
     ids = list(program.ids())
     for number in ids:
         seen[number] = 1
     if seen.count(1) == len(ids):
-        return seen, set()
-    again = (Op.UNSHARD, Op.RESHARD)
-    repeated = {number for number, count in Counter(ids).items() if count > 1}
-    return seen, {number for number in repeated if program.index.action(number).op not in again}
+        return seen, False
+    repeated = (number for number, count in Counter(ids).items() if count > 1)
+    return seen, any(program.index.action(number).op not in _REPEATABLE for number in repeated)
 
 
 def _expected(index: ActionIndex, seen: bytearray) -> bytearray:
@@ -263,111 +247,127 @@ def _expected(index: ActionIndex, seen: bytearray) -> bytearray:
     if has_backward:
         each = int.from_bytes(passing)
         split = (each & halves) & ~full
-        for op, wanted in (
-            (Op.FULL_BACKWARD, each & ~split),
-            (Op.INPUT_GRAD, split),
-            (Op.WEIGHT_GRAD, split),
-        ):
-            expected[index.section(op)] = wanted.to_bytes(len(passing))
+        wanted = {Op.FULL_BACKWARD: each & ~split, Op.INPUT_GRAD: split, Op.WEIGHT_GRAD: split}
+        for op, numbers in wanted.items():
+            expected[index.section(op)] = numbers.to_bytes(len(passing))
     if any(1 in seen[index.section(op)] for op in TRANSFERS):
         size = index.num_microbatches
-        for (value, _), receive in RECEIVE_FOR.items():
-            for op in (receive, SEND_OF[receive]):
-                for stage in range(index.placement.num_stages):
-                    crosses = value is Op.FORWARD or has_backward
-                    needed = crosses and index.peer(op, stage) is not None
-                    row = passing[stage * size : (stage + 1) * size] if needed else bytes(size)
-                    start = index.id(op, stage)
-                    expected[start : start + size] = row
+        for (op, stage), transfer in zip(index.rows(), index.transfers(), strict=True):
+            if op in TRANSFERS:
+                needed = transfer is not None and (has_backward or op in (Op.SEND_F, Op.RECV_F))
+                row = passing[stage * size : (stage + 1) * size] if needed else bytes(size)
+                start = index.id(op, stage)
+                expected[start : start + size] = row
     return expected
 
 
 def _count_problems(
-    program: Program, indexed: IndexedProgram, seen: bytearray, expected: bytearray
+    program: Program, index: ActionIndex, seen: bytearray, expected: bytearray
 ) -> Iterator[Problem]:
     """The duplicate, missing and superfluous actions."""
-    index, places = indexed.index, dict[Action, tuple[int, int]]()
-    for act, place in places_of(program):
+    places: dict[Action, _Place] = {}
+    for act, place in _places_of(program):
         if act not in places:
             places[act] = place
-        elif act.op not in (Op.UNSHARD, Op.RESHARD):
-            first = places[act][1]
-            message = f"{act} again, first done at step {first}; once is enough"
-            yield problem_at(program, place, message)
+        elif act.op not in _REPEATABLE:
+            message = f"{act} again, first done at step {places[act][1]}; once is enough"
+            yield _at(program, place, message)
     for number, (has, wants) in enumerate(zip(seen, expected, strict=True)):
-        if has == wants:
-            continue
         act = index.action(number)
-        if wants:
-            rank = program.placement.rank_of(act.stage)
-            message = _missing(act, index, places)
+        if wants and not has:
+            rank, message = program.placement.rank_of(act.stage), f"{act} is missing"
+            if act.op is Op.FULL_BACKWARD:
+                halves = [action(act.stage, op, act.microbatch) for op in COVERS[act.op]]
+                message += f" (or {halves[0]} and {halves[1]})"
             yield Problem(rank=rank, step=None, action=str(act), message=message)
-        elif act.op in TRANSFERS:
-            message = f"{act} carries nothing that another rank needs; leave it out"
-            yield problem_at(program, places[act], message)
-        else:
+        elif has and not wants:
             full = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
-            message = f"{act} is done already, as a part of {full}"
-            yield problem_at(program, places[act], message)
+            why = "another rank needs" if act.op in TRANSFERS else f"{full} has not done"
+            yield _at(program, places[act], f"{act} gives nothing that {why}; leave it out")
 
 
-def _missing(act: Action, index: ActionIndex, present: Container[Action]) -> str:
-    """The message about a missing action."""
-    halves = [action(act.stage, op, act.microbatch) for op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD)]
-    if act.op is Op.FULL_BACKWARD:
-        return f"the backward is missing: {act}, or {halves[0]} and {halves[1]}"
-    if act in halves:
-        (half,) = (other for other in halves if other in present)
-        return f"{act} is missing: {half} is half of a backward"
-    peer = index.peer(act.op, act.stage)
-    if peer is None:
-        return f"{act} is missing"
-    maker, user = (peer[1], act.stage) if act.op in SEND_OF else (act.stage, peer[1])
-    value = "output" if act.op in (Op.SEND_F, Op.RECV_F) else "input gradient"
-    rank = index.placement.rank_of(user)
-    return f"{act} is missing: rank {rank} needs the {value} of stage {maker}"
+def _order_problems(program: Program, indexed: IndexedProgram) -> Iterator[Problem]:
+    """The first order mismatch between the two ends of each directed pair of ranks."""
+    index, places = indexed.index, dict(_places_of(program))
+    for (source, target), (sent, posted) in sorted(message_orders(indexed).items()):
+        differing = [k for k, both in enumerate(zip(sent, posted, strict=True)) if len({*both}) > 1]
+        for k in differing[:1]:
+            receive, expected = index.action(posted[k]), index.action(sent[k])
+            message = (
+                f"{receive} is posted as number {k} of the messages from rank {source}; post "
+                f"{expected} here, which rank {source} sends as number {k}, so that both ends have "
+                "the same order"
+            )
+            yield _at(program, (target, places[receive][1]), message)
+
+
+def _stuck_problems(
+    program: Program, replay: DependencyReplay, index: ActionIndex
+) -> Iterator[Problem]:
+    """What each rank of a deadlocked replay waits for: first the prerequisites that come only later
+    on the same rank, or nowhere, then the results of other ranks."""
+    # By action: the action that completes it (itself, or B for I and W), and its position.
+    providers: dict[Action, tuple[Action, _Place]] = {}
+    for act, place in _places_of(program):
+        for op in (act.op, *COVERS.get(act.op, ())):
+            providers[action(act.stage, op, act.microbatch)] = act, place
+    deadlocks = []
+    for rank, awaited in enumerate(replay.awaits):
+        if awaited is None:
+            continue
+        here = rank, replay.positions[rank]
+        needed = index.action(awaited)
+        wanted, (other, there) = providers.get(needed, (needed, (rank, None)))
+        step = program.ranks[rank][here[1]]
+        if other == rank:
+            late = "is not in the program" if there is None else f"comes only at step {there}"
+            yield _at(program, here, f"{step} needs {wanted}, which {late}")
+            continue
+        reached = replay.positions[other]
+        verb = "post" if wanted.op in SEND_OF else "do"
+        message = (
+            f"deadlock: waits for rank {other} to {verb} {wanted} (its step {there}), and "
+            f"rank {other} is stuck at step {reached} ({program.ranks[other][reached]})"
+        )
+        deadlocks.append(_at(program, here, message))
+    yield from deadlocks
 
 
 def _state_problems(program: Program) -> Iterator[Problem]:
     """The steps that find parameters or activations of their stage in a wrong state.
 
-    parameters    sharded ──UNSHARD──► whole ──RESHARD──► sharded
+    parameters    sharded ──UNSHARD──► unsharded ──RESHARD──► sharded
     activations   F ──► kept ──OFFLOAD──► away ──RELOAD──► kept ──► I or B
                   F ──► dropped ──RECOMPUTE──► kept ──► I or B
     """
     acts = list(program.actions())
-    sharded = {a.stage for a in acts if a.op in (Op.UNSHARD, Op.RESHARD)}
-    dropped = {(a.stage, a.microbatch) for a in acts if a.op is Op.RECOMPUTE}
-    whole: set[int] = set()
-    states: dict[tuple[int, int | None], str] = {}
-    for act, place in places_of(program):
-        key = act.stage, act.microbatch
-        if act.op is Op.UNSHARD:
-            if act.stage in whole:
-                yield problem_at(program, place, f"stage {act.stage} is unsharded already")
-            whole.add(act.stage)
-        elif act.op is Op.RESHARD:
-            if act.stage not in whole:
-                yield problem_at(program, place, f"stage {act.stage} is not unsharded here")
-            whole.discard(act.stage)
-        elif act.op in COMPUTE and act.stage in sharded - whole:
+    # By stage the state of parameters (with None), by stage and microbatch that of activations.
+    states: dict[tuple[int, int | None], str]
+    states = {(act.stage, None): "sharded" for act in acts if act.op in _REPEATABLE}
+    dropped = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
+    for act, place in _places_of(program):
+        if act.op in COMPUTE and states.get((act.stage, None)) == "sharded":
             message = f"{act} needs the parameters: put {act.stage}UNSHARD before it"
-            yield problem_at(program, place, message)
+            yield _at(program, place, message)
+        key = act.stage, act.microbatch
         if act.op is Op.FORWARD:
             states[key] = "dropped" if key in dropped else "kept"
-        elif act.op in _ACTIVATIONS:
+        elif act.op in _STATES:
+            what = (
+                "parameters"
+                if act.op in _REPEATABLE
+                else f"activations of {act.stage}F{act.microbatch}"
+            )
             state = states.get(key, "not made yet")
-            wanted, states[key] = _ACTIVATIONS[act.op]
+            wanted, states[key] = _STATES[act.op]
             if state != wanted:
-                message = (
-                    f"the activations of {act.stage}F{act.microbatch} are {state} here; {act} "
-                    f"needs them {wanted}"
-                )
-                yield problem_at(program, place, message)
-    for stage in sorted(whole):
-        text, rank = f"{stage}RESHARD", program.placement.rank_of(stage)
-        message = f"stage {stage} is left unsharded; put {text} at the end"
-        yield Problem(rank=rank, step=None, action=text, message=message)
+                message = f"the {what} are {state} here; {act} needs them {wanted}"
+                yield _at(program, place, message)
+    for (stage, microbatch), state in sorted(states.items(), key=lambda item: item[0][0]):
+        if microbatch is None and state == "unsharded":
+            text, rank = f"{stage}RESHARD", program.placement.rank_of(stage)
+            message = f"stage {stage} is left unsharded; put {text} at the end"
+            yield Problem(rank=rank, step=None, action=text, message=message)
 
 
 def _reduction_problems(program: Program) -> Iterator[Problem]:
@@ -375,19 +375,14 @@ def _reduction_problems(program: Program) -> Iterator[Problem]:
     for rank, steps in enumerate(program.ranks):
         stages = program.placement.stages_of(rank)
         made = last_steps(steps, WEIGHT_GRADS, len(stages))
-        reduced = last_steps(steps, _REDUCTION, len(stages))
+        reduced = last_steps(steps, frozenset({Op.REDUCE_GRAD}), len(stages))
         for stage in stages:
-            text = f"{stage}REDUCE_GRAD"
-            step = reduced.get(stage)
-            if step is None and stage in made:
-                message = f"{text} is missing: gradients are reduced for all stages or for none"
-            elif step is not None and stage not in made:
-                message = f"stage {stage} has no weight gradient to reduce"
-            elif step is not None and step < made[stage]:
-                message = (
-                    f"reduced before the last weight gradient of stage {stage}, at step "
-                    f"{made[stage]} ({steps[made[stage]]})"
-                )
-            else:
+            after, step = made.get(stage), reduced.get(stage)
+            if after == step or (after is not None and step is not None and after < step):
                 continue
+            message = (
+                "gradients are reduced after the last weight gradient of their stage"
+                f"{'' if after is None else f' (here step {after})'}, for all stages or for none"
+            )
+            text = f"{stage}REDUCE_GRAD"
             yield Problem(rank=rank, step=step, action=text, message=message)

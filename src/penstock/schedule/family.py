@@ -3,23 +3,21 @@ supports."""
 
 from __future__ import annotations
 
-from bisect import bisect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import log10, prod
+from math import prod
 
 from penstock.errors import ScheduleError
 from penstock.schedule.messages import is_count
 from penstock.schedule.program import Program
 
-__all__ = ["MOST_FORWARDS", "Arrangement", "Family", "parse_options", "refuse_sizes"]
+__all__ = ["Arrangement", "Family", "parse_options", "refuse_sizes"]
 
 # A limit on the forwards of a program; with their backwards so many take 20 to 30 GB of memory. The
 # largest clusters run programs of some millions.
-MOST_FORWARDS = 10**8
-# Longer numbers are shown by their digit count.
-_DIGITS = 18
+_MOST_FORWARDS = 10**8
 # Names of arguments that every schedule takes; no option can use them.
 _NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
 
@@ -47,8 +45,7 @@ class Family:
         name: the canonical name, which its programs carry.
         builder: called with ``ranks``, ``microbatches``, the family's options, and ``virtual``
             if the family takes more than one number of stages per rank.
-        arrangement: the placement of stages on ranks, which implies the number of copies of the
-            model.
+        arrangement: the placement of stages on ranks, which implies ``num_directions``.
         default_virtual: stages per rank by default.
         virtuals: the supported numbers of stages per rank, rising; None for any.
         summary: a one-line summary.
@@ -94,12 +91,6 @@ class Family:
             case several:
                 return " or ".join(map(str, several))
 
-    def virtuals_near(self, virtual: int) -> Sequence[int]:
-        """The nearest supported numbers of stages per rank, at most one on each side."""
-        assert self.virtuals is not None
-        at = bisect(self.virtuals, virtual)
-        return self.virtuals[max(at - 1, 0) : at + 1]
-
     def takes_option(self, name: str) -> bool:
         """True if ``name`` is one of its options."""
         return name in self.options or (self.any_option and name not in _NO_OPTIONS)
@@ -131,21 +122,15 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
                 f"{asker}: {what}={number!r} must be a whole number from 1 on", parameter=what
             )
         numbers.append(number)
-    if prod(numbers) > MOST_FORWARDS:
-        given = ", ".join(f"{what}={_shown(n)}" for what, n in zip(sizes, numbers, strict=True))
+    if prod(numbers) > _MOST_FORWARDS:
         raise ScheduleError(
-            f"{asker}: {given} are {_shown(prod(numbers))} forwards, more than a machine holds; at "
-            f"most {MOST_FORWARDS} can be planned"
+            f"{asker}: {' · '.join(sizes)} forwards, more than a machine holds; at most "
+            f"{_MOST_FORWARDS} can be planned"
         )
 
 
-def _shown(number: int) -> str:
-    digits = int((number.bit_length() - 1) * log10(2))
-    return str(number) if digits < _DIGITS else f"over 10^{digits}"
-
-
 def parse_options(texts: Iterable[str]) -> dict[str, object]:
-    """Parse ``name=value`` texts as a schedule's options: integers, floats, true, false, or text.
+    """Parse ``name=value`` texts as a schedule's options; values are JSON (numbers, true), or text.
 
     Raises:
         ScheduleError: a missing or repeated name, or a missing value.
@@ -162,17 +147,8 @@ def parse_options(texts: Iterable[str]) -> dict[str, object]:
             raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
         if name in found:
             raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
-        found[name] = _option_value(value)
-    return found
-
-
-def _option_value(text: str) -> object:
-    constants: dict[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in constants:
-        return constants[text.lower()]
-    for read in (int, float):
         try:
-            return read(text)
+            found[name] = json.loads(value)
         except ValueError:
-            continue
-    return text
+            found[name] = value
+    return found

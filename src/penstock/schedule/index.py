@@ -3,23 +3,23 @@
     id  = (op number · stages + stage) · microbatches + microbatch       one action
     row = id // microbatches                                             an op and a stage
 
-A program may hold hundreds of thousands of actions. The checker, the passes, the simulator and the
-search read all of them, and therefore work on these ids. A prerequisite is the same microbatch of
-another row, so its id has a fixed offset from the action's id: one table entry per row serves all
-microbatches. The tables come from ``penstock.schedule.rules``; this module defines no rule.
-
-An overlapped pair is ``~i``, a negative number, for pair i of the program.
+The checker, the passes, the simulator and the search read hundreds of thousands of actions, and
+therefore work on these ids. A prerequisite is the same microbatch of another row, so its id has a
+fixed offset from the action's id: one table entry per row serves all microbatches. The tables come
+from ``penstock.schedule.rules``. An overlapped pair is ``~i``, a negative number, for pair i of the
+program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError, Where
-from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.action import Action, Op, Step, action
+from penstock.schedule.messages import runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.rules import (
@@ -29,6 +29,7 @@ from penstock.schedule.rules import (
     RECEIVE_FOR,
     REQUIRES,
     SEND_OF,
+    SENDS,
     WHOLE_STAGE,
     next_chunk,
     required,
@@ -130,36 +131,44 @@ class ActionIndex:
             return None
         return SEND_OF.get(op) or _RECEIVE_OF[op], other
 
-    def required(self, *, transfers: bool = False) -> Offsets:
-        """The actions that must be complete before each action may start.
+    def transfers(self) -> list[tuple[int, int, bool] | None]:
+        """By row of transfers: the peer's rank, the offset to the peer's id, and True for sends."""
+        found: list[tuple[int, int, bool] | None] = []
+        for op, stage in self.rows():
+            peer = self.peer(op, stage)
+            if peer is None:
+                found.append(None)
+            else:
+                rank = self.placement.rank_of(peer[1])
+                found.append((rank, self.offset(op, stage, peer), op in SENDS))
+        return found
 
-        Args:
-            transfers: True if the program has explicit sends and receives.
-        """
+    def _offsets(self, related: Callable[[Op, int], Iterable[tuple[Op, int]]]) -> Offsets:
         return [
-            tuple(
-                self.offset(op, stage, needed)
-                for needed in required(op, stage, self.placement, transfers=transfers)
-            )
+            tuple(self.offset(op, stage, each) for each in related(op, stage))
             for op, stage in self.rows()
         ]
 
+    def required(self) -> Offsets:
+        """The actions that must be complete before each action may start, without transfers."""
+        return self._offsets(lambda op, stage: required(op, stage, self.placement))
+
     def blocking(self) -> Offsets:
-        """As ``required(transfers=True)``, with sends that block until their receive is posted.
+        """As ``required``, with explicit sends that block until their receive is posted.
 
         Posting a receive requires nothing. A send requires that its receive is posted. An action
         that uses a received value requires that the send is complete.
         """
-        table: Offsets = []
-        for op, stage in self.rows():
-            needed: list[tuple[Op, int]] = []
+
+        def needed(op: Op, stage: int) -> Iterator[tuple[Op, int]]:
             if op not in SEND_OF:
-                local = required(op, stage, self.placement, transfers=True)
-                needed = [self.peer(*each) or each for each in local]
+                for local in required(op, stage, self.placement, transfers=True):
+                    yield self.peer(*local) or local
                 posted = self.peer(op, stage)
-                needed += [] if posted is None else [posted]
-            table.append(tuple(self.offset(op, stage, each) for each in needed))
-        return table
+                if posted is not None:
+                    yield posted
+
+        return self._offsets(needed)
 
     def required_chunks(self) -> dict[int, int]:
         """By id, the sequence chunk that must be complete first; complements the tables by row.
@@ -167,42 +176,38 @@ class ActionIndex:
         Empty if sequences are not split. Unlike all other requirements, this is not a fixed offset.
         """
         found: dict[int, int] = {}
-        if self.num_splits > 1:
+        for microbatch in range(self.num_microbatches if self.num_splits > 1 else 0):
             for op, (wanted, offset) in IN_SEQUENCE.items():
-                for microbatch in range(self.num_microbatches):
-                    other = next_chunk(microbatch, offset, self.num_splits)
-                    if other is not None:
-                        for stage in range(self.placement.num_stages):
-                            found[self.id(op, stage, microbatch)] = self.id(wanted, stage, other)
+                other = next_chunk(microbatch, offset, self.num_splits)
+                if other is not None:
+                    for stage in range(self.placement.num_stages):
+                        found[self.id(op, stage, microbatch)] = self.id(wanted, stage, other)
         return found
 
     def fulfilled(self) -> Offsets:
         """The actions that an action completes: itself, and the actions that it covers."""
-        return [
-            tuple(self.offset(op, stage, (each, stage)) for each in (op, *COVERS.get(op, ())))
-            for op, stage in self.rows()
-        ]
+        return self._offsets(
+            lambda op, stage: [(each, stage) for each in (op, *COVERS.get(op, ()))]
+        )
 
     def receives(self) -> Offsets:
         """The receives, on an action's own rank, of its inputs."""
-        return [
-            tuple(
-                self.offset(op, stage, each)
-                for each in required(op, stage, self.placement, transfers=True)
-                if each[0] in SEND_OF
-            )
-            for op, stage in self.rows()
-        ]
+
+        def inputs(op: Op, stage: int) -> list[tuple[Op, int]]:
+            needed = required(op, stage, self.placement, transfers=True)
+            return [each for each in needed if each[0] in SEND_OF]
+
+        return self._offsets(inputs)
 
     def sends(self) -> Offsets:
         """The sends, on an action's own rank, of its outputs."""
-        table: Offsets = []
-        for op, stage in self.rows():
+
+        def outputs(op: Op, stage: int) -> list[tuple[Op, int]]:
             made = {op, *COVERS.get(op, ())}
             sends = [send for send in _RECEIVE_OF if REQUIRES[send][0][0] in made]
-            remote = [send for send in sends if self.peer(send, stage) is not None]
-            table.append(tuple(self.offset(op, stage, (send, stage)) for send in remote))
-        return table
+            return [(send, stage) for send in sends if self.peer(send, stage) is not None]
+
+        return self._offsets(outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,22 +234,10 @@ class IndexedProgram:
 
 
 def index_program(program: Program) -> IndexedProgram:
-    """Encode a program as ids.
-
-    Args:
-        program: any program, right or wrong in its order.
+    """Encode a program, right or wrong in its order, as ids.
 
     Raises:
         ScheduleError: an action is invalid at any position on its rank (see ``fault_of``).
-
-    Example:
-        >>> from penstock.schedule.placement import linear
-        >>> steps = (action(0, Op.FORWARD, 0), action(0, Op.FULL_BACKWARD, 0))
-        >>> program = Program(
-        ...     name="one", placement=linear(1), num_microbatches=1, ranks=(steps,)
-        ... )
-        >>> index_program(program).queues
-        [[0, 1]]
     """
     index = ActionIndex(
         placement=program.placement,
@@ -260,41 +253,39 @@ def _index_rank(
     program: Program, rank: int, index: ActionIndex, overlapped: list[tuple[int, ...]]
 ) -> list[int]:
     # The first id of each op and stage on this rank: a failed lookup finds a faulty action faster
-    # than a check of every field of every action.
-    held = program.placement.stages_of(rank)
-    starts = {op: {s: index.id(op, s) for s in held} for op in Op}
+    # than a check of every field.
+    stages = program.placement.stages_of(rank)
+    starts = {op: {s: index.id(op, s) for s in stages} for op in Op}
     each = {op: {} if op in WHOLE_STAGE else starts[op] for op in Op}
     whole = {op: starts[op] if op in WHOLE_STAGE else {} for op in Op}
-    num_microbatches, directions = program.num_microbatches, program.placement.num_directions
-    direction = {s: program.placement.direction_of(s) for s in held}
-
+    num_microbatches, ways = program.num_microbatches, program.placement.num_directions
+    direction = {s: program.placement.direction_of(s) for s in stages}
     steps = program.ranks[rank]
     acts = [step for step in steps if isinstance(step, Action)]
     paired = len(acts) < len(steps)
     if paired:
         acts = [act for step in steps for act in step.parts]
-    queue: list[int] = []
+    numbers: list[int] = []
     for act in acts:
         microbatch, start = act.microbatch, None
         if microbatch is None:
             start, microbatch = whole[act.op].get(act.stage), 0
         elif 0 <= microbatch < num_microbatches:
             start = each[act.op].get(act.stage)
-            if directions > 1 and microbatch % directions != direction.get(act.stage):
+            if ways > 1 and microbatch % ways != direction.get(act.stage):
                 start = None
         if start is None:
             raise _first_fault(program, rank)
-        queue.append(start + microbatch)
+        numbers.append(start + microbatch)
     if not paired:
-        return queue
-    numbers = iter(queue)
-    queue = []
+        return numbers
+    queue, following = [], iter(numbers)
     for step in steps:
         if isinstance(step, Action):
-            queue.append(next(numbers))
+            queue.append(next(following))
         elif step.parts and COMPUTE.issuperset(act.op for act in step.parts):
             queue.append(~len(overlapped))
-            overlapped.append(tuple(islice(numbers, len(step.parts))))
+            overlapped.append(tuple(islice(following, len(step.parts))))
         else:
             raise _first_fault(program, rank)
     return queue
@@ -308,36 +299,26 @@ def _first_fault(program: Program, rank: int) -> ScheduleError:
 
 def fault_of(step: Step, rank: int, program: Program) -> str | None:
     """The fault that makes a step invalid at any position on its rank, in words; None if valid."""
-    if isinstance(step, Overlap):
-        if not step.parts:
-            return "an overlapped pair without actions"
-        others = [str(a) for a in step.parts if a.op not in COMPUTE]
-        if others:
-            return f"an overlapped pair holds computation only, and this has {', '.join(others)}"
     placement = program.placement
+    stages = placement.stages_of(rank)
+    if not isinstance(step, Action):
+        others = ", ".join(str(a) for a in step.parts if a.op not in COMPUTE)
+        if others or not step.parts:
+            return f"an overlapped pair holds computation, and this has {others or 'no actions'}"
     for act in step.parts:
-        if not 0 <= act.stage < placement.num_stages:
-            return (
-                f"stage {act.stage} does not exist: the placement has stages 0 to "
-                f"{placement.num_stages - 1}"
-            )
-        if placement.rank_of(act.stage) != rank:
-            return f"stage {act.stage} lies on rank {placement.rank_of(act.stage)}, not here"
+        if act.stage not in stages:
+            return f"stage {act.stage} is not among the stages of rank {rank}: {runs_of(stages)}"
         if act.op in WHOLE_STAGE:
             if act.microbatch is not None:
                 return f"{act.op.value} is about a whole stage and takes no microbatch"
-        elif act.microbatch is None:
+            continue
+        if act.microbatch is None:
             return f"{act.op.value} takes a microbatch, as in {act.stage}{act.op.value}0"
-        elif not 0 <= act.microbatch < program.num_microbatches:
+        first, step_size = placement.direction_of(act.stage), placement.num_directions
+        passing = range(first, program.num_microbatches, step_size)
+        if act.microbatch not in passing:
             return (
-                f"microbatch {act.microbatch} does not exist: the program has microbatches 0 to "
-                f"{program.num_microbatches - 1}"
-            )
-        elif not placement.passes(act.microbatch, act.stage):
-            copy = act.microbatch % placement.num_directions
-            return (
-                f"microbatch {act.microbatch} does not go through stage {act.stage}, but through "
-                f"copy {copy} of the model (stages {placement.entries[copy]} to "
-                f"{placement.exits[copy]})"
+                f"microbatch {act.microbatch} is not among the microbatches of stage {act.stage}: "
+                f"{runs_of(passing)}"
             )
     return None

@@ -1,17 +1,15 @@
 """List scheduling: builds an order action by action, in order of time.
 
 Whenever a rank is free, a policy chooses one of its ready actions, or lets it wait.
-``ListScheduler`` tracks times and readiness. A ``Policy`` adds all other criteria: memory,
-priorities, a given order. The policies are ``list_schedule`` below, the slots of Chimera
-(``penstock.schedule.families.chimera``), and the search (``penstock.search``).
-
+``ListScheduler`` tracks times and readiness; a ``Policy`` adds all other criteria, such as memory
+or priorities. The policies are ``list_schedule`` below, the slots of Chimera and the search.
 Actions are counted by kind, an op and a stage:
 
     kind     number of the op in (F, I, W) · stages + stage
 
 Microbatches are interchangeable, so each kind runs them in index order without loss of generality.
-With whole backwards, I stands for the full backward, and W is not run. Ties in time go to the lower
-rank, so an order is the same on every machine. This module knows no family.
+With full backwards, I stands for the full backward, and W is not run. Ties in time go to the lower
+rank, so an order is the same on every machine.
 """
 
 from __future__ import annotations
@@ -53,15 +51,12 @@ def kind_needs(
 ) -> tuple[tuple[tuple[int, float], ...], ...]:
     """The required kinds of each kind, from the readiness rules.
 
-    Args:
-        placement: the rank of every stage.
-        delay: the travel time of a result between two stages; None for no delay.
+    ``delay`` gives the travel time of a result between two stages; None for no delay.
     """
     stages = placement.num_stages
-    number = {op: place * stages for place, op in enumerate(KIND_OPS)}
     return tuple(
         tuple(
-            (number[needed] + other, 0.0 if delay is None else delay(other, stage))
+            (KIND_OPS.index(needed) * stages + other, delay(other, stage) if delay else 0.0)
             for needed, other in required(op, stage, placement)
         )
         for op in KIND_OPS
@@ -75,8 +70,8 @@ class Policy(Protocol):
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
         """The kind that a free rank runs now; or None, and the time of its next turn.
 
-        A time not after ``now`` requests another turn at ``now``, after all other ranks; ``last``
-        is True in that turn. A new result wakes a rank earlier.
+        A new result wakes a rank earlier. A time not after ``now`` requests another turn at
+        ``now``, after all other ranks, with ``last`` True.
         """
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
@@ -100,23 +95,6 @@ class ListScheduler:
         stop: set to True by a policy to give up.
     """
 
-    __slots__ = (
-        "_durations",
-        "_events",
-        "_feeds",
-        "_idle",
-        "_needs",
-        "_policy",
-        "_ranks",
-        "_totals",
-        "_touched",
-        "ends",
-        "free",
-        "order",
-        "ready",
-        "stop",
-    )
-
     def __init__(
         self,
         *,
@@ -126,9 +104,8 @@ class ListScheduler:
         totals: Sequence[int],
     ) -> None:
         num_ranks = max(ranks) + 1
-        self._ranks, self._needs, self._durations, self._totals = ranks, needs, durations, totals
-        # For each kind: other ranks that wait for it, with the delay; the kind itself and its
-        # users.
+        self._needs, self._durations, self._totals = needs, durations, totals
+        # By kind: the ranks that wait for it, with the delay; and the kind itself and its users.
         self._feeds: list[list[tuple[int, float]]] = [[] for _ in needs]
         self._touched: list[list[int]] = [[kind] for kind in range(len(needs))]
         for kind, required_kinds in enumerate(needs):
@@ -181,16 +158,14 @@ class ListScheduler:
             microbatch = len(all_ends[user])
             if user != kind and microbatch != number:
                 continue
-            latest = inf
-            if microbatch < self._totals[user]:
-                latest = 0.0
-                for before, delay in needs[user]:
-                    done = all_ends[before]
-                    if len(done) <= microbatch:
-                        latest = inf
-                        break
-                    if done[microbatch] + delay > latest:
-                        latest = done[microbatch] + delay
+            latest = 0.0 if microbatch < self._totals[user] else inf
+            for before, delay in needs[user]:
+                done = all_ends[before]
+                if len(done) <= microbatch:
+                    latest = inf
+                    break
+                if done[microbatch] + delay > latest:
+                    latest = done[microbatch] + delay
             self.ready[user] = latest
         return end
 
@@ -238,14 +213,12 @@ def list_schedule(
             stage in the order of the microbatches. Weight gradients are added.
         limit: the most activations that a rank may hold.
         spare: the number of activations that a forward run out of order must leave free, unless it
-            is on its rank's last stage, whose activations live shortest; None to run no forward out
-            of order.
+            is on its rank's last stage; None to run no forward out of order.
         overtake: if True, backwards may run out of order too, so that an order that needs more
             memory than allowed still completes.
-        costs: the costs of forwards, input gradients and weight gradients, per stage; by default 1
-            each.
-        within: a makespan at which to give up. The result then has no actions, and an infinite
-            makespan.
+        costs: the costs of forwards, input gradients and weight gradients, per stage; 1 each by
+            default.
+        within: a makespan at which to give up, with no actions and an infinite makespan.
 
     Raises:
         ScheduleError: the orders don't fit within the limit.
@@ -265,39 +238,37 @@ def list_schedule(
     backward = [i + w for i, w in zip(input_grad, weight_grad, strict=True)] if full else input_grad
     durations = (*forward, *backward, *weight_grad)
     totals = [0] * (3 * stages)
-    queues = []
-    for order in orders:
-        queues.append([act.stage + (0 if act.op is Op.FORWARD else stages) for act in order])
-        for kind in queues[-1]:
+    ranks = []
+    for rank, order in enumerate(orders):
+        queue = [act.stage + (0 if act.op is Op.FORWARD else stages) for act in order]
+        weights = [] if full else [kind + stages for kind in queue if kind >= stages]
+        for kind in (*queue, *weights):
             totals[kind] += 1
-    if not full:
-        totals[2 * stages :] = totals[stages : 2 * stages]
+        rest = sum(durations[kind] for kind in queue) + sum(durations[kind] for kind in weights)
+        ranks.append(_OrderOfRank(queue, placement.stages_of(rank)[-1], stages, rest))
     scheduler = ListScheduler(
         ranks=placement.stage_ranks * 3,
         needs=kind_needs(placement),
         durations=durations,
         totals=totals,
     )
-    policy = _InOrder(
-        scheduler,
-        placement,
-        queues,
-        durations,
-        full=full,
-        limit=limit,
-        spare=spare,
-        overtake=overtake,
-        within=within,
-    )
+    # A tolerance, since sums of times depend on their order.
+    within *= 1 + 1e-9
+    policy = _InOrder(scheduler, ranks, durations, stages, full, limit, spare, overtake, within)
     scheduler.run(policy)
     if scheduler.stop:
         return Scheduled(ranks=(), makespan=inf, span=inf)
-    policy.refuse_unfinished(orders)
+    for number, mine in enumerate(ranks):
+        if mine.next < len(mine.queue):
+            raise ScheduleError(
+                f"rank {number} can't go on to {orders[number][mine.next]} within {limit} "
+                "activations; give it more, or another order"
+            )
     ops = (Op.FORWARD, Op.FULL_BACKWARD if full else Op.INPUT_GRAD, Op.WEIGHT_GRAD)
     return Scheduled(
         ranks=tuple(_actions(kinds, ops, stages) for kinds in scheduler.order),
         makespan=max(scheduler.free),
-        span=max(end - rank.began for end, rank in zip(scheduler.free, policy.ranks, strict=True)),
+        span=max(end - mine.began for end, mine in zip(scheduler.free, ranks, strict=True)),
     )
 
 
@@ -313,93 +284,62 @@ def _actions(kinds: Sequence[int], ops: Sequence[Op], stages: int) -> tuple[Acti
 
 
 class _OrderOfRank:
-    """The order of one rank, with its done and remaining actions."""
+    """The order of one rank, with its remaining actions."""
 
-    __slots__ = (
-        "began",
-        "changes",
-        "held",
-        "last",
-        "left",
-        "places",
-        "queue",
-        "rest",
-        "taken",
-        "waiting",
-    )
-
-    def __init__(self, queue: list[int], last: int, stages: int, rest: float) -> None:
-        self.queue, self.last = queue, last
-        # The first remaining position of the order, and the later positions already done.
-        self.left = 0
-        self.taken = bytearray(len(queue))
+    def __init__(self, queue: list[int], last_stage: int, stages: int, rest: float) -> None:
+        self.queue, self.last_stage = queue, last_stage
+        # The first remaining position of the order.
+        self.next = 0
         # The change of held activations by each action, with all weight gradients done; 0 for done
         # actions.
         self.changes = [1 if kind < stages else -1 for kind in queue]
-        # Positions by kind, the next one last: candidates to run out of order.
+        # Remaining positions by kind, the next one last: candidates to run out of order.
         self.places: dict[int, list[int]] = {}
         for place in reversed(range(len(queue))):
             self.places.setdefault(queue[place], []).append(place)
         # Stages with input gradients whose weight gradients are pending, oldest first.
         self.waiting: deque[int] = deque()
-        self.held = 0
+        self.num_held = 0
         self.began = inf
         # The total duration of the remaining actions.
         self.rest = rest
 
     def has_room(self, place: int, limit: int) -> bool:
         """True if the forward at ``place`` can run before all earlier actions, within ``limit``."""
-        held = self.held - len(self.waiting) + 1
-        between = accumulate(self.changes[self.left : place], initial=held)
-        return self.held < limit and max(between) <= limit
+        held = self.num_held - len(self.waiting) + 1
+        between = accumulate(self.changes[self.next : place], initial=held)
+        return self.num_held < limit and max(between) <= limit
 
     def take(self, kind: int) -> None:
         """Mark the next action of a kind as done."""
-        place = self.places[kind].pop()
-        self.taken[place] = 1
-        self.changes[place] = 0
-        while self.left < len(self.queue) and self.taken[self.left]:
-            self.left += 1
+        self.changes[self.places[kind].pop()] = 0
+        while self.next < len(self.queue) and not self.changes[self.next]:
+            self.next += 1
 
 
+@dataclass
 class _InOrder:
     """The policy of ``list_schedule``: follow the order, fill idle time."""
 
-    def __init__(
-        self,
-        scheduler: ListScheduler,
-        placement: Placement,
-        queues: list[list[int]],
-        durations: Sequence[float],
-        *,
-        full: bool,
-        limit: int,
-        spare: int | None,
-        overtake: bool,
-        within: float,
-    ) -> None:
-        self.scheduler, self.durations, self.stages = scheduler, durations, placement.num_stages
-        self.full, self.limit, self.spare, self.overtake = full, limit, spare, overtake
-        # A tolerance, since sums of times depend on their order.
-        self.within = within * (1 + 1e-9)
-        self.ranks = []
-        for rank, queue in enumerate(queues):
-            rest = sum(durations[kind] for kind in queue)
-            if not full:
-                backwards = (kind for kind in queue if kind >= self.stages)
-                rest += sum(durations[kind + self.stages] for kind in backwards)
-            last = placement.stages_of(rank)[-1]
-            self.ranks.append(_OrderOfRank(queue, last, self.stages, rest))
+    scheduler: ListScheduler
+    ranks: Sequence[_OrderOfRank]
+    durations: Sequence[float]
+    stages: int
+    full: bool
+    limit: int
+    spare: int | None
+    overtake: bool
+    within: float
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
         """The best kind to run now; None to wait."""
         mine, durations = self.ranks[rank], self.durations
         weight = mine.waiting[0] + 2 * self.stages if mine.waiting else None
-        if mine.left == len(mine.queue):
+        if mine.next == len(mine.queue):
             return weight, inf
-        head, all_ready = mine.queue[mine.left], self.scheduler.ready
+        head, all_ready = mine.queue[mine.next], self.scheduler.ready
         ready = all_ready[head]
-        is_full = head < self.stages and mine.held >= self.limit
+        is_full = head < self.stages and mine.num_held >= self.limit
         if ready <= now and not is_full:
             return head, inf
         if ready == inf and not last:
@@ -419,18 +359,19 @@ class _InOrder:
         """The kind of the first later action that may run out of order now."""
         found, chosen = len(mine.queue), None
         for kind, places in mine.places.items():
-            if not places or not mine.left < places[-1] < found:
+            if not places or not mine.next < places[-1] < found:
                 continue
             if self.scheduler.ready[kind] > now:
                 continue
-            place = places[-1]
             if kind >= self.stages:
-                if self.overtake:
-                    found, chosen = place, kind
-            elif self.spare is not None:
-                free = 0 if kind == mine.last else self.spare
-                if mine.has_room(place, self.limit - free):
-                    found, chosen = place, kind
+                allowed = self.overtake
+            elif self.spare is None:
+                allowed = False
+            else:
+                free = 0 if kind == mine.last_stage else self.spare
+                allowed = mine.has_room(places[-1], self.limit - free)
+            if allowed:
+                found, chosen = places[-1], kind
         return chosen
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
@@ -438,25 +379,16 @@ class _InOrder:
         mine = self.ranks[rank]
         if kind >= 2 * self.stages:
             mine.waiting.popleft()
-            mine.held -= 1
+            mine.num_held -= 1
         else:
             mine.take(kind)
             if kind < self.stages:
-                mine.held += 1
+                mine.num_held += 1
             elif self.full:
-                mine.held -= 1
+                mine.num_held -= 1
             else:
                 mine.waiting.append(kind - self.stages)
         mine.began = min(mine.began, now)
         mine.rest -= end - now
         if end + mine.rest > self.within:
             self.scheduler.stop = True
-
-    def refuse_unfinished(self, orders: Sequence[Sequence[Action]]) -> None:
-        """Refuse orders that could not be completed."""
-        for number, rank in enumerate(self.ranks):
-            if rank.left < len(rank.queue):
-                raise ScheduleError(
-                    f"rank {number} can't go on to {orders[number][rank.left]} within {self.limit} "
-                    "activations; give it more, or another order"
-                )

@@ -1,4 +1,4 @@
-"""Shared wording of messages: counts of things, long texts, and problems of programs."""
+"""Shared wording of messages: counts of things, and problems of programs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-__all__ = ["Problem", "is_count", "number_of", "numbers_of", "quoted", "runs_of"]
+__all__ = ["Problem", "is_count", "number_of", "numbers_of", "runs_of"]
 
-# The length of a text, and the number of runs, beyond which a message is cut.
-_MOST_TEXT, _MOST_RUNS = 60, 5
+# The number of runs beyond which a message is cut.
+_MOST_RUNS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +37,12 @@ class Problem:
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:
-    """True for a whole number from ``least`` on; False for bools.
-
-    Example:
-        >>> is_count(2), is_count(0), is_count(True), is_count(1.0)
-        (True, False, False, False)
-    """
+    """True for a whole number from ``least`` on; False for bools."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def number_of(number: int, thing: str) -> str:
-    """A count of things, in words.
-
-    Args:
-        number: the count.
-        thing: the noun, such as "rank"; its plural must end with an s.
+    """A count of things, in words; the plural of ``thing`` must end with an s.
 
     Example:
         >>> number_of(1, "rank"), number_of(2, "microbatch"), number_of(0, "copy")
@@ -65,28 +56,8 @@ def number_of(number: int, thing: str) -> str:
 
 
 def numbers_of(**numbers: int) -> str:
-    """Counts of several things, in words.
-
-    Args:
-        numbers: counts by noun.
-
-    Example:
-        >>> numbers_of(rank=4, stage=4, microbatch=1)
-        '4 ranks, 4 stages, 1 microbatch'
-    """
+    """Counts of several things by noun, as '4 ranks, 1 microbatch'."""
     return ", ".join(number_of(number, thing) for thing, number in numbers.items())
-
-
-def quoted(text: str) -> str:
-    """A text in quotes, cut if it is long.
-
-    Example:
-        >>> quoted("0Q0"), quoted("9" * 1000)[:4], quoted("9" * 1000)[-24:]
-        ("'0Q0'", "'999", "99... (1000 characters)'")
-    """
-    if len(text) <= _MOST_TEXT:
-        return repr(text)
-    return repr(f"{text[:_MOST_TEXT]}... ({len(text)} characters)")
 
 
 def runs_of(numbers: Sequence[int]) -> str:

@@ -15,8 +15,7 @@ Values between neighbouring stages on the same rank (the turn of a V) need no me
     rank 3         3 4     up     4 → 5 → 6 → 7    odd microbatches enter at stage 4
 
 Stages 4 to 7 are the model's stages 0 to 3 again, a second copy of their weights. Stages of
-different copies are not neighbours: stage 3 returns the model's output. This module knows no
-actions.
+different copies are not neighbours: stage 3 returns the model's output.
 """
 
 from __future__ import annotations
@@ -62,10 +61,8 @@ class Placement:
                 f"num_directions={ways!r}: expected a rank for each stage, as (0, 1, 1, 0), and "
                 "whole numbers"
             ) from error
-        if self.num_ranks < 1:
-            raise ScheduleError(f"placement on num_ranks={self.num_ranks}; give at least 1 rank")
         used, wanted = set(self.stage_ranks), set(range(self.num_ranks))
-        if used != wanted:
+        if used != wanted or not used:
             raise ScheduleError(
                 f"placement {self.stage_ranks} on {number_of(self.num_ranks, 'rank')}: "
                 f"ranks without a stage {sorted(wanted - used)}, "

@@ -1,13 +1,9 @@
-"""Programs: for each rank, its steps in order.
-
-A program holds no module, tensor or process group. Only ``penstock.schedule.check.check`` makes a
-``CheckedProgram``, and only a ``CheckedProgram`` runs.
-"""
+"""Programs: for each rank, its steps in order; no module, tensor or process group."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Overlap, Step
@@ -59,9 +55,7 @@ class Program:
     @property
     def has_transfers(self) -> bool:
         """True if the program has explicit sends and receives."""
-        # Overlapped pairs hold computations only; skipping them is several times faster.
-        ops = {s.op for steps in self.ranks for s in steps if isinstance(s, Action)}
-        return not SENDS.isdisjoint(ops)
+        return any(act.op in SENDS for act in self.actions())
 
     @property
     def has_backward(self) -> bool:
@@ -70,13 +64,8 @@ class Program:
 
     def with_ranks(self, ranks: tuple[tuple[Step, ...], ...]) -> Program:
         """A copy with other steps, not checked."""
-        return Program(
-            name=self.name,
-            placement=self.placement,
-            num_microbatches=self.num_microbatches,
-            ranks=ranks,
-            num_splits=self.num_splits,
-        )
+        values = {each.name: getattr(self, each.name) for each in fields(Program)}
+        return Program(**{**values, "ranks": ranks})
 
     def actions(self) -> Iterator[Action]:
         """Every action, rank by rank, with overlapped pairs taken apart."""
@@ -87,19 +76,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedProgram(Program):
-    """A program without problems, made by ``check``; the only kind that the runtime runs."""
+    """A program without problems, made only by ``check``; the only kind that the runtime runs."""
 
 
 def refuse_no_program(value: object, caller: str) -> None:
-    """Refuse a value that is not a program.
-
-    Args:
-        value: the value.
-        caller: the caller to name in the message.
-
-    Raises:
-        ScheduleError: the value is not a ``Program``.
-    """
+    """Raise a ScheduleError that names ``caller`` if a value is not a ``Program``."""
     if not isinstance(value, Program):
         name = value if isinstance(value, str) else "1f1b"
         raise ScheduleError(

@@ -1,11 +1,8 @@
 """The registry of schedules: Penstock's families, and families added by users.
 
-    @penstock.schedule("all-then-all")
-    def all_then_all(*, ranks, microbatches): ...      build("all-then-all", ranks=4, ...)
-
 Penstock's own are the rows of ``penstock.schedule.families.table``. Users add theirs with the
-decorator, or through the entry point group ``penstock.schedules``. A program of a user is checked
-when it is built; then it is simulated, drawn and run like any other.
+decorator ``schedule``, or through the entry point group ``penstock.schedules``; their programs are
+checked when they are built.
 """
 
 from __future__ import annotations
@@ -26,7 +23,19 @@ from penstock.schedule.family import Arrangement, Family, refuse_sizes
 from penstock.schedule.messages import number_of, numbers_of
 from penstock.schedule.program import Program
 
-__all__ = ["build", "family", "refuse_options", "remove", "schedule", "schedules"]
+__all__ = [
+    "DEFAULT_MICROBATCHES",
+    "build",
+    "choose_program",
+    "directions_of",
+    "family",
+    "refuse_options",
+    "remove",
+    "schedule",
+    "schedules",
+]
+
+DEFAULT_MICROBATCHES = 8
 
 Builder = TypeVar("Builder", bound=Callable[..., Program])
 
@@ -54,8 +63,8 @@ def family(name: str) -> Family:
     """The family called ``name``.
 
     Args:
-        name: a family's name, or torch's class name; case and separators (hyphen, underscore,
-            space) are ignored.
+        name: a family's name, or torch's class name; case, hyphens, underscores and blanks are
+            ignored.
 
     Raises:
         ScheduleError: there is no such family, or ``name`` is not a string.
@@ -66,16 +75,15 @@ def family(name: str) -> Family:
     """
     if not isinstance(name, str):
         raise ScheduleError(f"a schedule is asked for by its name, not by {name!r}")
-    found = _lookup(name)
+    found = _by_name().get(_normal(name))
     if found is None:
         faults = "".join(f"; {fault}" for fault in _discover())
-        found = _lookup(name)
+        known = _by_name()
+        found = known.get(_normal(name))
     if found is None:
-        known = schedules()
-        written = {_normal(n): each.name for each in known for n in (each.name, *each.aliases)}
-        near = get_close_matches(_normal(name), written, n=1)
-        hint = f"did you mean {written[near[0]]!r}? The" if near else "the"
-        names = ", ".join(each.name for each in known)
+        near = get_close_matches(_normal(name), known, n=1)
+        hint = f"did you mean {known[near[0]].name!r}? The" if near else "the"
+        names = ", ".join(each.name for each in schedules())
         raise ScheduleError(f"there is no schedule {name!r}; {hint} schedules are: {names}{faults}")
     return found
 
@@ -118,13 +126,10 @@ def build(
             parameter="ranks",
         )
     if chosen.virtuals is not None and virtual not in chosen.virtuals:
-        near = " or ".join(map(str, chosen.virtuals_near(virtual)))
-        works = chosen.virtuals_text
-        nearest = "" if near == works else f" (the nearest: {near})"
         free = ", ".join(each.name for each in schedules() if each.virtuals is None)
         raise ScheduleError(
-            f"{chosen.name}: virtual={virtual} stages per rank do not work; {works} does{nearest}, "
-            f"and any number does with {free}",
+            f"{chosen.name}: virtual={virtual} stages per rank do not work; {chosen.virtuals_text} "
+            f"does, and any number does with {free}",
             parameter="virtual",
         )
     if chosen.virtuals is None or len(chosen.virtuals) > 1:
@@ -133,17 +138,78 @@ def build(
 
 
 def refuse_options(chosen: Family, options: Iterable[str]) -> None:
-    """Refuse names that are not options of a family.
-
-    Raises:
-        ScheduleError: a name is not an option; the message lists the options.
-    """
+    """Raise a ScheduleError for names that are not options of a family."""
     for option in options:
         if not chosen.takes_option(option):
-            has = (
-                f"its options are: {', '.join(chosen.options)}" if chosen.options else "it has none"
-            )
+            names = ", ".join(chosen.options)
+            has = f"its options are: {names}" if names else "it has none"
             raise ScheduleError(f"{chosen.name} has no option {option!r}; {has}")
+
+
+def directions_of(schedule: str | Program) -> int:
+    """The number of copies of the model under a schedule, given by name or as a program."""
+    if isinstance(schedule, Program):
+        return schedule.placement.num_directions
+    return family(schedule).num_directions
+
+
+def choose_program(
+    schedule: str | Program,
+    *,
+    num_stages: int | None,
+    n_microbatches: int | None,
+    ranks: int | None,
+    virtual: int | None,
+    world: int | None,
+) -> Program:
+    """Choose the program to run; given numbers determine the missing ones (None).
+
+    Args:
+        schedule: a schedule's name, or the program itself.
+        num_stages: number of stages of the model.
+        n_microbatches: microbatches per step.
+        ranks: number of ranks.
+        virtual: stages per rank.
+        world: number of processes; None if one process runs all ranks.
+
+    Raises:
+        ScheduleError: the numbers contradict each other or are incomplete.
+    """
+    if isinstance(schedule, Program):
+        stages = schedule.placement.num_model_stages
+        for what, asked, has in (
+            ("n_microbatches", n_microbatches, schedule.num_whole_microbatches),
+            ("processes", world, schedule.num_ranks),
+            ("stages", num_stages, stages),
+            ("ranks", ranks, schedule.num_ranks),
+            ("stages per rank", virtual, stages / schedule.num_ranks),
+        ):
+            if asked not in (None, has):
+                raise ScheduleError(
+                    f"{what}={asked}, but the program given as schedule has {has:g}"
+                )
+        return schedule
+    num_ranks = ranks if world is None else world
+    if virtual is None:
+        virtual = family(schedule).default_virtual
+        if num_stages is not None and num_ranks and num_stages % num_ranks == 0:
+            virtual = num_stages // num_ranks
+    if num_ranks is None:
+        if num_stages is None:
+            raise ScheduleError("say on how many ranks to run: pass ranks=, or split=")
+        num_ranks = max(1, num_stages // virtual)
+    if num_stages not in (None, num_ranks * virtual):
+        raise ScheduleError(
+            f"{number_of(num_stages or 0, 'stage')}, but {schedule} on "
+            f"{number_of(num_ranks, 'rank')} with {virtual} per rank needs {num_ranks * virtual}; "
+            "change split, ranks or virtual"
+        )
+    return build(
+        schedule,
+        ranks=num_ranks,
+        microbatches=DEFAULT_MICROBATCHES if n_microbatches is None else n_microbatches,
+        virtual=virtual,
+    )
 
 
 def schedule(
@@ -159,7 +225,7 @@ def schedule(
 
     The function takes ``ranks`` and ``microbatches`` by name, and ``virtual`` if it supports
     several numbers of stages per rank. Its other parameters are the schedule's options; ``**more``
-    accepts any option. ``build`` turns any exception of the function into a ScheduleError.
+    accepts any option. ``build`` checks its programs, and turns its exceptions into ScheduleErrors.
 
     Args:
         name: the schedule's name; registering it again replaces it.
@@ -176,9 +242,8 @@ def schedule(
         A decorator that returns the function unchanged.
 
     Raises:
-        ScheduleError: the name is empty or belongs to one of Penstock's own schedules; the argument
-            is not a function of ``ranks`` and ``microbatches``; ``virtual`` is not a positive
-            integer; or ``arrangement`` is not an ``Arrangement``.
+        ScheduleError: the name is empty or taken by Penstock, an argument is of a wrong type, or
+            the decorated object is not a function of ``ranks`` and ``microbatches``.
 
     Example:
         >>> from penstock.schedule.text import parse_csv
@@ -197,10 +262,9 @@ def schedule(
     if isinstance(aliases, str):
         raise ScheduleError(f"schedule {name!r}: aliases is a tuple of names, as in ({aliases!r},)")
     if not isinstance(arrangement, Arrangement | None):
-        there_are = ", ".join(str(each) for each in Arrangement)
         raise ScheduleError(
-            f"schedule {name!r}: arrangement={arrangement!r} must be one of {there_are} (of "
-            "penstock.schedule.family)"
+            f"schedule {name!r}: arrangement={arrangement!r} must be one of "
+            f"{', '.join(map(str, Arrangement))} (of penstock.schedule.family)"
         )
 
     def register(builder: Builder) -> Builder:
@@ -252,28 +316,19 @@ def _own() -> tuple[Family, ...]:
     return FAMILIES
 
 
-@cache
-def _own_by_name() -> dict[str, Family]:
-    return {_normal(name): each for each in _own() for name in (each.name, *each.aliases)}
-
-
-def _lookup(name: str) -> Family | None:
-    wanted = _normal(name)
-    if wanted in _own_by_name():
-        return _own_by_name()[wanted]
-    for each in _ADDED.values():
-        if wanted in map(_normal, (each.name, *each.aliases)):
-            return each
-    return None
+def _by_name() -> dict[str, Family]:
+    """All known families by normalized name and alias."""
+    every = (*_own(), *_ADDED.values())
+    return {_normal(name): each for each in every for name in (each.name, *each.aliases)}
 
 
 def _add(new: Family) -> None:
     """Add a family, or replace an added one of the same name."""
-    key = _normal(new.name)
+    key, known = _normal(new.name), _by_name()
     for name in (new.name, *new.aliases):
         _refuse_no_name(name)
-        holder = _lookup(name)
-        if (holder is not None and _normal(holder.name) != key) or _normal(name) in _own_by_name():
+        holder = known.get(_normal(name))
+        if holder is not None and (holder in _own() or _normal(holder.name) != key):
             raise ScheduleError(
                 f"a schedule can't be called {name!r}: Penstock has one of that name already"
             )
@@ -344,15 +399,15 @@ def _verified(family: Family) -> Callable[..., Program]:
             ) from error
         if not isinstance(made, Program):
             raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
-        stages, virtual = made.placement.num_model_stages, more.get("virtual")
+        placement, wanted = made.placement, ranks * more.get("virtual", family.default_virtual)
         # Without ``virtual``, ranks may hold different numbers of stages.
-        wanted = (
-            stages
-            if virtual is None and stages % ranks
-            else ranks * (family.default_virtual if virtual is None else virtual)
-        )
+        if "virtual" not in more and placement.num_model_stages % ranks:
+            wanted = placement.num_model_stages
         got = _sizes(
-            made.num_ranks, made.num_whole_microbatches, stages, made.placement.num_directions
+            made.num_ranks,
+            made.num_whole_microbatches,
+            placement.num_model_stages,
+            placement.num_directions,
         )
         asked = _sizes(ranks, microbatches, wanted, family.num_directions)
         if got != asked:
@@ -366,6 +421,6 @@ def _verified(family: Family) -> Callable[..., Program]:
     return build
 
 
-def _sizes(ranks: int, microbatches: int, stages: int, copies: int) -> str:
+def _sizes(ranks: int, microbatches: int, stages: int, directions: int) -> str:
     sizes = numbers_of(rank=ranks, microbatch=microbatches, stage=stages)
-    return f"{sizes} in {number_of(copies, 'copy')} of the model"
+    return f"{sizes} in {number_of(directions, 'copy')} of the model"

@@ -1,7 +1,6 @@
 """The readiness rules: the actions that must be complete before an action may start.
 
-All readiness checks read these tables, through ``required`` or through its integer form in
-``penstock.schedule.index``.
+All checks read these tables, through ``required`` or its integer form, ``penstock.schedule.index``.
 
                  stage s−1      stage s                     stage s+1
     forward      F ─────────►   F ──────────────────────►   F
@@ -26,7 +25,7 @@ the consumer's): RECV posts the receive, and the action that uses the value wait
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Op, action
+from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "WEIGHT_GRADS",
     "WHOLE_STAGE",
     "next_chunk",
-    "prerequisites",
     "required",
 ]
 
@@ -57,9 +55,8 @@ INPUT_GRADS = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD})
 WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})
 BACKWARDS = INPUT_GRADS | WEIGHT_GRADS
 
-# op → (required op, stage offset), for the same microbatch. A full backward fulfils a requirement
-# of an input gradient or a weight gradient (COVERS). A requirement on a stage that does not exist
-# (before the first, after the last) is none.
+# op → (required op, stage offset), for the same microbatch, if that stage exists. A full backward
+# fulfils a requirement of an input gradient or a weight gradient (COVERS).
 REQUIRES: dict[Op, tuple[tuple[Op, int], ...]] = {
     Op.FORWARD: ((Op.FORWARD, -1),),
     Op.FULL_BACKWARD: ((Op.FORWARD, 0), (Op.INPUT_GRAD, +1)),
@@ -103,12 +100,8 @@ def required(
 ) -> tuple[tuple[Op, int], ...]:
     """The ops and stages that must be complete, for the same microbatch, before an op may start.
 
-    Args:
-        op: the op to start.
-        stage: its stage.
-        placement: the rank of every stage.
-        transfers: True if the program has explicit sends and receives. Then a requirement on
-            another rank is this rank's receive, else the producing op itself.
+    With ``transfers``, explicit sends and receives, a requirement on another rank is this rank's
+    receive, else the producing op itself.
 
     Example:
         >>> from penstock.schedule.placement import linear
@@ -128,41 +121,6 @@ def required(
 
 
 def next_chunk(microbatch: int, offset: int, num_splits: int) -> int | None:
-    """The chunk ``offset`` away in the same sequence; None past the ends of the sequence.
-
-    Example:
-        >>> next_chunk(2, +1, 2), next_chunk(3, +1, 2), next_chunk(2, -1, 2)
-        (3, None, None)
-    """
+    """The chunk ``offset`` away in the same sequence; None past the ends of the sequence."""
     other = microbatch + offset
     return other if other // num_splits == microbatch // num_splits else None
-
-
-def prerequisites(
-    act: Action, placement: Placement, *, transfers: bool = False, num_splits: int = 1
-) -> tuple[Action, ...]:
-    """The actions that must be complete before ``act`` may start, from ``required``.
-
-    Args:
-        act: the action to start.
-        placement: the rank of every stage.
-        transfers: as for ``required``.
-        num_splits: sequence chunks per microbatch of the program.
-
-    Returns:
-        The required actions, each once. An INPUT_GRAD or WEIGHT_GRAD among them is also fulfilled
-        by the FULL_BACKWARD of the same stage and microbatch (see ``COVERS``).
-
-    Example:
-        >>> from penstock.schedule.placement import linear
-        >>> [str(a) for a in prerequisites(action(1, Op.INPUT_GRAD, 0), linear(3))]
-        ['1F0', '2I0']
-    """
-    needed = required(act.op, act.stage, placement, transfers=transfers)
-    found = [action(stage, op, act.microbatch) for op, stage in needed]
-    if num_splits > 1 and act.op in IN_SEQUENCE and act.microbatch is not None:
-        op, offset = IN_SEQUENCE[act.op]
-        other = next_chunk(act.microbatch, offset, num_splits)
-        if other is not None:
-            found.append(action(act.stage, op, other))
-    return tuple(found)

@@ -17,18 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from reprlib import repr as quoted
+from typing import Any
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.messages import is_count, number_of, quoted, runs_of
+from penstock.schedule.messages import is_count, number_of, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, WHOLE_STAGE
 
 __all__ = [
     "format_csv",
-    "format_step",
     "from_json",
     "load_csv",
     "parse_action",
@@ -40,7 +40,7 @@ __all__ = [
 
 _OVERLAP = "OVERLAP_F_B"
 _NAMES = {op.value: op for op in Op}
-_ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(_NAMES, key=len, reverse=True))})([0-9]*)")
+_ACTION = re.compile(r"([0-9]{1,18})([A-Z](?:[A-Z_]*[A-Z])?)([0-9]{0,18})")
 
 _JSON_FORMAT = "penstock program 1"
 # Fields missing in older files, with their defaults.
@@ -61,8 +61,6 @@ _JSON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 
-# A limit on digits: Python parses longer numbers slowly, and refuses more than 4300 digits.
-_MOST_DIGITS = 18
 # The most stages or microbatches that may be missing by mistake; the checker lists them.
 _MAY_BE_MISSING = 1000
 
@@ -83,17 +81,13 @@ def parse_action(text: str) -> Action:
         <Op.SEND_F: 'SEND_F'>
     """
     match = _ACTION.fullmatch(text.strip())
-    if match is None:
+    op = _NAMES.get(match[2]) if match else None
+    if match is None or op is None:
         raise ScheduleError(
             f"{quoted(text)} is not an action; expected a stage, one of {', '.join(_NAMES)}, and a "
             "microbatch, as in 2F3 or 0UNSHARD"
         )
-    if max(len(match[1]), len(match[3])) > _MOST_DIGITS:
-        raise ScheduleError(
-            f"{quoted(text)}: no program has a stage or a microbatch of more than {_MOST_DIGITS} "
-            "digits"
-        )
-    stage, op, microbatch = int(match[1]), _NAMES[match[2]], match[3]
+    stage, microbatch = int(match[1]), match[3]
     if op in WHOLE_STAGE:
         if microbatch:
             raise ScheduleError(
@@ -136,11 +130,6 @@ def parse_step(text: str) -> Step:
     return Overlap(parts=parts)
 
 
-def format_step(step: Step) -> str:
-    """Format one step; inverse of ``parse_step``."""
-    return str(step)
-
-
 def parse_csv(
     text: str,
     *,
@@ -149,7 +138,7 @@ def parse_csv(
     num_splits: int = 1,
     name: str = "csv",
 ) -> Program:
-    """Read a program.
+    """Read a program, without checking it.
 
     Args:
         text: one line per rank, steps separated by commas; empty cells are skipped.
@@ -157,9 +146,6 @@ def parse_csv(
         placement: the rank of every stage; None to infer it from the computations.
         num_splits: sequence chunks per microbatch, which the text does not contain.
         name: the program's name.
-
-    Returns:
-        The program, not checked.
 
     Raises:
         ScheduleError: a cell is not a step (the message names row and column, from 1), there are no
@@ -172,7 +158,34 @@ def parse_csv(
         >>> format_csv(program)
         '0F0,0B0\\n1F0,1B0\\n'
     """
-    return _parse(text, num_microbatches, placement, num_splits, name, source="")
+    reader = csv.reader(io.StringIO(text, newline=None), strict=True)
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        message = f"row {reader.line_num}: not CSV ({error}); steps need no quotes"
+        raise _error_at(message, Where(rank=reader.line_num - 1)) from error
+    # Trailing empty lines are not ranks, unless the placement has these ranks.
+    num_ranks = placement.num_ranks if placement is not None else 1
+    while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    ranks = tuple(_read_row(row, cells) for row, cells in enumerate(rows))
+    acts = [act for steps in ranks for step in steps for act in step.parts]
+    microbatches = 1 + max((act.microbatch or 0 for act in acts), default=0)
+    _refuse_far_counts(len(acts), 1 + max((act.stage for act in acts), default=0), microbatches)
+    if placement is None:
+        placement = _placement_of(ranks)
+    elif len(ranks) != placement.num_ranks:
+        raise ScheduleError(
+            f"{number_of(len(ranks), 'row')}; the placement has "
+            f"{number_of(placement.num_ranks, 'rank')}, and each takes a line"
+        )
+    return Program(
+        name=name,
+        placement=placement,
+        num_microbatches=microbatches if num_microbatches is None else num_microbatches,
+        ranks=ranks,
+        num_splits=num_splits,
+    )
 
 
 def format_csv(program: Program) -> str:
@@ -195,19 +208,22 @@ def load_csv(
     """
     path = Path(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        return parse_csv(
+            path.read_text(encoding="utf-8-sig"),
+            num_microbatches=num_microbatches,
+            placement=placement,
+            num_splits=num_splits,
+            name=path.stem,
+        )
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path}: not a text file in UTF-8 ({error})") from error
-    return _parse(text, num_microbatches, placement, num_splits, path.stem, source=f"{path}: ")
+    except ScheduleError as error:
+        error.args = (f"{path}: {error}",)
+        raise
 
 
 def save_csv(program: Program, path: str | PathLike[str]) -> None:
-    """Write a program to a file, as ``format_csv``.
-
-    Raises:
-        ScheduleError: ``program`` is not a program.
-        OSError: the file can't be written.
-    """
+    """Write a program to a file, as ``format_csv``."""
     refuse_no_program(program, "save_csv()")
     Path(path).write_text(format_csv(program), encoding="utf-8", newline="\n")
 
@@ -231,16 +247,13 @@ def from_json(text: str) -> Program:
     """Read a program from the JSON of ``to_json``, without checking it.
 
     Raises:
-        ScheduleError: the text is not JSON or lacks a program's fields; numbers of ranks, stages or
-            microbatches do not fit the steps; or a text is not a step (the message names row and
-            column, from 1).
+        ScheduleError: the text is not JSON, lacks a program's fields, has numbers that do not fit
+            the steps, or a text that is not a step (the message names row and column, from 1).
     """
     try:
-        document = json.loads(text, parse_int=_whole)
-    except json.JSONDecodeError as error:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(f"not JSON: {error}") from error
-    except RecursionError as error:
-        raise ScheduleError("not JSON: brackets in brackets without end") from error
     if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
         raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
     document = {**_JSON_DEFAULTS, **document}
@@ -250,15 +263,16 @@ def from_json(text: str) -> Program:
     for name, (expected, fits) in _JSON_FIELDS.items():
         value = document.get(name)
         if not fits(value):
-            raise ScheduleError(f"{name!r}: expected {expected}, got {quoted(json.dumps(value))}")
-    ranks = tuple(_read_row(row, cells, source="") for row, cells in enumerate(document["ranks"]))
+            raise ScheduleError(f"{name!r}: expected {expected}, got {quoted(value)}")
+    ranks = tuple(_read_row(row, cells) for row, cells in enumerate(document["ranks"]))
     stage_ranks, num_ranks = tuple(document["stage_ranks"]), document["num_ranks"]
     if num_ranks > len(stage_ranks):
         raise ScheduleError(
             f"'num_ranks': {num_ranks}, but 'stage_ranks' is of "
             f"{number_of(len(stage_ranks), 'stage')}; every rank holds a stage"
         )
-    _refuse_far_counts(ranks, len(stage_ranks), document["num_microbatches"], source="")
+    actions = sum(len(step.parts) for steps in ranks for step in steps)
+    _refuse_far_counts(actions, len(stage_ranks), document["num_microbatches"])
     return Program(
         name=document["name"],
         placement=Placement(
@@ -270,52 +284,7 @@ def from_json(text: str) -> Program:
     )
 
 
-def _whole(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise ScheduleError(f"not a program: it has a number of {len(text)} digits")
-    return int(text)
-
-
-def _parse(
-    text: str,
-    num_microbatches: int | None,
-    placement: Placement | None,
-    num_splits: int,
-    name: str,
-    source: str,
-) -> Program:
-    rows: list[list[str]] = []
-    try:
-        rows.extend(csv.reader(io.StringIO(text, newline=None), strict=True))
-    except csv.Error as error:
-        place = f"{source}row {len(rows) + 1}"
-        _refuse(f"{place}: not CSV ({error}); steps need no quotes", Where(rank=len(rows)))
-    # Trailing empty lines are not ranks, unless the placement has these ranks.
-    num_ranks = placement.num_ranks if placement is not None else 1
-    while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
-        rows.pop()
-    ranks = tuple(_read_row(row, cells, source=source) for row, cells in enumerate(rows))
-    acts = [act for steps in ranks for step in steps for act in step.parts]
-    num_stages = 1 + max((act.stage for act in acts), default=0)
-    microbatches = 1 + max((act.microbatch or 0 for act in acts), default=0)
-    _refuse_far_counts(ranks, num_stages, microbatches, source)
-    if placement is None:
-        placement = _placement_of(ranks, source)
-    elif len(ranks) != placement.num_ranks:
-        raise ScheduleError(
-            f"{source}{number_of(len(ranks), 'row')}; the placement has "
-            f"{number_of(placement.num_ranks, 'rank')}, and each takes a line"
-        )
-    return Program(
-        name=name,
-        placement=placement,
-        num_microbatches=microbatches if num_microbatches is None else num_microbatches,
-        ranks=ranks,
-        num_splits=num_splits,
-    )
-
-
-def _read_row(row: int, cells: Sequence[str], *, source: str) -> tuple[Step, ...]:
+def _read_row(row: int, cells: Sequence[str]) -> tuple[Step, ...]:
     """The steps of a rank; empty cells are skipped."""
     steps: list[Step] = []
     for column, cell in enumerate(cells):
@@ -324,45 +293,39 @@ def _read_row(row: int, cells: Sequence[str], *, source: str) -> tuple[Step, ...
         try:
             steps.append(parse_step(cell))
         except ScheduleError as error:
-            place = f"{source}row {row + 1}, column {column + 1}"
-            _refuse(f"{place}: {error}", Where(rank=row, action=cell.strip()))
+            message = f"row {row + 1}, column {column + 1}: {error}"
+            raise _error_at(message, Where(rank=row, action=cell.strip())) from error
     return tuple(steps)
 
 
-def _refuse_far_counts(
-    ranks: tuple[tuple[Step, ...], ...], num_stages: int, num_microbatches: int, source: str
-) -> None:
+def _refuse_far_counts(num_actions: int, num_stages: int, num_microbatches: int) -> None:
     """Refuse more stages or microbatches than the text could have actions for."""
-    actions = sum(len(step.parts) for steps in ranks for step in steps)
     for thing, number in (("stage", num_stages), ("microbatch", num_microbatches)):
-        if number > actions + _MAY_BE_MISSING:
+        if number > num_actions + _MAY_BE_MISSING:
             raise ScheduleError(
-                f"{source}{number_of(number, thing)} in a program of "
-                f"{number_of(actions, 'action')}; each takes one at least"
+                f"{number_of(number, thing)} in a program of {number_of(num_actions, 'action')}; "
+                "each takes one at least"
             )
 
 
-def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement:
+def _placement_of(ranks: tuple[tuple[Step, ...], ...]) -> Placement:
     """Infer the placement: each stage is on the rank that computes it."""
     holders: dict[int, int] = {}
     for rank, steps in enumerate(ranks):
         for act in (a for step in steps for a in step.parts if a.op in COMPUTE):
-            if holders.setdefault(act.stage, rank) != rank:
-                _refuse(
-                    f"{source}stage {act.stage} is computed in row {holders[act.stage] + 1} and "
-                    f"in row {rank + 1}; one rank holds a stage",
+            holder = holders.setdefault(act.stage, rank)
+            if holder != rank:
+                raise _error_at(
+                    f"stage {act.stage} is computed in row {holder + 1} and in row {rank + 1}; one "
+                    "rank holds a stage",
                     Where(rank=rank, stage=act.stage, action=str(act)),
                 )
-        if rank not in holders.values():
-            _refuse(
-                f"{source}row {rank + 1}: this rank computes nothing; every rank holds a stage",
-                Where(rank=rank),
-            )
-    missing = [stage for stage in range(max(holders, default=-1) + 1) if stage not in holders]
-    if not holders or missing:
-        nowhere = f"{number_of(len(missing), 'stage')} computed nowhere ({runs_of(missing)})"
-        found = nowhere if missing else "no steps"
-        raise ScheduleError(f"{source}{found}; the placement can't be inferred from the text")
+    missing = set(range(max(holders, default=0) + 1)) - holders.keys()
+    if missing:
+        raise ScheduleError(
+            f"stages {runs_of(sorted(missing))} are computed nowhere; the placement can't be "
+            "inferred from the text"
+        )
     stage_ranks = tuple(holders[stage] for stage in range(len(holders)))
     one = Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)
     if len(stage_ranks) % 2:
@@ -374,8 +337,8 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...], source: str) -> Placement
     return two if apart else one
 
 
-def _refuse(message: str, where: Where) -> NoReturn:
-    """Raise an error that names row and column in its message, since its place is for programs."""
+def _error_at(message: str, where: Where) -> ScheduleError:
+    """An error that names row and column in its message, since its place is for programs."""
     error = ScheduleError(message)
     error.where = where
-    raise error
+    return error

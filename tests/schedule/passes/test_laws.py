@@ -22,9 +22,10 @@ from penstock.schedule.passes import (
     reduce_gradients,
 )
 from penstock.schedule.program import CheckedProgram, Program
-from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS, prerequisites
+from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS
 from penstock.schedule.text import format_csv, parse_csv
 from tests.programs import computed_programs
+from tests.readiness import prerequisites
 from tests.schedule.plain_channels import plays_over
 from tests.schedule.plain_check import without_transfers
 
@@ -207,13 +208,13 @@ def test_transfers_need_a_program_that_ends() -> None:
 
 def test_gradients_are_not_reduced_twice() -> None:
     reduced = reduce_gradients(parse_csv("0F0,0B0\n"))
-    with pytest.raises(ScheduleError, match="says already where gradients are reduced"):
+    with pytest.raises(ScheduleError, match="has REDUCE_GRAD already"):
         reduce_gradients(reduced)
 
 
 def test_sharding_is_not_inserted_twice_and_allows_at_least_one_stage() -> None:
     program = parse_csv("0F0,0B0\n")
-    with pytest.raises(ScheduleError, match="says already when stages are unsharded"):
+    with pytest.raises(ScheduleError, match="has RESHARD and UNSHARD already"):
         insert_sharding(insert_sharding(program))
     with pytest.raises(ScheduleError, match="max_unsharded_stages is 0; at least 1"):
         insert_sharding(program, max_unsharded_stages=0)

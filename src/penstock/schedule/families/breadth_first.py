@@ -45,23 +45,12 @@ __all__ = ["forward_only", "gpipe", "looped_bfs"]
 
 
 def gpipe(*, ranks: int, microbatches: int) -> Program:
-    """All forwards, then all backwards.
-
-    Example:
-        >>> " ".join(map(str, gpipe(ranks=2, microbatches=2).ranks[1]))
-        '1F0 1F1 1B0 1B1'
-    """
+    """All forwards, then all backwards."""
     return replace(looped_bfs(ranks=ranks, microbatches=microbatches, virtual=1), name="gpipe")
 
 
 def looped_bfs(*, ranks: int, microbatches: int, virtual: int) -> Program:
-    """GPipe over stages that go round the ranks several times.
-
-    Example:
-        >>> program = looped_bfs(ranks=2, microbatches=2, virtual=2)
-        >>> " ".join(map(str, program.ranks[1]))
-        '1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1'
-    """
+    """GPipe over stages that go round the ranks several times."""
     order = looped_order(virtual=virtual, groups=(microbatches,))
     backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
     placement = looped(ranks, virtual)
@@ -74,13 +63,7 @@ def looped_bfs(*, ranks: int, microbatches: int, virtual: int) -> Program:
 
 
 def forward_only(*, ranks: int, microbatches: int, virtual: int) -> Program:
-    """Forwards alone, as an evaluation runs them.
-
-    Example:
-        >>> program = forward_only(ranks=2, microbatches=2, virtual=1)
-        >>> " ".join(map(str, program.ranks[1]))
-        '1F0 1F1'
-    """
+    """Forwards alone, as an evaluation runs them."""
     placement = looped(ranks, virtual)
     groups = even_groups(microbatches=microbatches, group=ranks)
     order = looped_order(virtual=virtual, groups=groups)

@@ -33,22 +33,12 @@ __all__ = ["chimera", "nearest"]
 
 
 def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
-    """The nearest numbers of ranks and microbatches that Chimera supports.
-
-    Example:
-        >>> nearest(4, 5), nearest(3, 1)
-        ((4, 5), (4, 2))
-    """
+    """The nearest numbers of ranks and microbatches that Chimera supports."""
     return ranks + ranks % 2, max(microbatches, 2)
 
 
 def chimera(*, ranks: int, microbatches: int) -> Program:
-    """Two 1F1B pipelines in opposite directions, each in the other's bubbles.
-
-    Example:
-        >>> " ".join(map(str, chimera(ranks=2, microbatches=4).ranks[0]))
-        '0F0 3F1 3B1 0B0 0F2 3F3 3B3 0B2'
-    """
+    """Two 1F1B pipelines in opposite directions, each in the other's bubbles."""
     placement = bidirectional(ranks)
     stages, ways = placement.num_stages, placement.num_directions
     totals = [-(-(microbatches - placement.direction_of(s)) // ways) for s in range(stages)]

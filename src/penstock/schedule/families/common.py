@@ -35,12 +35,7 @@ def program_of(
 
 
 def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Action]:
-    """``op`` on each chunk in order, where ``stages`` are the rank's stages.
-
-    Example:
-        >>> [str(a) for a in chunks(Op.FORWARD, [(0, 0), (1, 0)], stages=(1, 5))]
-        ['1F0', '5F0']
-    """
+    """``op`` on each chunk in order, where ``stages`` are the rank's stages."""
     return [action(stages[loop], op, microbatch) for loop, microbatch in order]
 
 
@@ -52,11 +47,6 @@ def phased(phases: Sequence[tuple[int, str]], *, stages: Sequence[int]) -> list[
             such as ``F0``; ``F0+B1`` is an overlapped pair, and ``W`` the weight gradient of the
             rank's oldest input gradient that has none yet.
         stages: the rank's stages.
-
-    Example:
-        >>> steps = phased([(1, "F0"), (1, "F0+B0"), (2, "I0 W")], stages=(2,))
-        >>> [str(step) for step in steps]
-        ['2F0', '(2F1;2B0)OVERLAP_F_B', '2I1', '2W1', '2I2', '2W2']
     """
     started: Counter[tuple[bool, int]] = Counter()
     waiting: deque[Chunk] = deque()
@@ -87,12 +77,6 @@ def even_groups(*, microbatches: int, group: int) -> tuple[int, ...]:
 
     A group smaller than the number of ranks leaves ranks idle at each turn of the loop, so leftover
     microbatches are spread over the other groups.
-
-    Example:
-        >>> even_groups(microbatches=8, group=4), even_groups(microbatches=9, group=4)
-        ((4, 4), (5, 4))
-        >>> even_groups(microbatches=3, group=4)
-        (3,)
     """
     number = max(1, microbatches // group)
     size, larger = divmod(microbatches, number)
@@ -100,12 +84,7 @@ def even_groups(*, microbatches: int, group: int) -> tuple[int, ...]:
 
 
 def looped_order(*, virtual: int, groups: Sequence[int]) -> list[Chunk]:
-    """Chunks group by group: each group goes through all loops before the next group starts.
-
-    Example:
-        >>> looped_order(virtual=2, groups=(2, 1))
-        [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
-    """
+    """Chunks group by group: each group goes through all loops before the next group starts."""
     order, first = [], 0
     for size in groups:
         order += [(loop, first + place) for loop in range(virtual) for place in range(size)]
@@ -114,14 +93,7 @@ def looped_order(*, virtual: int, groups: Sequence[int]) -> list[Chunk]:
 
 
 def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -> list[Action]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the other backwards.
-
-    Example:
-        >>> order = [(0, 0), (0, 1), (0, 2)]
-        >>> f, b = (chunks(op, order, stages=(0,)) for op in (Op.FORWARD, Op.FULL_BACKWARD))
-        >>> " ".join(map(str, alternate(f, b, warmup=1)))
-        '0F0 0F1 0B0 0F2 0B1 0B2'
-    """
+    """``warmup`` forwards, then one forward and one backward in turn, then the other backwards."""
     steps = forwards[:warmup]
     for pair in zip(forwards[warmup:], backwards, strict=False):
         steps += pair
@@ -178,16 +150,6 @@ def first_microbatches(
     Microbatches depend on each other only through their order. So the remaining order stays valid
     when some are removed, and holds no more activations. An overlapped pair with one action left
     becomes that action.
-
-    Example:
-        >>> from penstock.schedule.placement import linear
-        >>> pair = Overlap(parts=(action(0, Op.FORWARD, 1), action(0, Op.FULL_BACKWARD, 0)))
-        >>> program = first_microbatches(
-        ...     [[action(0, Op.FORWARD, 0), pair, action(0, Op.FULL_BACKWARD, 1)]],
-        ...     name="example", placement=linear(1), microbatches=1,
-        ... )
-        >>> " ".join(map(str, program.ranks[0]))
-        '0F0 0B0'
     """
     ranks_kept = []
     for steps in ranks:

@@ -44,12 +44,7 @@ __all__ = ["dualpipe", "dualpipev", "nearest"]
 
 
 def dualpipev(*, ranks: int, microbatches: int) -> Program:
-    """Forwards of one half of a V overlapped with backwards of the other.
-
-    Example:
-        >>> " ".join(map(str, dualpipev(ranks=1, microbatches=2).ranks[0]))
-        '0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1'
-    """
+    """Forwards of one half of a V overlapped with backwards of the other."""
     # Below 2P the phases would overlap, so take the first microbatches of a full V.
     full = max(microbatches, 2 * ranks)
     steps = [
@@ -62,23 +57,13 @@ def dualpipev(*, ranks: int, microbatches: int) -> Program:
 
 
 def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
-    """The nearest numbers of ranks and microbatches that DualPipe supports.
-
-    Example:
-        >>> nearest(4, 8), nearest(3, 5)
-        ((4, 8), (4, 8))
-    """
+    """The nearest numbers of ranks and microbatches that DualPipe supports."""
     ranks += ranks % 2
     return ranks, max(microbatches + microbatches % 2, 2 * ranks)
 
 
 def dualpipe(*, ranks: int, microbatches: int) -> Program:
-    """Microbatches enter a pipeline at both ends, each end overlapping the other's passes.
-
-    Example:
-        >>> " ".join(map(str, dualpipe(ranks=2, microbatches=4).ranks[0]))
-        '0F0 3F1 0F2 3B1 (3F3;0B0)OVERLAP_F_B 3B3 0I2 0W2'
-    """
+    """Microbatches enter a pipeline at both ends, each end overlapping the other's passes."""
     placement = bidirectional(ranks)
     programs = []
     for rank in range(ranks):

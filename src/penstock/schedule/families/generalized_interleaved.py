@@ -51,10 +51,6 @@ def gis(*, ranks: int, microbatches: int, virtual: int, group: int | None = None
 
     Raises:
         ScheduleError: ``group`` is below half of ``ranks``.
-
-    Example:
-        >>> " ".join(map(str, gis(ranks=2, microbatches=2, virtual=2).ranks[1]))
-        '1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1'
     """
     return _grouped("gis", ranks, microbatches, virtual, ranks if group is None else group)
 
@@ -67,10 +63,6 @@ def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = No
 
     Raises:
         ScheduleError: ``group`` is below half of ``ranks``.
-
-    Example:
-        >>> " ".join(map(str, gis_h(ranks=2, microbatches=2, virtual=2).ranks[1]))
-        '1F0 3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1'
     """
     half = -(-ranks // 2)
     return _grouped("gis-h", ranks, microbatches, virtual, half if group is None else group)

@@ -44,11 +44,6 @@ def interleaved_1f1b(
 
     Raises:
         ScheduleError: ``group`` is below ``ranks`` or above ``microbatches``.
-
-    Example:
-        >>> program = interleaved_1f1b(ranks=2, microbatches=2, virtual=2)
-        >>> " ".join(map(str, program.ranks[1]))
-        '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
     """
     if group is not None and not (is_count(group, ranks) and group <= microbatches):
         raise ScheduleError(

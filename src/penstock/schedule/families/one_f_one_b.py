@@ -32,22 +32,12 @@ __all__ = ["eager_1f1b", "one_f_one_b"]
 
 
 def one_f_one_b(*, ranks: int, microbatches: int) -> Program:
-    """After its warm-up a rank runs one forward and one backward in turn.
-
-    Example:
-        >>> " ".join(map(str, one_f_one_b(ranks=2, microbatches=2).ranks[0]))
-        '0F0 0F1 0B0 0B1'
-    """
+    """After its warm-up a rank runs one forward and one backward in turn."""
     return _with_warmup("1f1b", ranks, microbatches, per_rank=1)
 
 
 def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
-    """1F1B with twice the warm-up, so that messages travel while ranks compute.
-
-    Example:
-        >>> " ".join(map(str, eager_1f1b(ranks=2, microbatches=4).ranks[0]))
-        '0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3'
-    """
+    """1F1B with twice the warm-up, so that messages travel while ranks compute."""
     return _with_warmup("eager-1f1b", ranks, microbatches, per_rank=2)
 
 

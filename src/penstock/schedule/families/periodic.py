@@ -53,14 +53,7 @@ class PeriodicPattern:
     def orders(
         self, placement: Placement, *, microbatches: int, backward: Op = Op.INPUT_GRAD
     ) -> list[list[Action]]:
-        """For each rank, its forwards and backwards in the order of their starts.
-
-        Example:
-            >>> from penstock.schedule.placement import v_shape
-            >>> pattern = chain_pattern(v_shape(1), gaps=(1, 1, 1), period=6)
-            >>> " ".join(map(str, pattern.orders(v_shape(1), microbatches=2)[0]))
-            '0F0 1F0 1I0 0I0 0F1 1F1 1I1 0I1'
-        """
+        """For each rank, its forwards and backwards in the order of their starts."""
         times, stages, orders = self.times(microbatches), placement.num_stages, []
         for rank in range(placement.num_ranks):
             timed = sorted(
@@ -83,12 +76,6 @@ class PeriodicSlots:
 
     Attributes:
         busy: the busy intervals of the period, as sorted (start, end) pairs; no two touch.
-
-    Example:
-        >>> slots = PeriodicSlots(6)
-        >>> slots.take(4, 1)
-        >>> slots.fit(3, 2), slots.fit(3, 6)
-        (5, None)
     """
 
     def __init__(self, period: float) -> None:
@@ -147,11 +134,6 @@ def chain_pattern(
 
     Raises:
         ScheduleError: the period is too short for the actions of a rank.
-
-    Example:
-        >>> from penstock.schedule.placement import v_shape
-        >>> chain_pattern(v_shape(2), gaps=(1,) * 7, period=6).starts
-        (0, 1, 2, 3, 7, 6, 5, 4)
     """
     stages = placement.num_stages
     length = 2 if backward is Op.FULL_BACKWARD else 1

@@ -52,10 +52,6 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
 
     Raises:
         ScheduleError: ``ahead`` is below 1.
-
-    Example:
-        >>> " ".join(map(str, po_h(ranks=2, microbatches=2, virtual=2).ranks[1]))
-        '1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3I0 1RELOAD0 3W0 1I0 1W0 3F1 3I1 1RELOAD1 3W1 1I1 1W1'
     """
     placement = looped(ranks, virtual)
     pattern = _pattern(placement, virtual)
@@ -73,10 +69,6 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
 
     Raises:
         ScheduleError: ``ahead`` is below 1.
-
-    Example:
-        >>> " ".join(map(str, po_f(ranks=2, microbatches=2, virtual=2).ranks[1]))[:56]
-        '1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3I0 3W0 3F1 3I1 1RELOAD0'
     """
     program = gis(ranks=ranks, microbatches=microbatches, virtual=virtual)
     return replace(offload(program, ahead=ahead), name="po-f")

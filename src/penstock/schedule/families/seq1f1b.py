@@ -37,10 +37,6 @@ def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
 
     Raises:
         ScheduleError: ``splits`` is not a whole number from 2 on.
-
-    Example:
-        >>> " ".join(map(str, seq1f1b(ranks=1, microbatches=2).ranks[0]))
-        '0F0 0F1 0B1 0F2 0B0 0F3 0B3 0B2'
     """
     if not is_count(splits, 2):
         raise ScheduleError(

@@ -57,12 +57,7 @@ __all__ = ["one_f_one_b_v", "v_half", "v_min", "v_zb"]
 
 
 def v_min(*, ranks: int, microbatches: int) -> Program:
-    """About a third of 1F1B's memory, by a periodic pattern over a V-shape.
-
-    Example:
-        >>> " ".join(map(str, v_min(ranks=1, microbatches=2).ranks[0]))
-        '0F0 1F0 1I0 0I0 1W0 0F1 0W0 1F1 1I1 0I1 1W1 0W1'
-    """
+    """About a third of 1F1B's memory, by a periodic pattern over a V-shape."""
     # Unless P = 1 (mod 3), passes down and up would conflict on some rank.
     turns = (1, 1, 1) if ranks % 3 == 1 else (2, 1, 1)
     limit = 2 * ((ranks + 4) // 3)
@@ -70,12 +65,7 @@ def v_min(*, ranks: int, microbatches: int) -> Program:
 
 
 def v_half(*, ranks: int, microbatches: int) -> Program:
-    """Half of 1F1B's memory and about half of its bubble, by a periodic pattern over a V-shape.
-
-    Example:
-        >>> " ".join(map(str, v_half(ranks=1, microbatches=1).ranks[0]))
-        '0F0 1F0 1I0 0I0 1W0 0W0'
-    """
+    """Half of 1F1B's memory and about half of its bubble, by a periodic pattern over a V-shape."""
     # For even P, backwards that start at once would conflict with forwards on every rank, and lose
     # a unit on each; with these turns they conflict with none after the first.
     turns = (3, 2, 2) if ranks % 2 == 0 else (1, 1, 1)
@@ -84,12 +74,7 @@ def v_half(*, ranks: int, microbatches: int) -> Program:
 
 
 def v_zb(*, ranks: int, microbatches: int) -> Program:
-    """Zero bubble by a periodic pattern over a V-shape, in the memory of 1F1B.
-
-    Example:
-        >>> " ".join(map(str, v_zb(ranks=1, microbatches=1).ranks[0]))
-        '0F0 1F0 1I0 0I0 1W0 0W0'
-    """
+    """Zero bubble by a periodic pattern over a V-shape, in the memory of 1F1B."""
     return _v_program("v-zb", ranks, microbatches, (1, 5, 1, 5), (1, 1, 1), 2 * ranks, spare=0)
 
 
@@ -102,10 +87,6 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
 
     Raises:
         ScheduleError: ``limit`` is below 2⌊(2P + 2) / 3⌋.
-
-    Example:
-        >>> " ".join(map(str, one_f_one_b_v(ranks=1, microbatches=2).ranks[0]))
-        '0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1'
     """
     least = 2 * ((2 * ranks + 2) // 3)
     limit = least if limit is None else limit

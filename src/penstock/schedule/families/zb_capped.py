@@ -24,14 +24,13 @@ Source: arXiv:2401.10241, sec. 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
+from penstock.schedule.action import Action, Op
 from penstock.schedule.families.common import alternate, chunks, program_of
 from penstock.schedule.families.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.index import index_program
@@ -44,9 +43,9 @@ __all__ = ["zb_1p", "zb_2p"]
 
 _Costs: TypeAlias = tuple[PerStage, PerStage, PerStage]
 
-# Candidate warm-ups: forwards before the first input gradient per later rank, and True if idle
-# ranks run more of them.
-_WARMUPS = ((1.0, False), (1.0, True), (1.5, False), (2.0, False), (2.0, True), (3.0, True))
+# Candidate warm-ups: forwards before the first input gradient per later rank, and ``spare`` of
+# ``list_schedule``.
+_WARMUPS = ((1.0, None), (1.0, 0), (1.5, None), (2.0, None), (2.0, 0), (3.0, 0))
 
 
 def zb_1p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
@@ -58,10 +57,6 @@ def zb_1p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) ->
 
     Raises:
         ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
-
-    Example:
-        >>> " ".join(map(str, zb_1p(ranks=2, microbatches=3).ranks[1]))
-        '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
     """
     return _best("zb-1p", ranks, microbatches, ranks, **costs)
 
@@ -70,10 +65,6 @@ def zb_2p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) ->
     """Zero bubble searched for given costs, in the memory of 2P activations.
 
     Takes the arguments of ``zb_1p``.
-
-    Example:
-        >>> " ".join(map(str, zb_2p(ranks=2, microbatches=3).ranks[1]))
-        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
     """
     return _best("zb-2p", ranks, microbatches, 2 * ranks, **costs)
 
@@ -93,24 +84,38 @@ def _best(
         _per_stage(name, "input_grad", input_grad, ranks),
         _per_stage(name, "weight_grad", weight_grad, ranks),
     )
-    tries: list[Callable[..., Scheduled]] = [
-        partial(_with_warmup, ranks, microbatches, limit, costs, ahead, fill)
-        for ahead, fill in _WARMUPS
-    ]
-    published = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
-    tries += [
-        partial(_timed, builder(ranks=ranks, microbatches=microbatches), costs)
-        for builder in published
-    ]
     least = _least(microbatches, costs)
-    best = tries[0](within=inf)
-    for attempt in tries[1:]:
+    published = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
+    best = Scheduled(ranks=(), makespan=inf, span=inf)
+    for candidate in (*_WARMUPS, *published):
         if (best.makespan, best.span) <= least:
             break
+        if isinstance(candidate, tuple):
+            ahead, spare = candidate
+            found = list_schedule(
+                linear(ranks),
+                [
+                    _order(
+                        rank, microbatches, min(limit - 1, math.ceil(ahead * (ranks - 1 - rank)))
+                    )
+                    for rank in range(ranks)
+                ],
+                limit=limit,
+                spare=spare,
+                costs=costs,
+                within=best.makespan,
+            )
+        else:
+            found = _timed(candidate(ranks=ranks, microbatches=microbatches), costs)
         # Ties go to the first: the shortest warm-up.
-        found = attempt(within=best.makespan)
         best = min(best, found, key=lambda each: (each.makespan, each.span))
     return program_of(name, linear(ranks), microbatches, best.ranks)
+
+
+def _order(rank: int, microbatches: int, warmup: int) -> list[Action]:
+    order = [(0, microbatch) for microbatch in range(microbatches)]
+    forwards = chunks(Op.FORWARD, order, stages=(rank,))
+    return alternate(forwards, chunks(Op.INPUT_GRAD, order, stages=(rank,)), warmup=warmup)
 
 
 def _least(microbatches: int, costs: _Costs) -> tuple[float, float]:
@@ -123,7 +128,7 @@ def _least(microbatches: int, costs: _Costs) -> tuple[float, float]:
     return max(start + each for start, each in zip(starts, work, strict=False)), max(work)
 
 
-def _timed(program: Program, costs: _Costs, *, within: float) -> Scheduled:
+def _timed(program: Program, costs: _Costs) -> Scheduled:
     """A program of another family, with its times."""
     indexed = index_program(program)
     durations = [0.0] * indexed.index.num_rows
@@ -139,31 +144,6 @@ def _timed(program: Program, costs: _Costs, *, within: float) -> Scheduled:
         ),
         makespan=max(ends[-1] for ends in replay.ends),
         span=max(spans),
-    )
-
-
-def _with_warmup(
-    ranks: int,
-    microbatches: int,
-    limit: int,
-    costs: _Costs,
-    ahead: float,
-    fill: bool,
-    *,
-    within: float,
-) -> Scheduled:
-    order = [(0, microbatch) for microbatch in range(microbatches)]
-    orders = [
-        alternate(
-            chunks(Op.FORWARD, order, stages=(rank,)),
-            chunks(Op.INPUT_GRAD, order, stages=(rank,)),
-            warmup=min(limit - 1, math.ceil(ahead * (ranks - 1 - rank))),
-        )
-        for rank in range(ranks)
-    ]
-    spare = 0 if fill else None
-    return list_schedule(
-        linear(ranks), orders, limit=limit, spare=spare, costs=costs, within=within
     )
 
 

@@ -22,12 +22,7 @@ __all__ = ["zbv"]
 
 
 def zbv(*, ranks: int, microbatches: int) -> Program:
-    """Zero bubble over a V-shape, in the memory of 1F1B.
-
-    Example:
-        >>> " ".join(map(str, zbv(ranks=1, microbatches=2).ranks[0]))
-        '0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1'
-    """
+    """Zero bubble over a V-shape, in the memory of 1F1B."""
     # Below 2P the phases would overlap, so take the first microbatches of a full V.
     full = max(microbatches, 2 * ranks)
     programs = []

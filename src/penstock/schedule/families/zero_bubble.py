@@ -45,23 +45,12 @@ __all__ = ["interleaved_zb", "zb_h1", "zb_h2"]
 
 
 def zb_h1(*, ranks: int, microbatches: int) -> Program:
-    """1F1B with a split backward, in no more memory.
-
-    Example:
-        >>> " ".join(map(str, zb_h1(ranks=2, microbatches=3).ranks[1]))
-        '1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2'
-    """
+    """1F1B with a split backward, in no more memory."""
     return replace(interleaved_zb(ranks=ranks, microbatches=microbatches, virtual=1), name="zb-h1")
 
 
 def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
-    """The backward is split, and weight gradients fill the gaps.
-
-    Example:
-        >>> program = interleaved_zb(ranks=2, microbatches=2, virtual=2)
-        >>> " ".join(map(str, program.ranks[1]))
-        '1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1'
-    """
+    """The backward is split, and weight gradients fill the gaps."""
     placement = looped(ranks, virtual)
     groups = even_groups(microbatches=microbatches, group=ranks)
     ahead = (virtual - 1) * max(groups)
@@ -75,12 +64,7 @@ def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
 
 
 def zb_h2(*, ranks: int, microbatches: int) -> Program:
-    """No bubble from a rank's first start to its last end, for twice the memory.
-
-    Example:
-        >>> " ".join(map(str, zb_h2(ranks=2, microbatches=3).ranks[1]))
-        '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2'
-    """
+    """No bubble from a rank's first start to its last end, for twice the memory."""
     steps = alternating(
         linear(ranks),
         groups=(microbatches,),

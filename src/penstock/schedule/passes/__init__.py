@@ -1,7 +1,6 @@
 """Passes: pure functions from program to program; the input stays unchanged."""
 
-from penstock.schedule.passes.activations import offload, recompute
-from penstock.schedule.passes.backward import forward_only, merge_backward
+from penstock.schedule.passes.computations import forward_only, merge_backward, offload, recompute
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.passes.lower import insert_sharding, lower, reduce_gradients
 

@@ -4,28 +4,35 @@
     rank 1   1F0 1B0 1F1 1B1       1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
 A send stands right after the step that makes the value. A receive is posted one computing step
-ahead of the step that uses the value, so that the value travels while the step before computes:
-``R(a2) a1 S(a1) R(a3) a2 S(a2)``. It is posted earlier only if necessary: to keep the same order at
-both ends of a directed pair of ranks, or to prevent a deadlock of ranks that wait for each other's
-receives. If a pair of ranks has one channel for both directions, no receive may be posted early,
-and ``penstock.schedule.passes.pair_order`` places all transfers.
+ahead of the step that uses the value, so that the value travels while the step before computes. It
+is posted earlier only if necessary: to keep the same order at both ends of a directed pair of
+ranks, or to prevent a deadlock of ranks that wait for each other's receives.
 
-This module knows no times, so it does not optimize how early receives are posted.
+If a pair of ranks has one channel for both directions, a posted receive blocks later sends until
+its message arrives. So both ends must have the messages of both directions in one order: that of
+the time of sending in a replay where F, I and W take one unit each and every step starts as soon as
+possible:
+
+    rank 0   0F0 0F1 .   .   0B0 0B1     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    rank 1   .   1F0 1B0 --- 1F1 1B1     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+
+A rank that waits for a message waits for an earlier action of the replay, whatever the true costs,
+so there is no deadlock.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from typing import TypeAlias
 
 from penstock.errors import InternalError, ScheduleError
-from penstock.schedule.action import Step, action
+from penstock.schedule.action import Op, Step, action
 from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay
 from penstock.schedule.check import check
 from penstock.schedule.index import ActionIndex, IndexedProgram, index_program
-from penstock.schedule.passes.pair_order import in_one_order
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
-from penstock.schedule.replay import DependencyReplay
+from penstock.schedule.replay import replay_of
 from penstock.schedule.rules import COMPUTE, SEND_OF, TRANSFERS
 
 __all__ = ["insert_transfers"]
@@ -33,23 +40,26 @@ __all__ = ["insert_transfers"]
 # By row of computations: for each send, its offset, its receive's offset and the receiving rank.
 _Sends: TypeAlias = list[list[tuple[int, int, int]]]
 
+# Other ops take no time in the replay, and send nothing.
+_UNITS = {
+    Op.FORWARD: 1,
+    Op.FULL_BACKWARD: 2,
+    Op.INPUT_GRAD: 1,
+    Op.WEIGHT_GRAD: 1,
+    Op.RECOMPUTE: 1,
+}
+
 
 def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Program:
     """Insert a send and a receive for every value that crosses ranks.
 
-    Keeps the order of all other steps. The result passes ``check``: it completes even if a send
-    blocks until the matching receive is posted. A replay of the program finds deadlocks.
-    Computations have no cycle, so some rank of a deadlock waits in a send; its receive is then
-    posted at the current step of the receiving rank. With one channel per pair of ranks, the result
-    passes ``check(..., channels)`` as well.
+    Keeps the order of all other steps. The result passes ``check(..., channels)``: it completes
+    even if a send blocks until the matching receive is posted.
 
     Args:
         program: a program without transfers.
-        channels: the channels of messages. A program for one channel per pair is valid over
-            channels of any kind, but posts its receives later.
-
-    Returns:
-        The program with transfers.
+        channels: the channels of messages. A program for one channel per pair is valid over any
+            channels, but posts its receives later.
 
     Raises:
         ScheduleError: the program already has transfers, or ``check`` finds problems.
@@ -75,12 +85,14 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
         check(program)
     computed = index_program(program)
     index = computed.index
-    sends = _sends_by_row(index)
     hoisted: list[dict[int, list[int]]] = [{} for _ in program.ranks]
-    queues = (in_one_order if channels.per_pair else _placed)(computed, sends)
-    placed = IndexedProgram(index=index, queues=queues, overlapped=computed.overlapped)
-    if not channels.per_pair:
-        hoisted = _hoists(placed)
+    if channels.per_pair:
+        queues = _in_one_order(computed, _sends_by_row(index))
+    else:
+        queues = _just_ahead(computed, _sends_by_row(index))
+        hoisted = _hoists(
+            IndexedProgram(index=index, queues=queues, overlapped=computed.overlapped)
+        )
     return program.with_ranks(
         tuple(
             _steps(steps, queues[rank], hoisted[rank], index)
@@ -89,37 +101,26 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
     )
 
 
-def _placed(computed: IndexedProgram, sends: _Sends) -> list[list[int]]:
+def _sends_by_row(index: ActionIndex) -> _Sends:
+    transfers, table = index.transfers(), []
+    for row, offsets in enumerate(index.sends()):
+        sends = []
+        for offset in offsets:
+            send = transfers[row + offset // index.num_microbatches]
+            assert send is not None, "a send in the table has its receive"
+            sends.append((offset, offset + send[1], send[0]))
+        table.append(sends)
+    return table
+
+
+def _just_ahead(computed: IndexedProgram, sends: _Sends) -> list[list[int]]:
     """For each rank its ids with transfers, in their final places unless a rank deadlocks."""
-    post_at, messages = _messages(computed, sends)
-    arriving: list[list[int]] = [[] for _ in computed.queues]
-    for (_, target), channel in messages.items():
-        # No receive is posted later than receives of messages sent after it.
-        earliest = post_at[channel[-1]]
-        for receive in reversed(channel):
-            earliest = post_at[receive] = min(earliest, post_at[receive])
-        arriving[target] += channel
-    queues = []
-    for rank, receives in enumerate(arriving):
-        # Stable, so that the order within a channel is kept.
-        receives.sort(key=post_at.__getitem__)
-        places = [post_at[receive] for receive in receives]
-        queues.append(_merged(computed, rank, sends, receives, places))
-    return queues
-
-
-def _messages(
-    computed: IndexedProgram, sends: _Sends
-) -> tuple[dict[int, int], dict[tuple[int, int], list[int]]]:
-    """The place of each receive as far as order alone demands, and the receives of each directed
-    pair of ranks by order of their sends."""
-    width = computed.index.num_microbatches
-    receives = computed.index.receives()
-    is_compute = [op in COMPUTE for op, _ in computed.index.rows()]
+    width, receives = computed.index.num_microbatches, computed.index.receives()
+    computes = [op in COMPUTE for op, _ in computed.index.rows()]
+    # The place of each receive, and the receives of directed pairs of ranks by order of sending.
     post_at: dict[int, int] = {}
     messages: dict[tuple[int, int], list[int]] = {}
     for rank, queue in enumerate(computed.queues):
-        outgoing: dict[int, list[int]] = {}
         ahead: int | None = None
         for place, step in enumerate(queue):
             for part in (step,) if step >= 0 else computed.parts(step):
@@ -127,58 +128,37 @@ def _messages(
                 for offset in receives[row]:
                     post_at[part + offset] = place if ahead is None else ahead
                 for _, to_receive, target in sends[row]:
-                    outgoing.setdefault(target, []).append(part + to_receive)
-            if step < 0 or is_compute[step // width]:
+                    messages.setdefault((rank, target), []).append(part + to_receive)
+            if step < 0 or computes[step // width]:
                 ahead = place
-        messages.update({(rank, target): channel for target, channel in outgoing.items()})
-    return post_at, messages
-
-
-def _sends_by_row(index: ActionIndex) -> _Sends:
-    table: _Sends = []
-    for (op, stage), offsets in zip(index.rows(), index.sends(), strict=True):
-        start = index.id(op, stage)
-        row = []
-        for offset in offsets:
-            send = index.op_and_stage((start + offset) // index.num_microbatches)
-            receive = index.peer(*send)
-            assert receive is not None, "a send in the table has its receive"
-            target = index.placement.rank_of(receive[1])
-            row.append((offset, index.offset(op, stage, receive), target))
-        table.append(row)
-    return table
-
-
-def _merged(
-    computed: IndexedProgram,
-    rank: int,
-    sends: _Sends,
-    receives: list[int],
-    places: list[int],
-) -> list[int]:
-    """The ids of one rank, with sends, and with each receive before the step at its place."""
-    width = computed.index.num_microbatches
-    merged: list[int] = []
-    posted = 0
-    for place, step in enumerate(computed.queues[rank]):
-        while posted < len(places) and places[posted] == place:
-            merged.append(receives[posted])
-            posted += 1
-        merged.append(step)
-        for part in (step,) if step >= 0 else computed.parts(step):
-            for offset, _, _ in sends[part // width]:
-                merged.append(part + offset)
-    return merged
+    posted: list[dict[int, list[int]]] = [defaultdict(list) for _ in computed.queues]
+    for (_, target), channel in messages.items():
+        # No receive is posted later than receives of messages sent after it.
+        earliest = post_at[channel[-1]]
+        for receive in reversed(channel):
+            earliest = post_at[receive] = min(earliest, post_at[receive])
+        for receive in channel:
+            posted[target][post_at[receive]].append(receive)
+    queues = []
+    for queue, before in zip(computed.queues, posted, strict=True):
+        merged: list[int] = []
+        for place, step in enumerate(queue):
+            merged += before.get(place, ())
+            merged.append(step)
+            for part in (step,) if step >= 0 else computed.parts(step):
+                merged += [part + offset for offset, _, _ in sends[part // width]]
+        queues.append(merged)
+    return queues
 
 
 def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
     """For each rank, a mapping from queue position to receives that must be posted by then.
 
-    Of several ranks blocked in a send, the lowest is unblocked first, so that the result does not
-    depend on the order of the replay. A rank is examined once each time it stops, so the cost is
-    linear except for the heap.
+    Computations have no cycle, so some rank of a deadlock waits in a send; its receive is posted at
+    the current step of the receiving rank. The lowest blocked rank is unblocked first, so that the
+    result does not depend on the order of the replay.
     """
-    index = placed.index
+    index, width = placed.index, placed.index.num_microbatches
     # By row of receives, the rank that posts the receive.
     posts = [
         index.placement.rank_of(stage) if op in SEND_OF else None for op, stage in index.rows()
@@ -188,27 +168,21 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
     stopped: list[int] = []
     looked_at = 0
     while not replay.play():
-        # A rank reaches a send by completing the previous step, so it appears in a run since the
+        # A rank reaches a send by completing the previous step, so it has had a turn since the
         # last check.
         for rank in replay.turns[looked_at:]:
             heapq.heappush(stopped, rank)
         looked_at = len(replay.turns)
-        receive, target = _unposted(replay, stopped, posts, index.num_microbatches)
+        receive = target = None
+        while target is None:
+            if not stopped:
+                raise InternalError("a valid program is stuck, and no rank waits in a send")
+            receive = replay.awaits[heapq.heappop(stopped)]
+            target = None if receive is None else posts[receive // width]
+        assert receive is not None
         hoisted[target].setdefault(replay.positions[target], []).append(receive)
         replay.fulfil(receive)
     return hoisted
-
-
-def _unposted(
-    replay: DependencyReplay, stopped: list[int], posts: list[int | None], width: int
-) -> tuple[int, int]:
-    """The receive awaited by the lowest rank blocked in a send, and the rank that posts it."""
-    while stopped:
-        missing = replay.awaits[heapq.heappop(stopped)]
-        target = None if missing is None else posts[missing // width]
-        if missing is not None and target is not None:
-            return missing, target
-    raise InternalError("a program that can be computed is stuck, and no rank waits in a send")
 
 
 def _steps(
@@ -221,8 +195,7 @@ def _steps(
     kept = iter(computed)
     steps: list[Step] = []
     for position, number in enumerate(queue):
-        if position in hoisted:
-            steps += map(index.action, hoisted[position])
+        steps += map(index.action, hoisted.get(position, ()))
         transfer = None if number < 0 else transfers[number // width]
         if transfer is None:
             steps.append(next(kept))
@@ -230,3 +203,35 @@ def _steps(
             op, stage = transfer
             steps.append(action(stage, op, number % width))
     return tuple(steps)
+
+
+def _in_one_order(computed: IndexedProgram, sends: _Sends) -> list[list[int]]:
+    """For each rank its ids with transfers, in one order at both ends of each pair of ranks."""
+    index, width = computed.index, computed.index.num_microbatches
+    units = [_UNITS.get(op, 0) for op, _ in index.rows()]
+    replay = replay_of(computed, index.required(), durations=units)
+    ended = replay.play()
+    assert ended, "only a program that runs to its end is given transfers"
+    # For each rank its transfers: the time, the message (to break ties), the transfer.
+    transfers: list[list[tuple[float, int, int]]] = [[] for _ in computed.queues]
+    for rank, queue in enumerate(computed.queues):
+        for step in queue:
+            for part in computed.parts(step):
+                for to_send, to_receive, target in sends[part // width]:
+                    end, message = replay.done[part], part + to_receive
+                    transfers[rank].append((end, message, part + to_send))
+                    transfers[target].append((end, message, message))
+    queues = []
+    for rank, queue in enumerate(computed.queues):
+        # Each step comes after the transfers of messages sent before its start.
+        merged: list[int] = []
+        coming = sorted(transfers[rank], reverse=True)
+        first = 0
+        for step in queue:
+            start = replay.starts[rank][first]
+            first += len(computed.parts(step))
+            while coming and coming[-1][0] <= start:
+                merged.append(coming.pop()[2])
+            merged.append(step)
+        queues.append(merged + [transfer for _, _, transfer in reversed(coming)])
+    return queues

@@ -13,6 +13,7 @@ from penstock.schedule.rules import COMPUTE, TRANSFERS, WEIGHT_GRADS
 __all__ = ["insert_sharding", "lower", "reduce_gradients"]
 
 _SHARDING = frozenset({Op.UNSHARD, Op.RESHARD})
+_REDUCTION = frozenset({Op.REDUCE_GRAD})
 
 
 def lower(
@@ -32,9 +33,6 @@ def lower(
         sharding: if True, inserts UNSHARD and RESHARD for sharded parameters.
         max_unsharded_stages: see ``insert_sharding``.
         channels: the channels of messages, see ``insert_transfers``.
-
-    Returns:
-        The lowered program, to be checked.
 
     Raises:
         ScheduleError: ``check`` finds problems in a program without transfers.
@@ -63,42 +61,20 @@ def reduce_gradients(program: Program) -> Program:
 
     Keeps the order of all steps. A program without backwards stays as it is.
 
-    Args:
-        program: any program without REDUCE_GRAD.
-
-    Returns:
-        The program with one REDUCE_GRAD per stage that has a weight gradient.
-
     Raises:
         ScheduleError: the program already has a REDUCE_GRAD.
-
-    Example:
-        >>> from penstock.schedule.text import format_csv, parse_csv
-        >>> print(format_csv(reduce_gradients(parse_csv("0F0,0F1,0B0,0B1\\n"))), end="")
-        0F0,0F1,0B0,0B1,0REDUCE_GRAD
     """
-    refuse_no_program(program, "reduce_gradients()")
-    if any(act.op is Op.REDUCE_GRAD for act in program.actions()):
-        raise ScheduleError(
-            f"program {program.name!r} says already where gradients are reduced; take its "
-            "REDUCE_GRAD actions out, or leave this pass out"
-        )
-    return program.with_ranks(
-        tuple(
-            _with_reductions(steps, len(program.placement.stages_of(rank)))
-            for rank, steps in enumerate(program.ranks)
-        )
-    )
-
-
-def _with_reductions(steps: tuple[Step, ...], num_stages: int) -> tuple[Step, ...]:
-    last = last_steps(steps, WEIGHT_GRADS, num_stages)
-    reduced = list(steps)
-    # From the end, so that earlier positions stay valid. If the last weight gradients of two stages
-    # share a pair, the lower stage is reduced first.
-    for stage, index in sorted(last.items(), key=lambda item: (item[1], item[0]), reverse=True):
-        reduced.insert(index + 1, action(stage, Op.REDUCE_GRAD))
-    return tuple(reduced)
+    _refuse_present(program, _REDUCTION, "reduce_gradients()")
+    ranks = []
+    for rank, steps in enumerate(program.ranks):
+        last = last_steps(steps, WEIGHT_GRADS, len(program.placement.stages_of(rank)))
+        reduced = list(steps)
+        # From the end, so that earlier positions stay valid. If the last weight gradients of two
+        # stages share a pair, the lower stage is reduced first.
+        for stage, place in sorted(last.items(), key=lambda item: (item[1], item[0]), reverse=True):
+            reduced.insert(place + 1, action(stage, Op.REDUCE_GRAD))
+        ranks.append(tuple(reduced))
+    return program.with_ranks(tuple(ranks))
 
 
 def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Program:
@@ -109,49 +85,31 @@ def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Progr
 
     Before each step, a rank holds the stages that it needs next, the nearest
     ``max_unsharded_stages`` of them: with two or more, the next stage is gathered while this one
-    computes. Keeps the order of all other steps.
+    computes. Every stage is resharded at the end. Keeps the order of all other steps.
 
     Args:
         program: any program without UNSHARD and RESHARD.
         max_unsharded_stages: the most stages of a rank that are unsharded at a time; an overlapped
             pair that computes on more stages unshards them all.
 
-    Returns:
-        The program; every stage is resharded at its end.
-
     Raises:
         ScheduleError: the program already has sharding, or ``max_unsharded_stages`` is below 1.
-
-    Example:
-        >>> from penstock.schedule.text import format_csv, parse_csv
-        >>> print(format_csv(insert_sharding(parse_csv("0F0,1F0\\n"))), end="")
-        0UNSHARD,1UNSHARD,0F0,0RESHARD,1F0,1RESHARD
     """
-    refuse_no_program(program, "insert_sharding()")
+    _refuse_present(program, _SHARDING, "insert_sharding()")
     if max_unsharded_stages < 1:
         raise ScheduleError(f"max_unsharded_stages is {max_unsharded_stages}; at least 1 is needed")
-    if any(act.op in _SHARDING for act in program.actions()):
-        raise ScheduleError(
-            f"program {program.name!r} says already when stages are unsharded; take its UNSHARD "
-            "and RESHARD actions out, or leave this pass out"
-        )
-    return program.with_ranks(
-        tuple(_with_sharding(steps, max_unsharded_stages) for steps in program.ranks)
-    )
-
-
-def _with_sharding(steps: tuple[Step, ...], most: int) -> tuple[Step, ...]:
-    sharded: list[Step] = []
-    present: tuple[int, ...] = ()
-    for step, wanted in zip(steps, _windows(steps, most), strict=True):
-        if wanted != present:
+    ranks = []
+    for steps in program.ranks:
+        sharded: list[Step] = []
+        present: tuple[int, ...] = ()
+        for step, wanted in zip(steps, _windows(steps, max_unsharded_stages), strict=True):
             # Resharding first keeps within the limit.
             sharded += [action(s, Op.RESHARD) for s in present if s not in wanted]
             sharded += [action(s, Op.UNSHARD) for s in wanted if s not in present]
+            sharded.append(step)
             present = wanted
-        sharded.append(step)
-    sharded += [action(s, Op.RESHARD) for s in present]
-    return tuple(sharded)
+        ranks.append((*sharded, *(action(s, Op.RESHARD) for s in present)))
+    return program.with_ranks(tuple(ranks))
 
 
 def _windows(steps: tuple[Step, ...], most: int) -> list[tuple[int, ...]]:
@@ -164,3 +122,14 @@ def _windows(steps: tuple[Step, ...], most: int) -> list[tuple[int, ...]]:
             upcoming = needed + tuple(s for s in upcoming if s not in needed)
         windows.append(upcoming[: max(most, len(needed))])
     return windows[::-1]
+
+
+def _refuse_present(program: Program, ops: frozenset[Op], caller: str) -> None:
+    """Refuse a program that already has actions which a pass would insert."""
+    refuse_no_program(program, caller)
+    if any(act.op in ops for act in program.actions()):
+        names = " and ".join(sorted(op.value for op in ops))
+        raise ScheduleError(
+            f"program {program.name!r} has {names} already; take these actions out, or leave "
+            f"{caller} out"
+        )

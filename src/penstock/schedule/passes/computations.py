@@ -1,16 +1,55 @@
-"""Passes over activations: recompute them, or offload them to the host."""
+"""Passes over computations: which of them run, and when activations are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op, Step, action
+from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.messages import is_count
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 
-__all__ = ["offload", "recompute"]
+__all__ = ["forward_only", "merge_backward", "offload", "recompute"]
+
+
+def forward_only(program: Program) -> Program:
+    """Keep only the forwards, in their order: no backwards, transfers, sharding or reductions.
+
+        before   0F0 0SEND_F0 (0F1;0B0)OVERLAP_F_B 0SEND_F1 0B1        after   0F0 0F1
+
+    Forwards depend only on forwards, so the result of a valid program is valid.
+    """
+    refuse_no_program(program, "forward_only()")
+    return program.with_ranks(
+        tuple(
+            tuple(act for step in steps for act in step.parts if act.op is Op.FORWARD)
+            for steps in program.ranks
+        )
+    )
+
+
+def merge_backward(program: Program) -> Program:
+    """Merge each W that directly follows its I into a full backward.
+
+        before   0F0 0F1 0I0 0W0 0I1 0I2 0W1        after   0F0 0F1 0B0 0I1 0I2 0W1
+
+    Keeps the order of all other steps, and leaves overlapped pairs as they are. In a program with
+    transfers, an I whose gradient is sent before its W is kept, since the send separates them.
+    """
+    refuse_no_program(program, "merge_backward()")
+    ranks = []
+    for steps in program.ranks:
+        merged: list[Step] = []
+        for step in steps:
+            if isinstance(step, Action) and step.op is Op.WEIGHT_GRAD:
+                before = action(step.stage, Op.INPUT_GRAD, step.microbatch)
+                if merged[-1:] == [before]:
+                    merged.pop()
+                    step = action(step.stage, Op.FULL_BACKWARD, step.microbatch)
+            merged.append(step)
+        ranks.append(tuple(merged))
+    return program.with_ranks(tuple(ranks))
 
 
 def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Program:
@@ -25,38 +64,28 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
         program: any program with backwards, with or without transfers.
         stages: the stages that recompute; None for all.
 
-    Returns:
-        The program with a RECOMPUTE for each microbatch of those stages.
-
     Raises:
         ScheduleError: a stage does not exist, or is already recomputed or offloaded.
 
     Source: arXiv:1604.06174.
-
-    Example:
-        >>> from penstock.schedule.text import format_csv, parse_csv
-        >>> print(format_csv(recompute(parse_csv("0F0,0B0\\n1F0,1I0,1W0\\n"))), end="")
-        0F0,0RECOMPUTE0,0B0
-        1F0,1RECOMPUTE0,1I0,1W0
     """
     chosen = _chosen(program, stages, "recompute()")
     if not any(act.op in INPUT_GRADS for act in program.actions()):
         raise ScheduleError(
             f"program {program.name!r} has no backwards: there is nothing to recompute for"
         )
-    return program.with_ranks(tuple(_recomputed(steps, chosen) for steps in program.ranks))
-
-
-def _recomputed(steps: tuple[Step, ...], stages: frozenset[int]) -> tuple[Step, ...]:
-    recomputed: list[Step] = []
-    for step in steps:
-        recomputed += (
-            action(act.stage, Op.RECOMPUTE, act.microbatch)
-            for act in step.parts
-            if act.op in INPUT_GRADS and act.stage in stages
-        )
-        recomputed.append(step)
-    return tuple(recomputed)
+    ranks = []
+    for steps in program.ranks:
+        recomputed: list[Step] = []
+        for step in steps:
+            recomputed += (
+                action(act.stage, Op.RECOMPUTE, act.microbatch)
+                for act in step.parts
+                if act.op in INPUT_GRADS and act.stage in chosen
+            )
+            recomputed.append(step)
+        ranks.append(tuple(recomputed))
+    return program.with_ranks(tuple(ranks))
 
 
 def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int = 1) -> Program:
@@ -74,20 +103,11 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
         stages: the stages whose activations are offloaded; None for all.
         ahead: the number of computations between a RELOAD and its backward, at least 1.
 
-    Returns:
-        The program with an OFFLOAD and a RELOAD for each such microbatch.
-
     Raises:
         ScheduleError: a stage does not exist, or is already recomputed or offloaded; or ``ahead``
             is below 1.
 
     Source: arXiv:2503.01328, sec. 3.
-
-    Example:
-        >>> from penstock.schedule.text import format_csv, parse_csv
-        >>> program = parse_csv("0F0,0F1,0F2,0B0,0B1,0B2\\n")
-        >>> print(format_csv(offload(program)), end="")
-        0F0,0OFFLOAD0,0F1,0OFFLOAD1,0RELOAD0,0F2,0OFFLOAD2,0RELOAD1,0B0,0RELOAD2,0B1,0B2
     """
     chosen = _chosen(program, stages, "offload()")
     if not is_count(ahead):
@@ -110,24 +130,21 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> t
             if act.op is Op.FORWARD:
                 forwards[key] = place
             elif act.op in INPUT_GRADS and place - ahead > forwards.get(key, place) + 1:
-                made = computing[forwards[key]]
+                made, needed = computing[forwards[key]], computing[place - ahead]
                 after.setdefault(made, []).append(action(act.stage, Op.OFFLOAD, act.microbatch))
-                asked = computing[place - ahead]
-                before.setdefault(asked, []).append(action(act.stage, Op.RELOAD, act.microbatch))
+                before.setdefault(needed, []).append(action(act.stage, Op.RELOAD, act.microbatch))
     moved: list[Step] = []
     for index, step in enumerate(steps):
-        moved += before.get(index, ())
-        moved.append(step)
-        moved += after.get(index, ())
+        moved += [*before.get(index, ()), step, *after.get(index, ())]
     return tuple(moved)
 
 
 def _chosen(program: Program, stages: Iterable[int] | None, caller: str) -> frozenset[int]:
     """The requested stages, all if None; refuses stages that a pass has already changed."""
     refuse_no_program(program, caller)
-    every = range(program.num_stages)
     if stages is not None and not isinstance(stages, Iterable):
         raise ScheduleError(f"stages={stages!r}: expected numbers of stages, such as [0, 2]")
+    every = range(program.num_stages)
     chosen = frozenset(every if stages is None else stages)
     unknown = sorted(chosen - set(every))
     if unknown:
