@@ -1,11 +1,11 @@
 """Full and split backwards through an existing autograd graph, for manually driven stages.
 
     full_backward      one pass: accumulates weight gradients, returns input gradients
-    input_backward     I: a pass to the inputs only; the graph is retained
-    weight_backward    W: a pass to the weights only, starting from the outputs again
+    input_backward     I: the same pass; returns input gradients, holds back the weights'
+    weight_backward    W: accumulates these
 
-Splitting costs half a backward more than a full backward. Splitting is free for stages whose
-forward runs in ``stage.weight_grad.DeferredGrads``.
+A graph has no cheap way to the inputs alone and later to the weights alone: two passes would cost
+half a backward more. Stages whose forward runs in ``DeferredGrads`` compute the weights' in W.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from penstock._torch_compat import is_view
+from penstock._torch_compat import is_view, without_hooks
 from penstock.errors import StageError
 
 __all__ = ["full_backward", "input_backward", "weight_backward"]
@@ -59,15 +58,15 @@ def input_backward(
     input_values: Sequence[Any],
     weights: Iterable[Parameter],
 ) -> tuple[Grads, list[dict[str, Any]]]:
-    """Run I: compute only the gradients of the inputs.
+    """Run I: compute all gradients, and accumulate those of the inputs.
 
-    Detaches the outputs in place where possible, so that the graph is freed with the groups.
+    Detaches the outputs in place where possible, so that the graph is freed.
 
     Args:
         stage_outputs_or_loss: the stage's outputs, or its loss.
         output_grads: the gradient of each output, or None; None instead of the list means ones.
         input_values: the stage's inputs, whose gradients also accumulate into ``.grad``.
-        weights: the parameters whose gradients W computes.
+        weights: the parameters whose gradients W accumulates.
 
     Returns:
         The gradient of each input, or None; and the parameter groups for ``weight_backward``.
@@ -80,34 +79,32 @@ def input_backward(
         output_grads = [torch.ones_like(out) for out in outputs]
     pairs = list(_paired(list(outputs), output_grads))
     leaves = {id(v): v for v in input_values if isinstance(v, Tensor) and v.requires_grad}
-    grads: Grads = (None,) * len(leaves)
-    if pairs and leaves:
+    params = [weight for weight in weights if weight.requires_grad]
+    wanted: list[Tensor] = [*leaves.values(), *params]
+    found: Grads = (None,) * len(wanted)
+    if pairs and wanted:
         roots, received = [out for out, _ in pairs], [grad for _, grad in pairs]
-        grads = torch.autograd.grad(
-            roots, list(leaves.values()), received, retain_graph=True, allow_unused=True
-        )
-    for leaf, grad in zip(leaves.values(), grads, strict=True):
+        with without_hooks(*params):  # they run in W
+            found = torch.autograd.grad(roots, wanted, received, allow_unused=True)
+    for leaf, grad in zip(leaves.values(), found, strict=False):
         if grad is not None and leaf.is_leaf:
             leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-    group = {
-        "params": [weight for weight in weights if weight.requires_grad],
-        "roots": [(get_gradient_edge(out), grad) for out, grad in pairs],
-    }
     for out in outputs:
         if out.grad_fn is not None and not is_view(out):
             out.detach_()
-    by_id = dict(zip(leaves, grads, strict=True))
+    by_id = dict(zip(leaves, found, strict=False))
+    group = {"params": params, "grads": found[len(leaves) :]}
     return tuple(by_id.get(id(value)) for value in input_values), [group]
 
 
 def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, Any]]) -> Grads:
-    """Run W: accumulate the weight gradients that ``input_backward`` has skipped.
+    """Run W: accumulate the weight gradients that ``input_backward`` has held back.
 
     Hooks on the weights run once, here.
 
     Args:
         weights: the parameters given to ``input_backward``.
-        param_groups: the groups returned by ``input_backward``; their graph is freed.
+        param_groups: the groups returned by ``input_backward``; emptied.
 
     Returns:
         The ``.grad`` of each weight.
@@ -116,15 +113,18 @@ def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, A
         StageError: the groups have been used already.
     """
     for group in param_groups:
-        if "roots" not in group:
+        if "grads" not in group:
             raise StageError(
                 "these weight gradients have been computed already: run the input backward again "
                 "before the weight backward"
             )
-        roots = group.pop("roots")
-        if roots and group["params"]:
-            edges, grads = [edge for edge, _ in roots], [grad for _, grad in roots]
-            torch.autograd.backward(edges, grads, inputs=group["params"])
+        pairs = [
+            (param, grad)
+            for param, grad in zip(group["params"], group.pop("grads"), strict=True)
+            if grad is not None and param.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([param for param, _ in pairs], [grad for _, grad in pairs])
     return tuple(weight.grad for weight in weights)
 
 

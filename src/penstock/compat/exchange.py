@@ -1,14 +1,12 @@
-"""Messages of a manually driven stage, to another rank or on the same rank.
+"""Messages of a manually driven stage, which the caller posts, and inputs from the same rank.
 
-    stage 0                               stage 1, on another rank
-    get_fwd_send_ops(mb)   ──────────►    get_fwd_recv_ops(mb)
-    get_bwd_recv_ops(mb)   ◄──────────    get_bwd_send_ops(mb)
+stage 0                               stage 1, on another rank
+get_fwd_send_ops(mb)   ──────────►    get_fwd_recv_ops(mb)
+get_bwd_recv_ops(mb)   ◄──────────    get_bwd_send_ops(mb)
 
-    stage 0                               stage 1, on the same rank
-    the output of its forward  ──────►    set_local_fwd_input(outputs, mb)
-    set_local_bwd_input(grads, mb)  ◄─    get_local_bwd_output(mb)
-
-This module makes the operations; the caller posts them.
+stage 0                               stage 1, on the same rank
+the output of its forward  ──────►    set_local_fwd_input(outputs, mb)
+set_local_bwd_input(grads, mb)  ◄─    get_local_bwd_output(mb)
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.stage.boundary import BoundarySpec, TensorMeta, describe, sharing_memory
@@ -51,24 +49,14 @@ class ManualState(MicrobatchState):
 
 
 class ExchangingStage(Stage):
-    """The base class of ``PipelineStage`` that exchanges tensors with neighbouring stages.
+    """The base class of ``PipelineStage`` that exchanges tensors with neighbouring stages."""
 
-    Attributes:
-        has_backward: whether gradients are exchanged.
-        chunks: the number of microbatches; None until it is set.
-    """
-
+    has_backward = True
+    chunks: int | None = None  # the number of microbatches, once it is set
     group: dist.ProcessGroup | None
     stage_index_to_group_rank: dict[int, int]
-
-    def __init__(
-        self, submod: nn.Module, stage_index: int, num_stages: int, device: torch.device, **kw: Any
-    ) -> None:
-        super().__init__(submod, stage_index, num_stages, device, **kw)
-        self.has_backward = True
-        self.chunks: int | None = None
-        self._states: dict[int, ManualState] = {}
-        self._has_warned = False
+    _states: dict[int, ManualState]
+    _has_warned = False
 
     def _state(self, chunk_id: int) -> ManualState:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
@@ -85,9 +73,10 @@ class ExchangingStage(Stage):
         peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
-    def _empty(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
+    def _empty(self, metas: Sequence[TensorMeta], device: Any = None) -> list[Tensor]:
         # Contiguous regardless of ``meta.order``, since the peer may have only the shapes.
-        return [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
+        place = device or self.device
+        return [torch.empty(m.shape, dtype=m.dtype, device=place) for m in metas]
 
     def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
         if spec is None:
@@ -173,10 +162,8 @@ class ExchangingStage(Stage):
                 state, "no input gradients; run backward_one_chunk() first, and take them once"
             )
         state.grads_to_send = None
-        return tuple(
-            torch.zeros(m.shape, dtype=m.dtype, device=self.device) if g is None else g
-            for m, g in zip(spec.grad_metas, grads, strict=True)
-        )
+        pairs = zip(grads, self._empty(spec.grad_metas), strict=True)
+        return tuple(empty.zero_() if grad is None else grad for grad, empty in pairs)
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
@@ -196,4 +183,4 @@ class ExchangingStage(Stage):
             StageError: the output shapes are unknown so far.
         """
         spec = self._known(self.static_outputs or self.outputs_spec, "output_args")
-        return tuple(torch.empty(m.shape, dtype=m.dtype, device="meta") for m in spec.metas)
+        return tuple(self._empty(spec.metas, "meta"))

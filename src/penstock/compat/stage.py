@@ -116,6 +116,7 @@ class PipelineStage(ExchangingStage):
         self.group_size: int = group.size() if group is not None else 1
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
         self._replica_step = ReplicaStep()
+        self._states = {}
 
     # --- by microbatch -----------------------------------------------------------------------
 
@@ -231,11 +232,7 @@ class PipelineStage(ExchangingStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the weight gradients deferred by ``backward_one_chunk(full_backward=False)``.
 
-        A no-op without ``has_backward``.
-
-        Args:
-            bwd_chunk_id: the microbatch.
-            last_backward: see ``backward_one_chunk``.
+        Args: those of ``backward_one_chunk``. A no-op without ``has_backward``.
 
         Raises:
             StageError: the input gradients of this microbatch have not run, or its weight
@@ -283,9 +280,8 @@ class PipelineStage(ExchangingStage):
         Data-parallel wrappers do not reduce gradients during this backward.
 
         Args:
-            backward_type: ``"full"``, ``"input"`` or ``"weight"``. With sharded parameters,
-                ``"input"`` computes all gradients and ``"weight"`` none. Otherwise both together
-                cost half a backward more than ``"full"``.
+            backward_type: ``"full"``, ``"input"`` or ``"weight"``. ``"input"`` computes all
+                gradients, and holds back the weights' (but sharded ones) for ``"weight"``.
             bwd_kwargs: ``stage_output`` (the outputs, or the loss), ``output_grads`` and
                 ``input_values``; for ``"weight"`` the ``param_groups`` that ``"input"`` returned.
             last_backward: whether this backward, with its weight gradients, completes the step's

@@ -67,11 +67,7 @@ def as_args(output: Any) -> tuple[Any, ...]:
 def flatten(
     value: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves and the structure of a pytree.
-
-    Args:
-        value: the pytree.
-        is_leaf: whether to leave a container closed.
+    """The leaves and the structure of a pytree; ``is_leaf`` says which containers stay closed.
 
     Raises:
         BoundaryError: the class of a dataclass, or of a mapping of tensors, can't rebuild it.
@@ -297,11 +293,8 @@ _MISSING = object()
 def _is_same(left: Any, right: Any, *, made: bool = False) -> bool:
     """True if two attributes agree: one object, or containers of the same objects.
 
-    Args:
-        left: the attribute of a value.
-        right: that of the rebuilt value.
-        made: whether the constructor makes it: then tensors of one shape agree, and unknown objects
-            of one class.
+    Of attributes that the constructor has ``made``, tensors of one shape agree, and unknown objects
+    of one class.
     """
     lefts, tree = optree.tree_flatten(left)
     rights, other = optree.tree_flatten(right)

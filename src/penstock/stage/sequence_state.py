@@ -28,17 +28,11 @@ __all__ = ["SequenceState", "detach_state", "takes_state"]
 
 @dataclass(slots=True)
 class SequenceState:
-    """The state that one chunk passes to the next.
+    """The state that one chunk passes to the next."""
 
-    Attributes:
-        value: the detached state; None once the next chunk has taken it.
-        leaves: its tensors that take gradients, as the next chunk sees them.
-        edges: the gradient edges of the same tensors in this chunk's graph.
-    """
-
-    value: Any
-    leaves: Sequence[Tensor]
-    edges: Sequence[GradientEdge]
+    value: Any  # detached; None once the next chunk has taken it
+    leaves: Sequence[Tensor]  # its tensors that take gradients, as the next chunk sees them
+    edges: Sequence[GradientEdge]  # of the same tensors in this chunk's graph
 
     def take(self) -> Any:
         """Return the value once, which transfers its memory to the next chunk."""
@@ -83,10 +77,5 @@ def detach_state(returned: Any) -> tuple[Any, SequenceState]:
 
 
 def takes_state(module: nn.Module) -> bool:
-    """True if the forward of a module, wrapped (DDP, compiled) or not, accepts ``state``.
-
-    Example:
-        >>> takes_state(nn.Linear(2, 2))
-        False
-    """
+    """True if the forward of a module, wrapped (DDP, compiled) or not, accepts ``state``."""
     return "state" in inspect.signature(unwrapped(module).forward).parameters

@@ -105,7 +105,7 @@ class DeferredGrads(TorchFunctionMode):
         self.records: list[Record | None] = []
         # In-place changes move a tensor to another place, so that it is no weight any more.
         self.expressions: dict[tuple[Node, int], Expression] = {}
-        self.proxies: dict[int, tuple[Weight, Tensor]] = {}
+        self.proxies: dict[tuple[int, int], tuple[Weight, Tensor]] = {}  # by weight and memory
         self.running: set[Func] = set()  # functions whose bodies are running in the mode
         self._num_passes = 0  # 1 after F, 2 after I
         self._depth = 0
@@ -235,18 +235,15 @@ class DeferredGrads(TorchFunctionMode):
 
     def proxy(self, weight: Weight, tensor: Tensor) -> Tensor:
         """A leaf in place of ``tensor``; it gets the gradient in I, and W hands it over."""
-        known = self.proxies.get(id(weight))
-        if known is not None and known[1].data_ptr() == tensor.data_ptr():
-            return known[1]
-        proxy = tensor.detach().requires_grad_()
-        self.proxies[id(weight)] = (weight, proxy)
-        self.records.append((proxy_grads, (weight,), None, 0, None, _ProxyGrad(proxy)))
-        return proxy
+        key = (id(weight), tensor.data_ptr())
+        if key not in self.proxies:
+            self.proxies[key] = (weight, tensor.detach().requires_grad_())
+        return self.proxies[key][1]
 
     def _drop_late_grads(self) -> None:
         """Drop gradients that came between F and I: user code differentiated the outputs."""
         for record in self.records:
-            if record and record[5] and not isinstance(record[5], _ProxyGrad):
+            if record and record[5]:
                 if any(grad is not None and grad.requires_grad for grad in record[5]):
                     refuse("autograd.grad(create_graph=True) on the outputs")
                 record[5].clear()
@@ -257,7 +254,7 @@ class DeferredGrads(TorchFunctionMode):
         result = call()
         self.records = [record for record, _ in before]
         for record, length in before:
-            if record and not isinstance(record[5], _ProxyGrad):
+            if record:
                 del record[5][length:]
         return result
 
@@ -265,10 +262,10 @@ class DeferredGrads(TorchFunctionMode):
 
     def note_undeferred(self, parameters: Iterable[Parameter]) -> None:
         """Note the parameters that ``find_undeferred`` found in this forward."""
+        weights = [weight for record in self.records if record for weight in record[1]]
         deferred: set[int] = set()
-        for record in self.records:
-            for weight in record[1] if record else ():
-                deferred |= weight.leaves if isinstance(weight, Expression) else {id(weight)}
+        for weight in (*weights, *(weight for weight, _ in self.proxies.values())):
+            deferred |= weight.leaves if isinstance(weight, Expression) else {id(weight)}
         unknown = None in self.records  # its weights are known with the gradient only
         self._mixed = [p for p in parameters if unknown or id(p) in deferred]
 
@@ -301,7 +298,8 @@ class DeferredGrads(TorchFunctionMode):
     @property
     def is_reached(self) -> bool:
         """True if a gradient has come since the forward: user code ran a backward of its own."""
-        return any(record and record[5] for record in self.records)
+        proxies = (proxy for _, proxy in self.proxies.values())
+        return any(r and r[5] for r in self.records) or any(p.grad is not None for p in proxies)
 
     def accumulate(self) -> None:
         """Run W: accumulate all weight gradients into ``.grad``, and free everything.
@@ -311,25 +309,13 @@ class DeferredGrads(TorchFunctionMode):
         self._num_passes = 0
         self._mixed = ()
         records = [record for record in self.records if record and record[5]]
+        for weight, proxy in self.proxies.values():
+            if proxy.grad is not None:
+                records.append((proxy_grads, (weight,), None, 0, None, [proxy.grad]))
         self.records = []
         self.proxies.clear()
         self.expressions.clear()
         accumulate(records)
-
-
-class _ProxyGrad:
-    """The gradient of a proxy, read in W, in place of a list of gradients."""
-
-    __slots__ = ("proxy",)
-
-    def __init__(self, proxy: Tensor) -> None:
-        self.proxy = proxy
-
-    def __len__(self) -> int:
-        return 0 if self.proxy.grad is None else 1
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        yield self.proxy.grad
 
 
 # Makes the result of _RecordInBackward need a gradient; gets none.

@@ -188,15 +188,9 @@ def is_linear_in_each(terms: list[str], result: str, at: int, operands: Sequence
 
 # Function → (spatial dimensions, transposed).
 CONVS: dict[Func, tuple[int, bool]] = {
-    torch.conv1d: (1, False),
-    torch.conv2d: (2, False),
-    torch.conv3d: (3, False),
-    torch.conv_transpose1d: (1, True),
-    torch.conv_transpose2d: (2, True),
-    torch.conv_transpose3d: (3, True),
-    aten.conv1d.default: (1, False),
-    aten.conv2d.default: (2, False),
-    aten.conv3d.default: (3, False),
+    **{getattr(torch, f"conv{dims}d"): (dims, False) for dims in (1, 2, 3)},
+    **{getattr(torch, f"conv_transpose{dims}d"): (dims, True) for dims in (1, 2, 3)},
+    **{getattr(aten, f"conv{dims}d").default: (dims, False) for dims in (1, 2, 3)},
     aten.conv_transpose1d.default: (1, True),
     aten.conv_transpose2d.input: (2, True),
     aten.conv_transpose3d.input: (3, True),
