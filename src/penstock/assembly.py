@@ -40,18 +40,14 @@ ModelOrStages: TypeAlias = nn.Module | Sequence[nn.Module] | Sequence[PipelineSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts of a pipeline.
+    """The parts of a pipeline: this process's stages, and facts about the whole model.
 
     Args:
-        program: the program.
-        stages: this process's stages, the only part of the model that is kept.
-        ties: the parameters that stages share.
-        loss_fn: the user's loss function, or the model's own; None if there is neither.
+        program, stages, ties, loss_fn: the arguments of the schedule.
         forecast: the predicted time of a step, for a program found by search.
         state_names: the names in the whole model's state; None if other ranks' are unknown.
         takes_model_call: whether the stages accept the model's own call signature.
-        shared_buffers: the buffers of layers that several stages call, on all ranks; None if the
-            stages of other ranks are unknown.
+        shared_buffers: the buffers of layers that several stages call, if known of all ranks.
     """
 
     program: Program
@@ -100,24 +96,24 @@ def assemble(spec: PipelineSpec) -> Assembly:
     if not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model):
         return _of_stages(spec, tuple(model), program, forecast)
     cut = _cut(spec, where, program)
-    refuse_shared_statistics(dict(enumerate(cut.modules)))
-    try:
-        stages = _make_stages(spec, cut.modules, program)
-    except PartitionError as error:
-        if not cut.why_exported:
-            raise
-        raise PartitionError(
-            f"{error}; it was cut by torch.export, since {cut.why_exported}"
-        ) from error
+    modules = cut.modules
+    refuse_shared_statistics(dict(enumerate(modules)))
+    local = _local(program, spec.group)
+    mine = [modules[program.placement.model_stage(i)] for i in local]
+    materialize(mine, spec.device, spec.init_fn, model if isinstance(model, nn.Module) else None)
+    stages = (
+        PipelineStage(module, i, program.num_stages, spec.device, group=spec.group)
+        for i, module in zip(local, mine, strict=True)
+    )
     return Assembly(
         program=program,
-        stages=stages,
-        ties=[*spec.shared, *find_ties(cut.modules)],
+        stages=tuple(stages),
+        ties=[*spec.shared, *find_ties(modules)],
         loss_fn=own_loss if spec.loss_fn is None and cut.has_loss else spec.loss_fn,
         forecast=forecast,
-        state_names=_state_names(cut.modules),
+        state_names=_state_names(modules),
         takes_model_call=cut.whole_call,
-        shared_buffers=SharedBuffers(dict(enumerate(cut.modules))),
+        shared_buffers=SharedBuffers(dict(enumerate(modules))),
     )
 
 
@@ -138,21 +134,6 @@ def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> Model
         spec.model, split, num, example=spec.example, device=spec.device, method=spec.method
     )
     return cut if program.num_splits == 1 else replace(cut, modules=with_states(cut.modules))
-
-
-def _make_stages(
-    spec: PipelineSpec, modules: Sequence[nn.Module], program: Program
-) -> tuple[PipelineStage, ...]:
-    """Make the stages of this process's ranks."""
-    local = _local(program, spec.group)
-    mine = [modules[program.placement.model_stage(i)] for i in local]
-    materialize(
-        mine, spec.device, spec.init_fn, spec.model if isinstance(spec.model, nn.Module) else None
-    )
-    return tuple(
-        PipelineStage(module, i, program.num_stages, spec.device, group=spec.group)
-        for i, module in zip(local, mine, strict=True)
-    )
 
 
 def _of_stages(

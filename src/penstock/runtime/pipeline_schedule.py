@@ -7,7 +7,7 @@ another: a schedule is data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
@@ -227,11 +227,6 @@ class PipelineSchedule:
         target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
-        merge_outputs: bool = True,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
-        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
-        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one training step: gradients are added to the parameters' ``.grad``.
@@ -247,10 +242,10 @@ class PipelineSchedule:
             target: the target of the loss (needed on the rank of the last stage; likewise).
             losses: a list that is filled with the microbatches' losses, on every rank.
             return_outputs: whether to return the last stage's outputs.
-            merge_outputs: merge them; otherwise return a list with each microbatch's.
-            loss_kwargs: keyword arguments of the loss function.
-            arg_mbs, kwarg_mbs, target_mbs: ready microbatches, instead of a batch to split.
-            kwargs: keyword arguments of every stage on this rank, a whole batch.
+            kwargs: keyword arguments of every stage on this rank, a whole batch; and
+                ``merge_outputs=False`` for a list with each microbatch's output, ``loss_kwargs``
+                for the loss function, and ready microbatches instead of a batch to split:
+                ``arg_mbs``, ``kwarg_mbs``, ``target_mbs``.
 
         Returns:
             On the rank of the last stage (likewise) the outputs, if asked for; else None.
@@ -259,19 +254,8 @@ class PipelineSchedule:
             PenstockError: this rank or another one failed; see the subclasses.
             ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
-        given = StepArgs(
-            args=args,
-            kwargs=kwargs,
-            target=target,
-            losses=losses,
-            return_outputs=return_outputs,
-            merge_outputs=merge_outputs,
-            loss_kwargs=loss_kwargs,
-            arg_mbs=arg_mbs,
-            kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-        )
-        return self._run(given, train=True)
+        named = {"target": target, "losses": losses, "return_outputs": return_outputs}
+        return self._run(StepArgs.of(args, kwargs, **named), train=True)
 
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
@@ -281,9 +265,7 @@ class PipelineSchedule:
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
         """
-        options = {name: kwargs.pop(name) for name in StepArgs.OPTIONS & kwargs.keys()}
-        given = StepArgs(args=args, kwargs=kwargs, target=target, losses=losses, **options)
-        return self._run(given, train=False)
+        return self._run(StepArgs.of(args, kwargs, target=target, losses=losses), train=False)
 
     def _run(self, given: StepArgs, *, train: bool) -> Any:
         engine, splitter = self.engine, self.splitter

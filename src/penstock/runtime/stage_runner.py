@@ -151,7 +151,7 @@ class StageRunner:
         """Bind ``action`` to its handler, behind the wait for its message if it has one."""
         op, mb = action.op, action.microbatch
         if mb is None:
-            return [BoundAction(action, partial(_HANDLERS[op], self))]
+            return [BoundAction(action, partial(StageRunner._replicate, self, _OF_REPLICAS[op]))]
         handler, state = _HANDLERS[op], self._states[mb]
         wait: Callable[..., None] | None = None
         if op is Op.FORWARD:
@@ -394,28 +394,19 @@ class StageRunner:
                 self._prev.states[state.microbatch].received_grads = state.grads_to_send
             state.grads_to_send = None
 
-    # --- replicas: none if the stage is neither replicated nor sharded -----------------------
-
-    def _unshard(self) -> None:
+    def _replicate(self, act: Callable[[Replicas], None]) -> None:
         if self.replicas is not None:
             with self._transport.waiting_for_replicas():
-                self.replicas.unshard()
-
-    def _reshard(self) -> None:
-        if self.replicas is not None:
-            self.replicas.reshard()
-
-    def _reduce_grads(self) -> None:
-        if self.replicas is not None:
-            with self._transport.waiting_for_replicas():
-                self.replicas.reduce_grads()
+                act(self.replicas)
 
 
+_OF_REPLICAS: dict[Op, Callable[[Replicas], None]] = {
+    Op.UNSHARD: lambda replicas: replicas.unshard(),
+    Op.RESHARD: lambda replicas: replicas.reshard(),
+    Op.REDUCE_GRAD: lambda replicas: replicas.reduce_grads(),
+}
 # Functions, since bound methods in a runner would form reference cycles.
 _HANDLERS: dict[Op, Callable[..., None]] = {
-    Op.UNSHARD: StageRunner._unshard,
-    Op.RESHARD: StageRunner._reshard,
-    Op.REDUCE_GRAD: StageRunner._reduce_grads,
     Op.FORWARD: StageRunner._forward,
     Op.RECOMPUTE: StageRunner._recompute,
     Op.OFFLOAD: StageRunner._offload,

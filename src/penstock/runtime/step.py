@@ -13,8 +13,8 @@ microbatches. Losses and outputs are joined, so that callers see microbatches al
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -39,10 +39,6 @@ _Tree = TypeVar("_Tree")
 class StepArgs:
     """The arguments of one call of ``PipelineSchedule.step`` or ``eval``, by their names there."""
 
-    OPTIONS: ClassVar[frozenset[str]] = frozenset(
-        {"return_outputs", "merge_outputs", "loss_kwargs", "arg_mbs", "kwarg_mbs", "target_mbs"}
-    )
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
@@ -53,6 +49,12 @@ class StepArgs:
     arg_mbs: Sequence[tuple[Any, ...]] | None = None
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], **named: Any) -> StepArgs:
+        """The arguments of a call whose ``kwargs`` may hold options."""
+        options = {f.name: kwargs.pop(f.name) for f in fields(StepArgs)[4:] if f.name in kwargs}
+        return StepArgs(args=args, kwargs=kwargs, **named, **options)
 
     def check(self, num_microbatches: int) -> None:
         """Check the caller's lists: ``losses`` and the ready microbatches."""
