@@ -172,7 +172,7 @@ def test_one_rank_is_a_pipeline_too() -> None:
         (mlp(4), {"split": [2, 1]}, PartitionError, "counts 3 layers, but there are 4"),
         (mlp(4), {"split": [2, 2], "ranks": 3}, ScheduleError, "2 stages, but 1f1b on 3 ranks"),
         (list(mlp(3)), {"ranks": 2}, ScheduleError, "3 stages, but 1f1b on 2 ranks"),
-        (mlp(6), {"split": [2, 2, 2], "schedule": "zbv"}, ScheduleError, "multiple"),
+        (mlp(6), {"split": [2, 2, 2], "schedule": "zbv"}, ScheduleError, "3 stages, but zbv"),
         (mlp(4), {"ranks": 2, "virtual": 2}, ScheduleError, "virtual=2"),
         (mlp(4), {"ranks": 2, "schedule": "1f2b"}, ScheduleError, "did you mean '1f1b'"),
         (mlp(4), {"ranks": 0}, ScheduleError, "ranks=0"),
@@ -229,12 +229,12 @@ def test_a_program_as_schedule() -> None:
     ("model", "options", "told"),
     [
         (mlp(4), {"n_microbatches": 4}, "n_microbatches=4.*has 3"),
-        (mlp(4), {"ranks": 3}, "3 ranks are given.*has 2"),
-        (mlp(4), {"virtual": 1}, "1 stages per rank are given.*has 2"),
-        (mlp(5), {"split": [1] * 5}, "5 stages are given.*has 4"),
-        (mlp(3), {"split": [1] * 3}, "3 stages are given.*has 4"),
-        (list(mlp(5)), {}, "5 stages are given.*has 4"),
-        (hand_cut(2), {}, "2 stages are given.*has 4"),
+        (mlp(4), {"ranks": 3}, "ranks=3, but the program .*has 2"),
+        (mlp(4), {"virtual": 1}, "stages per rank=1, but the program .*has 2"),
+        (mlp(5), {"split": [1] * 5}, "stages=5, but the program .*has 4"),
+        (mlp(3), {"split": [1] * 3}, "stages=3, but the program .*has 4"),
+        (list(mlp(5)), {}, "stages=5, but the program .*has 4"),
+        (hand_cut(2), {}, "stages=2, but the program .*has 4"),
     ],
 )
 def test_what_does_not_fit_a_program(model: Any, options: Any, told: str) -> None:

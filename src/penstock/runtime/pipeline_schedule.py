@@ -227,6 +227,7 @@ class PipelineSchedule:
         target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one training step: gradients are added to the parameters' ``.grad``.
@@ -242,10 +243,11 @@ class PipelineSchedule:
             target: the target of the loss (needed on the rank of the last stage; likewise).
             losses: a list that is filled with the microbatches' losses, on every rank.
             return_outputs: whether to return the last stage's outputs.
+            loss_kwargs: keyword arguments of the loss function.
             kwargs: keyword arguments of every stage on this rank, a whole batch; and
-                ``merge_outputs=False`` for a list with each microbatch's output, ``loss_kwargs``
-                for the loss function, and ready microbatches instead of a batch to split:
-                ``arg_mbs``, ``kwarg_mbs``, ``target_mbs``.
+                ``merge_outputs=False`` for a list with each microbatch's output, and ready
+                microbatches instead of a batch to split: ``arg_mbs``, ``kwarg_mbs``,
+                ``target_mbs``.
 
         Returns:
             On the rank of the last stage (likewise) the outputs, if asked for; else None.
@@ -254,8 +256,8 @@ class PipelineSchedule:
             PenstockError: this rank or another one failed; see the subclasses.
             ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
-        named = {"target": target, "losses": losses, "return_outputs": return_outputs}
-        return self._run(StepArgs.of(args, kwargs, **named), train=True)
+        kwargs |= {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+        return self._run(StepArgs.of(args, kwargs, target, losses), train=True)
 
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
@@ -265,7 +267,7 @@ class PipelineSchedule:
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
         """
-        return self._run(StepArgs.of(args, kwargs, target=target, losses=losses), train=False)
+        return self._run(StepArgs.of(args, kwargs, target, losses), train=False)
 
     def _run(self, given: StepArgs, *, train: bool) -> Any:
         engine, splitter = self.engine, self.splitter

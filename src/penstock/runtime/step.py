@@ -51,10 +51,12 @@ class StepArgs:
     target_mbs: Sequence[Any] | None = None
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], **named: Any) -> StepArgs:
-        """The arguments of a call whose ``kwargs`` may hold options."""
+    def of(
+        args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, losses: list[Tensor] | None
+    ) -> StepArgs:
+        """The arguments of a call whose ``kwargs`` also hold the other options."""
         options = {f.name: kwargs.pop(f.name) for f in fields(StepArgs)[4:] if f.name in kwargs}
-        return StepArgs(args=args, kwargs=kwargs, **named, **options)
+        return StepArgs(args=args, kwargs=kwargs, target=target, losses=losses, **options)
 
     def check(self, num_microbatches: int) -> None:
         """Check the caller's lists: ``losses`` and the ready microbatches."""
