@@ -11,7 +11,7 @@ from penstock.cli.app import main
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class Output:
     """The output and the exit code of a command."""
 
     out: str
@@ -19,7 +19,7 @@ class Said:
     code: int
 
 
-Command = Callable[..., Said]
+Command = Callable[..., Output]
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
-    def run(*arguments: str) -> Said:
+    def run(*arguments: str) -> Output:
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         captured = capsys.readouterr()
         code = ended.value.code
-        return Said(out=captured.out, err=captured.err, code=code if isinstance(code, int) else 0)
+        return Output(out=captured.out, err=captured.err, code=code if isinstance(code, int) else 0)
 
     return run

@@ -26,12 +26,12 @@ from tests.models import features, mlp
 from .conftest import Command
 
 
-def test_check_says_what_a_right_program_is(penstock: Command, tmp_path: Path) -> None:
+def test_check_describes_a_valid_program(penstock: Command, tmp_path: Path) -> None:
     program = build("zbv", ranks=2, microbatches=4)
     save_csv(program, tmp_path / "mine.csv")
-    said = penstock("check", str(tmp_path / "mine.csv"))
-    assert said.code == 0
-    assert said.out == (
+    output = penstock("check", str(tmp_path / "mine.csv"))
+    assert output.code == 0
+    assert output.out == (
         "ok mine: 2 ranks, 4 stages, 4 microbatches, 48 actions (48 computations), "
         "transfers to be inserted\n"
     )
@@ -41,14 +41,14 @@ def test_check_says_what_a_right_program_is(penstock: Command, tmp_path: Path) -
 
 def test_check_lists_all_problems_with_exit_code_1(penstock: Command, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1,1B1\n")
-    said = penstock("check", str(tmp_path / "mine.csv"))
-    assert said.code == 1
-    assert said.out.startswith("wrong mine: 2 ranks")
-    assert "program 'mine' has 2 problems:" in said.out
-    assert "rank 1, step 4 (1B1): 1B1 again, first done at step 3; once is enough" in said.out
+    output = penstock("check", str(tmp_path / "mine.csv"))
+    assert output.code == 1
+    assert output.out.startswith("wrong mine: 2 ranks")
+    assert "program 'mine' has 2 problems:" in output.out
+    assert "rank 1, step 4 (1B1): 1B1 again, first done at step 3; once is enough" in output.out
 
 
-def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Path) -> None:
+def test_check_depends_on_the_channels(penstock: Command, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
@@ -72,24 +72,24 @@ def test_what_is_proven_depends_on_the_channels(penstock: Command, tmp_path: Pat
     ("text", "message"),
     [
         ("0F0,0X0\n", "mine.csv: row 1, column 2: '0X0'"),
-        ("", "mine.csv: no steps; the placement can't be inferred"),
+        ("", "mine.csv: stages 0 are computed nowhere; the placement can't be inferred"),
         ('0F0\n1F0,"0B0\n', "mine.csv: row 2: not CSV"),
         ("0F0,0B0\r1F0,1Q0\r", "mine.csv: row 2, column 2: '1Q0' is not an action"),
-        ("0F0,999F0,0B0\n", "mine.csv: 998 stages computed nowhere (1 to 998)"),
+        ("0F0,999F0,0B0\n", "mine.csv: stages 1 to 998 are computed nowhere"),
     ],
 )
-def test_a_malformed_file_is_told_by_row_and_column(
+def test_errors_of_files_name_row_and_column(
     penstock: Command, tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "mine.csv").write_text(text)
-    said = penstock("check", str(tmp_path / "mine.csv"))
-    assert said.code == 2
-    assert message in said.err
-    assert said.err.startswith(f"error: {tmp_path}") and said.err.count("mine.csv") == 1
+    output = penstock("check", str(tmp_path / "mine.csv"))
+    assert output.code == 2
+    assert message in output.err
+    assert output.err.startswith(f"error: {tmp_path}") and output.err.count("mine.csv") == 1
     assert penstock("check", "1f1b").code == 2
 
 
-def test_render_writes_what_the_ending_says(penstock: Command, tmp_path: Path) -> None:
+def test_render_writes_the_format_of_the_suffix(penstock: Command, tmp_path: Path) -> None:
     starts = {
         "page.html": b"<!DOCTYPE html>",
         "picture.png": b"\x89PNG",
@@ -98,8 +98,8 @@ def test_render_writes_what_the_ending_says(penstock: Command, tmp_path: Path) -
     }
     for name, start in starts.items():
         path = tmp_path / "new" / name
-        said = penstock("render", "zbv", "--ranks", "2", "-m", "4", "-o", str(path))
-        assert (said.code, said.out) == (0, f"wrote {path}\n")
+        output = penstock("render", "zbv", "--ranks", "2", "-m", "4", "-o", str(path))
+        assert (output.code, output.out) == (0, f"wrote {path}\n")
         assert path.read_bytes().lstrip().startswith(start)
     page = (tmp_path / "new" / "page.html").read_text()
     assert "zbv" in page
@@ -113,18 +113,18 @@ def test_a_program_in_a_csv_file_is_drawn_as_it_is(penstock: Command, tmp_path: 
     save_csv(build("zbv", ranks=2, microbatches=4), file)
     for name in ("x.html", "x.png", "x.svg", "x.json"):
         path = tmp_path / name
-        said = penstock("render", str(file), "-o", str(path))
-        assert (said.code, said.out) == (0, f"wrote {path}\n")
+        output = penstock("render", str(file), "-o", str(path))
+        assert (output.code, output.out) == (0, f"wrote {path}\n")
     trace = from_perfetto((tmp_path / "x.json").read_text())
     assert (trace.name, trace.num_ranks, len(trace.spans)) == ("mine", 2, 48)
     assert re.findall(r">([FIW]\d)</text>", (tmp_path / "x.svg").read_text()).count("W3") == 4
     assert "mine" in (tmp_path / "x.html").read_text()
 
 
-def test_what_is_drawn_takes_the_costs_that_are_given(penstock: Command, tmp_path: Path) -> None:
+def test_render_takes_costs(penstock: Command, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    asked = ("render", "1f1b", "-p", "2", "-m", "2", "--forward", "3", "--latency", "1")
-    assert penstock(*asked, "-o", str(path)).code == 0
+    arguments = ("render", "1f1b", "-p", "2", "-m", "2", "--forward", "3", "--latency", "1")
+    assert penstock(*arguments, "-o", str(path)).code == 0
     program = build("1f1b", ranks=2, microbatches=2)
     wanted = simulate(program, Costs(forward=3, latency=1)).trace
     for drawn, span in zip(from_perfetto(path.read_text()).spans, wanted.spans, strict=True):
@@ -188,9 +188,9 @@ def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
     assert played.ranks == ran.ranks
     assert simulate(played).peak_in_flight == simulate(ran).peak_in_flight
     file, page = str(tmp_path / "trace.json"), tmp_path / "page.html"
-    said = penstock("render", file, "-o", str(page), "--memory", "1")
-    assert said.code == 0
-    assert said.err.startswith("over the memory limit of 1 on rank")
+    output = penstock("render", file, "-o", str(page), "--memory", "1")
+    assert output.code == 0
+    assert output.err.startswith("over the memory limit of 1 on rank")
     text = page.read_text()
     assert "makespan, measured | simulated" in text
     assert ("offload to the host" in text) == schedule.startswith("po")
@@ -199,7 +199,7 @@ def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
     assert all(f"{what}: {ran.name}" in drawn for what in ("measured", "simulated"))
 
 
-def test_what_copies_and_recomputations_took_are_costs() -> None:
+def test_host_transfers_and_recomputations_become_costs() -> None:
     program = move_to_host(build("gpipe", ranks=2, microbatches=4), stages=[0])
     costs = Costs(forward=2, input_grad=3, weight_grad=1, offload=4, reload=5, recompute=6)
     found = costs_of(simulate(recompute(program, stages=[1]), costs).trace, 2)
@@ -207,17 +207,17 @@ def test_what_copies_and_recomputations_took_are_costs() -> None:
     assert found.of(Op.RECOMPUTE, num_stages=2) == (0, 6)
 
 
-def test_render_tells_of_a_memory_limit_as_simulate_does(penstock: Command, tmp_path: Path) -> None:
+def test_render_warns_above_the_memory_limit(penstock: Command, tmp_path: Path) -> None:
     page, trace = str(tmp_path / "page.html"), str(tmp_path / "trace.json")
-    said = penstock("render", "1f1b", "--memory", "2", "-o", page)
-    assert (said.code, said.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
+    output = penstock("render", "1f1b", "--memory", "2", "-o", page)
+    assert (output.code, output.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
     assert penstock("render", "1f1b", "--memory", "4", "-o", page).err == ""
     save_perfetto(measured(), tmp_path / "trace.json")
     for alone in ((), ("--alone",)):
-        said = penstock("render", trace, "--memory", "1", *alone, "-o", page)
-        assert (said.code, said.err) == (0, "over the memory limit of 1 on rank 0\n")
-    said = penstock("render", trace, "--forward", "2", "--jitter-seed", "1", "-o", page)
-    assert (said.code, "takes no --forward, no --jitter-seed" in said.err) == (2, True)
+        output = penstock("render", trace, "--memory", "1", *alone, "-o", page)
+        assert (output.code, output.err) == (0, "over the memory limit of 1 on rank 0\n")
+    output = penstock("render", trace, "--forward", "2", "--jitter-seed", "1", "-o", page)
+    assert (output.code, "takes no --forward, no --jitter-seed" in output.err) == (2, True)
 
 
 def test_a_program_may_be_called_as_a_trace_has_its_events(
@@ -232,26 +232,26 @@ def test_a_program_may_be_called_as_a_trace_has_its_events(
 def test_another_json_is_no_trace_and_no_program(penstock: Command, tmp_path: Path) -> None:
     for text in ('{"traceEvents": []}', '{"traceEvents": 1}', "[1]", "{"):
         (tmp_path / "other.json").write_text(text)
-        said = penstock("render", str(tmp_path / "other.json"), "-o", str(tmp_path / "x.png"))
-        assert said.code == 2
-        assert "other.json: not" in said.err
+        output = penstock("render", str(tmp_path / "other.json"), "-o", str(tmp_path / "x.png"))
+        assert output.code == 2
+        assert "other.json: not" in output.err
     save_perfetto(measured(), tmp_path / "trace.json")
-    said = penstock("simulate", str(tmp_path / "trace.json"))
-    assert (said.code, "a trace, expected a schedule" in said.err) == (2, True)
+    output = penstock("simulate", str(tmp_path / "trace.json"))
+    assert (output.code, "a trace, expected a schedule" in output.err) == (2, True)
 
 
 def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> None:
     path = tmp_path / "found.csv"
-    said = penstock(
+    output = penstock(
         "search", "--ranks", "2", "--microbatches", "4", "--memory", "2",
         "--time-limit", "5", "-o", str(path),
     )  # fmt: skip
-    assert said.code == 0
+    assert output.code == 0
     result = simulate(check(load_csv(path)))
-    assert f"makespan {result.makespan:.0f}" in said.out
+    assert f"makespan {result.makespan:.0f}" in output.out
     assert max(result.peak_in_flight) <= 2
-    assert f"wrote {path}" in said.out
-    assert "no program of one copy of the model is " in said.out
+    assert f"wrote {path}" in output.out
+    assert "no program of one copy of the model is " in output.out
     for name in ("found.json", "found.svg"):
         found = str(tmp_path / name)
         assert penstock("search", "-p", "2", "-m", "2", "--time-limit", "1", "-o", found).code == 0
@@ -272,34 +272,34 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_clock")
 def test_search_prints_time_against_memory(penstock: Command) -> None:
-    asked = ("search", "-p", "4", "-m", "8", "--objective", "span", "--pareto", "--seed", "3")
-    said = penstock(*asked, "--time-limit", "1")
-    assert said.code == 0
-    assert re.search(r"^ peak +span +found by", said.out, re.M)
-    rows = re.findall(r"^ +(\d+) +(\d+) +\S", said.out, re.M)
+    arguments = ("search", "-p", "4", "-m", "8", "--objective", "span", "--pareto", "--seed", "3")
+    output = penstock(*arguments, "--time-limit", "1")
+    assert output.code == 0
+    assert re.search(r"^ peak +span +found by", output.out, re.M)
+    rows = re.findall(r"^ +(\d+) +(\d+) +\S", output.out, re.M)
     peaks, values = zip(*((int(peak), int(value)) for peak, value in rows), strict=True)
     assert list(peaks) == sorted(set(peaks)) and list(values) == sorted(set(values), reverse=True)
     assert (peaks[0], peaks[-1], values[-1]) == (1, 7, 24)
-    assert said.out.startswith("span 24, ")
+    assert output.out.startswith("span 24, ")
 
 
 @pytest.mark.usefixtures("no_clock")
 def test_search_takes_a_seed_and_a_limit_in_bytes(penstock: Command, tmp_path: Path) -> None:
-    asked = (
+    arguments = (
         "search", "-p", "2", "-m", "4", "-v", "2", "--cost", "activation_bytes=100", "--forward",
         "1.1,0.8,1.3,0.9", "--time-limit", "1", "--seed", "7",
     )  # fmt: skip
     for name in ("one", "two"):
         path = str(tmp_path / f"{name}.csv")
-        assert penstock(*asked, "--memory", "350", "-o", path).code == 0
+        assert penstock(*arguments, "--memory", "350", "-o", path).code == 0
     one, two = (load_csv(tmp_path / f"{name}.csv") for name in ("one", "two"))
     assert one.ranks == two.ranks
     assert max(simulate(check(one), Costs(activation_bytes=100)).peak_bytes) <= 350
-    refused = penstock(*asked, "--memory", "99")
+    refused = penstock(*arguments, "--memory", "99")
     assert refused.code == 2 and "no program meets memory_limit=99" in refused.err
 
 
-def test_search_tells_how_far_it_is(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_shows_its_progress(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first program there is a bound alone; then both."""
     told: list[str] = []
     update = Progress.update
@@ -315,15 +315,15 @@ def test_search_tells_how_far_it_is(penstock: Command, monkeypatch: pytest.Monke
 
 
 def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command) -> None:
-    asked = ("search", "-p", "2", "-m", "4", "-v", "2", "--memory", "1", "--time-limit", "1")
-    refused = penstock(*asked)
+    arguments = ("search", "-p", "2", "-m", "4", "-v", "2", "--memory", "1", "--time-limit", "1")
+    refused = penstock(*arguments)
     assert refused.code == 2 and "with recompute=True 1;" in refused.err
-    said = penstock(*asked, "--recompute", "--cost", "recompute=0.5")
-    assert said.code == 0
-    assert "found by recompute, after" in said.out and "without recomputation" not in said.out
+    output = penstock(*arguments, "--recompute", "--cost", "recompute=0.5")
+    assert output.code == 0
+    assert "found by recompute, after" in output.out and "without recomputation" not in output.out
     assert (
         "--cost offload: search: offload=True, but costs say nothing of it"
-        in penstock(*asked, "--offload").err
+        in penstock(*arguments, "--offload").err
     )
     roomy = ("search", "-p", "2", "-m", "4", "--memory", "1", "--time-limit", "1")
     assert "without recomputation or offload" in penstock(*roomy).out
@@ -344,13 +344,13 @@ def test_a_shell_is_offered_files_as_they_are_begun(
     assert list(complete("../")) == [("../mine.csv", "file"), ("../runs/", "folder")]
 
 
-def test_a_port_that_is_taken_is_told(penstock: Command) -> None:
+def test_a_port_in_use_is_refused(penstock: Command) -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = penstock("playground", "--port", str(port), "--no-browser")
-    assert said.code == 2
-    assert f"port {port} of 127.0.0.1 can't be had" in said.err
+        output = penstock("playground", "--port", str(port), "--no-browser")
+    assert output.code == 2
+    assert f"port {port} of 127.0.0.1 can't be had" in output.err

@@ -22,10 +22,10 @@ def test_every_schedule_is_listed_with_its_rules(
     penstock: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")
-    said = penstock("schedules")
-    assert (said.code, said.err) == (0, "")
+    output = penstock("schedules")
+    assert (output.code, output.err) == (0, "")
     for each in schedules():
-        (rules,) = re.findall(rf"^ {each.name} +(.+?)   ", said.out, re.M)
+        (rules,) = re.findall(rf"^ {each.name} +(.+?)   ", output.out, re.M)
         assert each.arrangement.value in rules and f"{each.virtuals_text} per rank" in rules
         assert ("per rank and direction" in rules) == (each.num_directions > 1)
         assert each.rule in rules
@@ -34,9 +34,9 @@ def test_every_schedule_is_listed_with_its_rules(
     assert penstock("schedules", "--names").out.split() == [each.name for each in schedules()]
 
 
-def test_a_schedule_is_told_with_its_timeline_and_source(penstock: Command) -> None:
-    said = penstock("schedules", "ZBV")
-    assert said.code == 0 and "    rank 0  F0 F1 F2 f0 i0 w0" in said.out
+def test_schedules_describes_one_schedule(penstock: Command) -> None:
+    output = penstock("schedules", "ZBV")
+    assert output.code == 0 and "    rank 0  F0 F1 F2 f0 i0 w0" in output.out
     for each in schedules():
         assert "rank 0  " in each.doc and "Source: " in each.doc
         assert re.search(r"\bbubble", each.doc, re.I), each.name
@@ -44,9 +44,9 @@ def test_a_schedule_is_told_with_its_timeline_and_source(penstock: Command) -> N
     assert "did you mean 'zbv'" in penstock("schedules", "zbvv").err
 
 
-def test_simulate_draws_the_timeline_and_tells_the_figures(penstock: Command) -> None:
-    said = penstock("simulate", "1f1b", "--ranks", "2", "--microbatches", "2")
-    assert said.out == (
+def test_simulate_prints_the_timeline_and_the_figures(penstock: Command) -> None:
+    output = penstock("simulate", "1f1b", "--ranks", "2", "--microbatches", "2")
+    assert output.out == (
         "1f1b, 2 ranks, 2 stages, 2 microbatches\n"
         "\n"
         "rank 0  F0 F1 .. .. B0 -- .. B1 --\n"
@@ -87,7 +87,7 @@ def _read(terminal: int) -> bytes:
 
 
 def test_json_is_one_object_with_the_figures(penstock: Command) -> None:
-    said = penstock(
+    output = penstock(
         "simulate", "interleaved-1f1b", "--ranks", "4", "--microbatches", "8", "--virtual", "2",
         "--forward", "1", "--input-grad", "1.5", "--weight-grad", "0.5", "--latency", "0.1",
         "--option", "group=8", "--json",
@@ -95,7 +95,7 @@ def test_json_is_one_object_with_the_figures(penstock: Command) -> None:
     program = build("interleaved-1f1b", ranks=4, microbatches=8, virtual=2, group=8)
     costs = Costs(forward=1, input_grad=1.5, weight_grad=0.5, latency=0.1)
     result = simulate(program, costs)
-    assert json.loads(said.out) == {
+    assert json.loads(output.out) == {
         "makespan": result.makespan,
         "span": result.span,
         "bubble_ratio": result.bubble_ratio,
@@ -105,33 +105,33 @@ def test_json_is_one_object_with_the_figures(penstock: Command) -> None:
 
 
 def test_costs_may_differ_from_stage_to_stage(penstock: Command) -> None:
-    said = penstock("simulate", "1f1b", "--ranks", "2", "--forward", "1,3", "--json")
+    output = penstock("simulate", "1f1b", "--ranks", "2", "--forward", "1,3", "--json")
     program = build("1f1b", ranks=2, microbatches=8)
-    assert json.loads(said.out)["makespan"] == simulate(program, Costs(forward=[1, 3])).makespan
+    assert json.loads(output.out)["makespan"] == simulate(program, Costs(forward=[1, 3])).makespan
 
 
 def test_other_costs_are_given_by_name(penstock: Command) -> None:
-    said = penstock(
+    output = penstock(
         "simulate", "1f1b", "--cost", "message-bytes=4", "--cost", "bandwidth=2",
         "--cost", "activation_bytes=10", "--cost", "transfers_overlap=false", "--json",
     )  # fmt: skip
     costs = Costs(message_bytes=4, bandwidth=2, activation_bytes=10, transfers_overlap=False)
     result = simulate(build("1f1b", ranks=4, microbatches=8), costs)
-    assert json.loads(said.out)["makespan"] == result.makespan
-    assert json.loads(said.out)["peak_bytes"] == [40, 30, 20, 10] == list(result.peak_bytes)
+    assert json.loads(output.out)["makespan"] == result.makespan
+    assert json.loads(output.out)["peak_bytes"] == [40, 30, 20, 10] == list(result.peak_bytes)
     wrong = penstock("simulate", "1f1b", "--cost", "bandwith=2")
     assert wrong.code == 2
     assert "--cost 'bandwith=2': expected NAME=VALUE; names are: " in wrong.err
 
 
 def test_edges_have_costs_of_their_own(penstock: Command) -> None:
-    said = penstock(
+    output = penstock(
         "simulate", "1f1b", "--latency", "1-2=5,3-2=1", "--cost", "message-bytes=4",
         "--cost", "bandwidth=0-1=2", "--json",
     )  # fmt: skip
     costs = Costs(latency={(1, 2): 5, (2, 3): 1}, message_bytes=4, bandwidth={(0, 1): 2})
     result = simulate(build("1f1b", ranks=4, microbatches=8), costs)
-    assert json.loads(said.out)["makespan"] == result.makespan != 33
+    assert json.loads(output.out)["makespan"] == result.makespan != 33
 
 
 def test_jitter_makes_it_longer_and_a_seed_repeats_it(penstock: Command) -> None:
@@ -147,18 +147,18 @@ def test_jitter_makes_it_longer_and_a_seed_repeats_it(penstock: Command) -> None
 
 
 def test_a_memory_limit_is_compared_with_the_peak(penstock: Command) -> None:
-    said = penstock("simulate", "1f1b", "--memory", "2")
-    assert (said.code, said.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
-    assert penstock("simulate", "1f1b", "--memory", "2", "--json").err == said.err
+    output = penstock("simulate", "1f1b", "--memory", "2")
+    assert (output.code, output.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
+    assert penstock("simulate", "1f1b", "--memory", "2", "--json").err == output.err
     assert penstock("simulate", "1f1b", "--memory", "4").err == ""
 
 
-def test_compare_marks_what_is_over_the_memory_limit(penstock: Command) -> None:
-    said = penstock("compare", "gpipe", "1f1b", "zb-h2", "--memory", "4")
-    rows = cells(said.out)
+def test_compare_marks_schedules_over_the_memory_limit(penstock: Command) -> None:
+    output = penstock("compare", "gpipe", "1f1b", "zb-h2", "--memory", "4")
+    rows = cells(output.out)
     assert rows["gpipe"][-3:] == ["8,8,8,8", "over", "48"]
     assert rows["1f1b"][-2:] == ["4,3,2,1", "48"]
-    assert said.err == (
+    assert output.err == (
         "gpipe: over the memory limit of 4 on ranks 0, 1, 2, 3\n"
         "zb-h2: over the memory limit of 4 on ranks 0, 1, 2, 3\n"
     )
@@ -168,10 +168,12 @@ def test_compare_marks_what_is_over_the_memory_limit(penstock: Command) -> None:
     assert half.err == "interleaved-1f1b: over the memory limit of 5.25 on rank 0\n"
     assert penstock("compare", "interleaved-1f1b", "--per", "rank", "--memory", "5.5").err == ""
     bytes_given = ("--cost", "activation_bytes=10")
-    said = penstock("compare", "1f1b", *bytes_given, "--memory", "39")
-    assert said.err == "1f1b: over the memory limit of 39 on rank 0\n"
-    said = penstock("compare", "interleaved-1f1b", "--per", "rank", *bytes_given, "--memory", "55")
-    assert said.err == ""
+    output = penstock("compare", "1f1b", *bytes_given, "--memory", "39")
+    assert output.err == "1f1b: over the memory limit of 39 on rank 0\n"
+    output = penstock(
+        "compare", "interleaved-1f1b", "--per", "rank", *bytes_given, "--memory", "55"
+    )
+    assert output.err == ""
 
 
 def test_a_file_takes_nothing_that_its_program_has_already(
@@ -179,9 +181,9 @@ def test_a_file_takes_nothing_that_its_program_has_already(
 ) -> None:
     file = tmp_path / "mine.csv"
     save_csv(build("gpipe", ranks=2, microbatches=4), file)
-    said = penstock("simulate", str(file), "--ranks", "8", "-m", "3", "--virtual", "7")
-    assert (said.code, said.out) == (2, "")
-    assert "takes no --ranks, no --microbatches, no --virtual; leave that out" in said.err
+    output = penstock("simulate", str(file), "--ranks", "8", "-m", "3", "--virtual", "7")
+    assert (output.code, output.out) == (2, "")
+    assert "takes no --ranks, no --microbatches, no --virtual; leave that out" in output.err
     assert penstock("simulate", str(file), "--ranks", "0").code == 2
     assert penstock("render", str(file), "-O", "group=4", "-o", "x.html").code == 2
     assert penstock("compare", str(file), "--ranks", "2").code == 2
@@ -195,8 +197,8 @@ def test_a_file_with_a_program_stands_for_a_schedule(penstock: Command, tmp_path
     save_csv(program, tmp_path / "mine.csv")
     (tmp_path / "mine.json").write_text(to_json(program))
     for name in ("mine.csv", "mine.json"):
-        said = penstock("simulate", str(tmp_path / name), "--json")
-        assert json.loads(said.out)["makespan"] == simulate(program).makespan
+        output = penstock("simulate", str(tmp_path / name), "--json")
+        assert json.loads(output.out)["makespan"] == simulate(program).makespan
 
 
 def cells(out: str) -> dict[str, list[str]]:
@@ -204,8 +206,8 @@ def cells(out: str) -> dict[str, list[str]]:
 
 
 def test_compare_sets_schedules_side_by_side(penstock: Command) -> None:
-    said = penstock("compare", "gpipe", "1f1b", "interleaved-1f1b:virtual=4", "zbv")
-    rows = cells(said.out)
+    output = penstock("compare", "gpipe", "1f1b", "interleaved-1f1b:virtual=4", "zbv")
+    rows = cells(output.out)
     assert rows["gpipe"] == ["1", "33", "27.27%", "33", "27.27%", "8,8,8,8", "48"]
     assert rows["1f1b"][-2] == "4,3,2,1"
     assert rows["interleaved-1f1b:virtual=4"][:3] == ["4", "105", "8.57%"]
@@ -213,18 +215,18 @@ def test_compare_sets_schedules_side_by_side(penstock: Command) -> None:
 
 
 @pytest.mark.parametrize("columns", ["120", "80", "50", "9"])
-def test_numbers_are_whole_however_narrow_the_terminal_is(
+def test_numbers_never_wrap_on_narrow_terminals(
     penstock: Command, monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    said = penstock("compare", "zb-h1", "gis:virtual=4", "--ranks", "8", "--microbatches", "32")
+    output = penstock("compare", "zb-h1", "gis:virtual=4", "--ranks", "8", "--microbatches", "32")
     for figures in (("103", "6.80%", "448"), ("398", "3.52%", "1984")):
-        assert set(figures) <= set(said.out.split())
+        assert set(figures) <= set(output.out.split())
 
 
 def test_options_go_to_the_schedules_that_take_them(penstock: Command) -> None:
-    said = penstock("compare", "1f1b", "interleaved-1f1b", "--virtual", "4", "-O", "group=8")
-    rows = cells(said.out)
+    output = penstock("compare", "1f1b", "interleaved-1f1b", "--virtual", "4", "-O", "group=8")
+    rows = cells(output.out)
     program = build("interleaved-1f1b", ranks=4, microbatches=8, virtual=4, group=8)
     assert rows["1f1b"][0] == "1"
     assert rows["interleaved-1f1b"][:2] == ["4", f"{simulate(program).makespan:.0f}"]
@@ -232,11 +234,11 @@ def test_options_go_to_the_schedules_that_take_them(penstock: Command) -> None:
 
 
 def test_one_model_is_compared_over_more_or_fewer_stages(penstock: Command) -> None:
-    said = penstock(
+    output = penstock(
         "compare", "1f1b", "interleaved-1f1b", "--per", "rank", "--forward", "2",
         "--input-grad", "2", "--weight-grad", "2",
     )  # fmt: skip
-    rows = cells(said.out)
+    rows = cells(output.out)
     assert rows["1f1b"][1] == "66"
     assert rows["interleaved-1f1b"][1] == "57"
     assert rows["interleaved-1f1b"][-2] == "5.5,4.5,3.5,2.5"
@@ -244,14 +246,14 @@ def test_one_model_is_compared_over_more_or_fewer_stages(penstock: Command) -> N
     assert (wrong.code, "forward is given per stage" in wrong.err) == (2, True)
 
 
-def test_all_that_a_rank_holds_is_shared_out(penstock: Command) -> None:
+def test_costs_of_a_rank_are_divided_among_its_stages(penstock: Command) -> None:
     whole = ("--per", "rank", "--forward", "2", "--input-grad", "2", "--weight-grad", "2")
     copies = ("--cost", "offload=2", "--cost", "reload=2")
     assert cells(penstock("compare", "po-f", *whole, *copies).out)["po-f"][1] == "54"
     held = ("--cost", "activation_bytes=4", "--cost", "weight_grad_bytes=4")
     for schedule, limit in (("interleaved-zb", "16"), ("interleaved-zb:virtual=3", "17.34")):
-        said = penstock("compare", schedule, "--per", "rank", *held, "--memory", limit)
-        assert (said.code, said.err) == (0, ""), schedule
+        output = penstock("compare", schedule, "--per", "rank", *held, "--memory", limit)
+        assert (output.code, output.err) == (0, ""), schedule
     # In activations, what is held for W is a part of one, however small one is.
     part = ("--per", "rank", "--cost", "weight_grad_bytes=1", "--memory", "4")
     assert penstock("compare", "interleaved-zb", *part).err == ""
@@ -267,13 +269,11 @@ def test_copies_on_ranks_of_their_own_hold_less_than_a_stage_for_each(
     assert rows["two"] == ["1", "12", "50.00%", "12", "50.00%", "2,2,2,2", "4"]
 
 
-def test_a_schedule_that_can_not_be_built_leaves_the_others(
-    penstock: Command, tmp_path: Path
-) -> None:
+def test_compare_lists_schedules_that_can_not_be_built(penstock: Command, tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("0F0,0B0\n1B0,1F0\n")
-    said = penstock("compare", "dualpipe", "1f1b", str(tmp_path / "bad.csv"), "zbv", "-p", "3")
-    assert (said.code, said.err) == (0, "")
-    rows = cells(said.out)
+    output = penstock("compare", "dualpipe", "1f1b", str(tmp_path / "bad.csv"), "zbv", "-p", "3")
+    assert (output.code, output.err) == (0, "")
+    rows = cells(output.out)
     assert " ".join(rows["dualpipe"]).startswith(
         "--ranks: ranks=3 and microbatches=8 do not work, it"
     )
@@ -339,15 +339,15 @@ def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
         (["compare", "1f1b", "zvb"], "did you mean 'zbv'?"),
     ],
 )
-def test_what_can_not_be_is_one_message_and_exit_code_2(
+def test_errors_are_one_message_with_exit_code_2(
     penstock: Command, arguments: list[str], message: str
 ) -> None:
-    said = penstock(*arguments)
-    assert said.code == 2
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert message in said.err
-    assert "Traceback" not in said.err
+    output = penstock(*arguments)
+    assert output.code == 2
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert message in output.err
+    assert "Traceback" not in output.err
 
 
 @pytest.mark.parametrize("arguments", [["simulat"], ["simulate"], ["simulate", "1f1b", "--rank"]])

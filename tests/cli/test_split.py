@@ -223,7 +223,7 @@ def test_other_ways_to_cut(
 # --- models ------------------------------------------------------------------------------------
 
 
-def test_a_model_of_ones_own_is_measured_and_trained_by_the_plan(
+def test_a_users_model_is_measured_and_trained_by_the_plan(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("mine:tiny", "--stages", "2", "--runs", "1", "-o", "plan.toml", "--costs", "new.json")
@@ -255,7 +255,7 @@ SMALL = ["--set", "hidden_size=16", "--set", "intermediate_size=16", "--set", "v
 SMALL += ["--set", "num_attention_heads=2", "--set", "num_key_value_heads=2", "--length", "8"]
 
 
-def test_an_example_is_converted_whatever_holds_it(
+def test_an_example_in_a_dataclass_is_converted(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("mine:of_a_dataclass", "-s", "2", "--runs", "1", "--dtype", "float64")
@@ -368,9 +368,9 @@ def test_invalid_input_is_refused_in_one_message(
     if told is None:
         run(*arguments, "--runs", "1")
         return
-    said = error_of(capsys, *arguments, "--runs", "1")
-    assert told in said
-    assert "Traceback" not in said
+    output = error_of(capsys, *arguments, "--runs", "1")
+    assert told in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -393,10 +393,10 @@ def test_errors_of_user_code_are_reported_in_one_line_with_their_place(
 ) -> None:
     (here / "wrong.py").write_text("def tiny(:\n")
     (here / "late.py").write_text("1 / 0\n")
-    said = error_of(capsys, name, "-s", "2", "--runs", "1").replace(f"{here}/", "")
-    assert told in said
-    assert "line " in said
-    assert len(said.splitlines()) == 1
+    output = error_of(capsys, name, "-s", "2", "--runs", "1").replace(f"{here}/", "")
+    assert told in output
+    assert "line " in output
+    assert len(output.splitlines()) == 1
 
 
 # --- for a schedule ------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_bytes_text(number: float, text: str) -> None:
     assert bytes_text(number) == text
 
 
-def test_the_command_loads_no_torch_before_a_model_is_asked_for() -> None:
+def test_the_command_loads_torch_only_for_a_model() -> None:
     code = (
         "import sys, penstock.cli.app\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

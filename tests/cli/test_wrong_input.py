@@ -28,36 +28,36 @@ FAMILY = {
 }  # fmt: skip
 
 
-def told_in_one_line(said: Any) -> bool:
+def is_one_line_error(output: Any) -> bool:
     """A message of a line, that changes nothing of the terminal."""
-    lines = said.err.splitlines()
+    lines = output.err.splitlines()
     one = len(lines) == 1 and lines[0].startswith("error: ") and lines[0].isprintable()
-    return bool(said.code == 2 and one)
+    return bool(output.code == 2 and one)
 
 
 @pytest.mark.parametrize("value", VALUES)
 def test_a_value_is_taken_or_refused_in_one_line(penstock: Command, value: str) -> None:
     for option in OPTIONS:
-        said = penstock("simulate", "po-h", option, value)
-        assert (said.code == 0) != told_in_one_line(said), (option, said)
+        output = penstock("simulate", "po-h", option, value)
+        assert (output.code == 0) != is_one_line_error(output), (option, output)
     for option in NAMED:
         name = FAMILY.get(option.partition("=")[2], "1f1b")
-        said = penstock("simulate", name, f"{option}={value}")
-        assert (said.code == 0) != told_in_one_line(said), (option, said)
+        output = penstock("simulate", name, f"{option}={value}")
+        assert (output.code == 0) != is_one_line_error(output), (option, output)
     for arguments in (
         ["simulate", value], ["compare", value], ["compare", f"1f1b:{value}"], ["check", value],
         ["render", value, "-o", "x.html"], ["render", "1f1b", "-o", value],
         ["search", "--objective", value], ["compare", "1f1b", "--per", value], [value],
     ):  # fmt: skip
-        assert told_in_one_line(penstock(*arguments)), arguments
+        assert is_one_line_error(penstock(*arguments)), arguments
 
 
 EVENT = {"ph": "X", "name": "0F0", "pid": 0, "ts": 0, "dur": 1, "args": {}}
-TOLD = {"schedule": "x", "ranks": 1, "unit": "s"}
+HEADER = {"schedule": "x", "ranks": 1, "unit": "s"}
 
 
 def a_trace(**event: object) -> bytes:
-    document = {"otherData": TOLD, "traceEvents": [{**EVENT, **event}]}
+    document = {"otherData": HEADER, "traceEvents": [{**EVENT, **event}]}
     return json.dumps(document).encode()
 
 
@@ -103,37 +103,37 @@ FILES = {
     "args.json": a_trace(args=5),
     "half.json": a_trace(name="0B0"),
     "no-block.json": a_trace(args={"block": 7}),
-    "no-events.json": json.dumps({"otherData": TOLD, "traceEvents": []}).encode(),
+    "no-events.json": json.dumps({"otherData": HEADER, "traceEvents": []}).encode(),
     "ranks.json": json.dumps(
-        {"otherData": {**TOLD, "ranks": 10**12}, "traceEvents": [EVENT]}
+        {"otherData": {**HEADER, "ranks": 10**12}, "traceEvents": [EVENT]}
     ).encode(),
 }
 
 
 @pytest.mark.parametrize("name", [*FILES, "missing.csv", "missing.json", "folder.csv"])
-def test_a_file_that_is_none_is_told_by_its_name(
-    penstock: Command, tmp_path: Path, name: str
-) -> None:
+def test_invalid_files_are_refused_by_name(penstock: Command, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name in FILES:
         path.write_bytes(FILES[name])
     elif name.startswith("folder"):
         path.mkdir()
     for command in (["check"], ["simulate"], ["compare"], ["render", "-o", str(path) + ".png"]):
-        said = penstock(*command, str(path))
-        assert told_in_one_line(said), said
-        assert str(path) in said.err
-        assert len(said.err) < 1000 + len(str(path))
+        output = penstock(*command, str(path))
+        assert is_one_line_error(output), output
+        assert str(path) in output.err
+        assert len(output.err) < 1000 + len(str(path))
 
 
-def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_reported(
+    penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("penstock.cli.programs.load_program", out_of_memory)
-    said = penstock("simulate", "1f1b")
-    assert told_in_one_line(said)
-    assert "take fewer ranks or microbatches" in said.err
+    output = penstock("simulate", "1f1b")
+    assert is_one_line_error(output)
+    assert "take fewer ranks or microbatches" in output.err
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,10 @@ def test_what_no_machine_holds_is_told(penstock: Command, monkeypatch: pytest.Mo
         (["simulate", "1f1b", "--jitter", "1e308", "--json"], "with this jitter, costs add up to"),
     ],
 )
-def test_messages_speak_of_what_was_written(
-    penstock: Command, arguments: list[str], message: str
-) -> None:
-    said = penstock(*arguments)
-    assert told_in_one_line(said)
-    assert message in said.err
+def test_messages_name_the_flags(penstock: Command, arguments: list[str], message: str) -> None:
+    output = penstock(*arguments)
+    assert is_one_line_error(output)
+    assert message in output.err
 
 
 def test_endings_are_understood_in_capitals(penstock: Command, tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def test_200_blocks_into_128_stages_within_a_second(head: float) -> None:
 # --- what can't be -----------------------------------------------------------------------------
 
 
-def test_the_least_memory_that_works_is_said() -> None:
+def test_the_smallest_feasible_memory_limit_is_named() -> None:
     blocks = [BlockCosts(forward_s=1, parameter_bytes=10, activation_bytes=2)] * 4
     with pytest.raises(PartitionError) as raised:
         balance(blocks, 2, 25)
@@ -451,7 +451,7 @@ def test_limits_per_stage_grow_alike() -> None:
         ({"costs": [1, "2", 1]}, "forward_s of block 1 is '2'"),
     ],
 )
-def test_what_makes_no_problem(given: dict[str, Any], told: str) -> None:
+def test_invalid_terms(given: dict[str, Any], told: str) -> None:
     with pytest.raises(PartitionError, match=told):
         balance(**({"costs": [1, 1, 1], "num_stages": 2} | given))
 

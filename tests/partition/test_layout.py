@@ -32,7 +32,7 @@ def blocks(kinds: str) -> list[BlockCosts]:
         ("t", ("t",)),
     ],
 )
-def test_what_layouts_say(text: str, stages: tuple[str, ...]) -> None:
+def test_layout_strings(text: str, stages: tuple[str, ...]) -> None:
     assert Layout.parse(text).stages == stages
 
 

@@ -86,7 +86,7 @@ def test_a_target_is_stood_in_for(
     torch.testing.assert_close(given[-1], target)
 
 
-def test_what_the_loss_keeps_is_counted_once() -> None:
+def test_memory_saved_by_the_loss_counts_once() -> None:
     def loss_fn(output: dict[str, Tensor], target: Tensor) -> Tensor:
         return F.mse_loss(output["scores"], target)
 
@@ -213,9 +213,9 @@ def test_the_stages_of_a_rank_are_weighed_together(
 def test_a_layer_in_two_places_is_measured_in_both_on_another_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measured: list[list[nn.Module]] = []
+    measured: list[tuple[nn.Module, ...]] = []
     monkeypatch.setattr(
-        profiling, "profile", lambda given, example, loss_fn: measured.append(given)
+        profiling, "profile", lambda given, example, loss_fn: measured.append(given.stages)
     )
     layer = nn.Linear(DIM, DIM)
     measure_model([layer, nn.ReLU(), layer], X, device=torch.device("meta"))

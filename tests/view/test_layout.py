@@ -49,7 +49,7 @@ def test_transfers_that_are_spelled_out_change_nothing_that_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv", "chimera"])
-def test_a_trace_holds_what_its_program_holds(name: str) -> None:
+def test_a_trace_has_the_memory_of_its_program(name: str) -> None:
     result = step(name)
     drawing = arrange(result.trace)
     assert drawing.peaks == result.peak_in_flight
@@ -59,7 +59,7 @@ def test_a_trace_holds_what_its_program_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "po-f", "chimera"])
-def test_what_ranks_hold_is_an_outline_each(name: str) -> None:
+def test_the_memory_of_each_rank_is_an_outline(name: str) -> None:
     result = step(name, costs=Costs(offload=0.5, reload=0.5))
     memory = arrange(result).memory
     outlines: list[list[tuple[float, float]]] = [[]]
@@ -122,7 +122,7 @@ def test_parts_of_a_block_that_ran_at_one_time_share_the_lane() -> None:
     assert drawn["top"][0] < drawn["foot"][0] < drawn["foot"][1]
 
 
-def test_copies_lie_above_what_is_computed() -> None:
+def test_copies_lie_above_computations() -> None:
     drawing = arrange(step("po-f", costs=Costs(offload=0.5, reload=0.5)))
     kinds = drawing.boxes["kind"]
     tops, feet = drawing.boxes["top"], drawing.boxes["foot"]

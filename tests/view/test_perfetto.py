@@ -93,7 +93,7 @@ def test_saved_as_it_is_written(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == to_perfetto(one_span("s"))
 
 
-def test_blocks_are_told_and_read_back() -> None:
+def test_overlapped_pairs_are_written_and_read_back() -> None:
     trace = simulate(build("dualpipev", ranks=2, microbatches=4)).trace
     told = {e["name"]: e["args"].get("block") for e in events_of(trace, "X")}
     assert told["0F3"] == told["3B1"] == "(0F3;3B1)OVERLAP_F_B"

@@ -96,7 +96,7 @@ def test_mixed_units_and_missing_titles_are_refused(tmp_path: Path) -> None:
         draw([], tmp_path / "t.png")
 
 
-def test_without_matplotlib_the_error_says_what_to_install(
+def test_without_matplotlib_the_error_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__

@@ -22,14 +22,14 @@ def settled(document: Document) -> None:
     [
         ("virtual=4", "interleaved-1f1b has no option &#x27;virtual&#x27;"),
         ("ranks=3", "interleaved-1f1b has no option &#x27;ranks&#x27;"),
-        ("group=nan", "group=nan does not work; give a whole number from 4 to 8"),
+        ("group=nan", "group=&#x27;nan&#x27; does not work; give a whole number from 4 to 8"),
         ("group=1e400", "group=inf does not work; give a whole number from 4 to 8"),
         ("group", "expected NAME=VALUE, such as group=4"),
         ("name=3", "interleaved-1f1b has no option &#x27;name&#x27;"),
         ("costs=3", "interleaved-1f1b has no option &#x27;costs&#x27;"),
     ],
 )
-def test_an_option_that_can_not_be_is_told_on_the_page(options: str, message: str) -> None:
+def test_invalid_options_are_reported_on_the_page(options: str, message: str) -> None:
     document = Document()
     page = Playground(document)
     page.schedule.value = "interleaved-1f1b"
@@ -44,7 +44,7 @@ def test_an_option_that_can_not_be_is_told_on_the_page(options: str, message: st
     assert not page.error.visible
 
 
-def test_a_schedule_of_ones_own_that_fails_is_told_on_the_page() -> None:
+def test_a_failing_custom_schedule_is_reported_on_the_page() -> None:
     @penstock.schedule("only-four")
     def only_four(*, ranks: int, microbatches: int) -> Program:
         raise ZeroDivisionError
@@ -91,7 +91,7 @@ def test_a_slider_changes_timeline_memory_figures_and_comparison(name: str) -> N
     assert f">{wanted.makespan:.0f}<" in page.comparison.text
 
 
-def test_a_memory_limit_that_is_exceeded_is_told() -> None:
+def test_an_exceeded_memory_limit_is_shown() -> None:
     document = Document()
     page = Playground(document)
     page.schedule.value = "1f1b"

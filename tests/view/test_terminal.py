@@ -53,7 +53,7 @@ def test_without_colours_it_is_the_plain_text() -> None:
     assert timeline(trace, width=80, colour=False).plain == to_text(trace, width=80)
 
 
-def test_the_legend_names_what_is_there() -> None:
+def test_the_legend_names_the_drawn_ops() -> None:
     assert legend(trace_of("zbv")).plain.split() == [
         "forward", "input", "gradient", "weight", "gradient",
     ]  # fmt: skip

@@ -44,7 +44,7 @@ rank 1  .FBBFBB..
 
 
 @pytest.mark.parametrize("width", [20, 40, 97])
-def test_no_line_is_longer_than_asked(width: int) -> None:
+def test_no_line_exceeds_the_width(width: int) -> None:
     text = to_text(trace_of("gpipe", ranks=3, microbatches=40), width=width)
     assert max(map(len, text.splitlines())) == width
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock._torch_compat import children
 from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockCosts, Profile
@@ -38,6 +37,7 @@ from penstock.partition.profiled_model import (
     ProfileRun,
     Times,
     measure_times,
+    num_bytes,
     run_profiled,
 )
 from penstock.partition.sequential import is_sequence
@@ -91,7 +91,13 @@ def profile(
     """
     if runs < 1:
         raise PartitionError(f"runs is {runs}, expected at least 1")
-    model, name, leaves = _as_model(model_or_stages)
+    model = _as_module(model_or_stages)
+    name, leaves = type(model).__name__, leaf_modules(model)
+    if isinstance(model, Chained):
+        name, stages = "list", enumerate(model.stages)
+        leaves = tuple(LeafModule(name=str(i), module=stage, trunk="") for i, stage in stages)
+    else:
+        HFPipelinePlan.of(model).log(name)
     profiled = ProfiledModel(model, leaves, example, loss_fn)
     snapshot = ModuleSnapshot(model)
     snapshot.hold()
@@ -100,7 +106,7 @@ def profile(
     finally:
         snapshot.restore()
     blocks = gather(leaves, run.order)
-    sent = _sent_by_block(profiled, run, blocks, by_module=not is_sequence(model_or_stages))
+    sent = _sent_by_block(profiled, run, blocks)
     held = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     loose = [name for name, param in model.named_parameters() if id(param) not in held]
     return Profile(
@@ -144,28 +150,23 @@ def _hold_memory(profiled: ProfiledModel) -> object:
     return [profiled.forward() for _ in range(3)][-1]
 
 
-def _as_model(given: Any) -> tuple[nn.Module, str, Sequence[LeafModule]]:
-    """The argument of ``profile`` as one model, with its name and its leaf modules."""
+def _as_module(given: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]) -> nn.Module:
     if isinstance(given, nn.Module):
-        HFPipelinePlan.of(given).log(type(given).__name__)
-        return given, type(given).__name__, leaf_modules(given)
+        return given
     modules = [each.submod if isinstance(each, PipelineStage) else each for each in given]
     odd = [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]
     if odd or not modules:
         raise PartitionError(
             f"expected a model, or a list of modules or stages, got a list of {odd or 'nothing'}"
         )
-    leaves = [LeafModule(name=str(i), module=m, trunk="") for i, m in enumerate(modules)]
-    return Chained(modules), "list", leaves
+    return Chained(modules)
 
 
 Sent: TypeAlias = tuple[int, tuple[str, ...]]
 """The sent bytes, and descriptions of the sent tensors."""
 
 
-def _sent_by_block(
-    profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Block], *, by_module: bool
-) -> list[Sent]:
+def _sent_by_block(profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Block]) -> list[Sent]:
     """The tensors that cross the cut after each block, if cut by module.
 
     Where that is not possible, the outputs of the block's last module.
@@ -173,15 +174,14 @@ def _sent_by_block(
     place = {name: segment for segment, name in enumerate(run.order)}
     last = [max(place[leaf.name] for leaf in b.leaves if leaf.name in place) for b in blocks[:-1]]
     sent: list[Sent] = [(run.output_bytes[i], run.outputs[i]) for i in last]
-    if by_module:
+    if not (isinstance(profiled.model, Chained) or is_sequence(profiled.model)):
         names = [[leaf.name for leaf in block.leaves] for block in blocks]
         example = profiled.kwargs or profiled.args
         between = tensors_between(profiled.model, names, example, profiled.device)
         for i, metas in enumerate(between):
             if metas is not None:
                 found = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas]
-                size = sum(t.numel() * t.element_size() for t in found)
-                sent[i] = size, tuple(map(describe, found))
+                sent[i] = sum(map(num_bytes, found)), tuple(map(describe, found))
     return [*sent, (0, ())]
 
 
@@ -201,7 +201,7 @@ def _costs_of(
         weight_grad_s=weight_grad_s,
         activation_bytes=sum(run.kept_bytes[i] for i in segments),
         parameters=sum(p.numel() for p in params),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in params),
+        parameter_bytes=sum(map(num_bytes, params)),
         sent_bytes=sent[0],
         sends=sent[1],
     )
@@ -227,14 +227,7 @@ def balanced_plan(
     device: torch.device,
     loss_fn: Callable[..., Any] | None = None,
 ) -> Plan:
-    """The plan of ``split="auto"``: measured on this machine, balanced for a program.
-
-    Args:
-        model: the model, on one device.
-        program: the program of the stages.
-        example: one microbatch.
-        device: the device of the stages; the model is measured there.
-        loss_fn: see ``measure_model``.
+    """The plan of ``split="auto"``: measured as by ``measure_model``, balanced for a program.
 
     Raises:
         PartitionError: the example is missing, or there are too few blocks.
@@ -247,13 +240,9 @@ def balanced_plan(
     measured = measure_model(model, example, device=device, loss_fn=loss_fn)
     found = balance_for(measured, program)
     logger.info(
-        "split='auto': %d blocks into %s; the busiest rank takes %.3g s per microbatch, all "
-        "together %.3g s",
-        len(measured.blocks),
-        list(found.counts),
-        found.bottleneck_s,
-        sum(found.rank_time_s),
-    )
+        "split='auto': blocks per stage %s; the busiest rank takes %.3g s per microbatch, all "
+        "together %.3g s", list(found.counts), found.bottleneck_s, sum(found.rank_time_s),
+    )  # fmt: skip
     return measured.plan(found.counts, made=f"balanced on this machine, for {program.name}")
 
 
@@ -276,18 +265,12 @@ def measure_model(
     Raises:
         PartitionError: the model can't be measured.
     """
-    loss = None if loss_fn is None else TargetlessLoss(loss_fn)
-    if isinstance(model, nn.Module):
-        whole = model
-    else:
-        whole = Chained([e.submod if isinstance(e, PipelineStage) else e for e in model])
-    places = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
-    if places <= {device.type} or "meta" in places:
-        return profile(model, example, loss_fn=loss)
-    there = copy.deepcopy(whole).to(device)
-    given = there if whole is model else [stage for _, stage in children(there)]
-    moved = map_tensors(lambda tensor: tensor.to(device), example)
-    return profile(given, moved, loss_fn=loss)
+    loss, whole = None if loss_fn is None else TargetlessLoss(loss_fn), _as_module(model)
+    devices = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
+    if not (devices <= {device.type} or "meta" in devices):
+        whole = copy.deepcopy(whole).to(device)
+        example = map_tensors(lambda tensor: tensor.to(device), example)
+    return profile(whole, example, loss_fn=loss)
 
 
 def _class_zero(shape: Sequence[int], output: Tensor) -> Tensor:
@@ -309,34 +292,33 @@ class TargetlessLoss:
     """A loss of the output alone, with the first of ``TARGETS`` that the loss function accepts.
 
     A loss over a large vocabulary takes as long as a layer or two, for any target. If the loss
-    function accepts no target, the loss is omitted, and a log message says so.
-
-    Args:
-        loss_fn: the loss function. A module is copied, so that its buffers stay unchanged.
+    function accepts no target, the loss is omitted, and a log message says so. A module is copied,
+    so that its buffers stay unchanged.
     """
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-        self._accepted: int | None = None  # the index of the target; beyond the last if none fits
+        # The accepted targets, at most one; None before the first call.
+        self._accepted: list[Callable[[Tensor], tuple[Any, ...]]] | None = None
 
     def __call__(self, output: Any) -> Tensor:
         """The loss of an output; the sum of its tensors if no target fits."""
         if self._accepted is None:
             self._accepted = self._first_accepted(output)
-        if self._accepted < len(TARGETS):
-            return self._loss(output, self._accepted)
+        for target in self._accepted:
+            return self._loss(output, target)
         return torch.stack([t.sum() for t in tensors_of(output) if t.requires_grad]).sum()
 
-    def _loss(self, output: Any, target: int) -> Tensor:
+    def _loss(self, output: Any, target: Callable[[Tensor], tuple[Any, ...]]) -> Tensor:
         first = next(tensor for tensor in tensors_of(output) if tensor.requires_grad)
-        loss = self._loss_fn(output, *TARGETS[target](first))
+        loss = self._loss_fn(output, *target(first))
         found = loss[0] if isinstance(loss, tuple) else loss
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
             raise TypeError(f"the loss function returned {type(loss).__name__}, expected a scalar")
         return found
 
-    def _first_accepted(self, output: Any) -> int:
-        for target in range(len(TARGETS)):
+    def _first_accepted(self, output: Any) -> list[Callable[[Tensor], tuple[Any, ...]]]:
+        for target in TARGETS:
             try:
                 # Nested saved-tensor hooks, so that the profiler's own hooks see only one call.
                 with warnings.catch_warnings(), saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -345,10 +327,10 @@ class TargetlessLoss:
             except Exception as error:  # whatever the user's function raises on a wrong target
                 logger.debug("a target for the loss was refused: %s", error)
             else:
-                return target
+                return [target]
         logger.warning(
             "the loss function takes none of the targets that were tried, so the last stage is "
             "measured without it; to count it, measure with penstock.profile(model, example, "
             "loss_fn=lambda output: ...), and pass the plan as split="
         )
-        return len(TARGETS)
+        return []

@@ -40,31 +40,24 @@ from penstock.stage.weight_grad import (
 from penstock.stage.weight_grad.accumulate import accumulate
 
 __all__ = [
-    "Chained",
-    "ObservedPass",
-    "ProfileRun",
-    "ProfiledModel",
-    "Times",
-    "measure_times",
+    "Chained", "ObservedPass", "ProfileRun", "ProfiledModel", "Times", "measure_times", "num_bytes",
     "run_profiled",
-]
+]  # fmt: skip
 
 T = TypeVar("T")
 Times: TypeAlias = tuple[float, ...]
 """Seconds per segment."""
 
 
+def num_bytes(tensor: Tensor) -> int:
+    """The size of a tensor in bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
 class ProfiledModel:
-    """A model with an example, and separate state to run on.
+    """A model with its leaf modules, an example, and separate state to run on.
 
-    Args:
-        model: the model.
-        leaves: its leaf modules.
-        example: one microbatch.
-        loss_fn: a function from the output to the loss; None for the output's own.
-
-    Raises:
-        PartitionError: the model is on the meta device.
+    ``loss_fn`` is a function from the output to the loss; None for the output's own.
     """
 
     def __init__(
@@ -158,12 +151,12 @@ class Chained(nn.Module):
         super().__init__()
         for i, stage in enumerate(stages):
             self.add_module(str(i), stage)
-        self._stages = tuple(stages)
+        self.stages = tuple(stages)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages; keyword arguments go to the first."""
-        output = self._stages[0](*args, **kwargs)
-        for stage in self._stages[1:]:
+        output = self.stages[0](*args, **kwargs)
+        for stage in self.stages[1:]:
             output = stage(*as_args(output))
         return output
 
@@ -171,15 +164,12 @@ class Chained(nn.Module):
 class ObservedPass:
     """One forward and backward of a profiled model, observed by segment.
 
-    Args:
-        profiled: the model.
-        mark: called where a segment begins, before its leaf module runs; the clock by default.
+    ``mark`` is called where a segment begins, before its leaf module runs; the clock by default.
 
     Attributes:
         order: the names of the leaf modules whose segments have begun.
         marks: per segment, the result of ``mark``.
         outputs: per segment, the output tensors of its leaf module, if ``keeps_outputs``.
-        keeps_outputs: False to free outputs as training does.
         begin_s, end_s: the stamps around the forward.
     """
 
@@ -239,12 +229,10 @@ class ObservedPass:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # A layer with several places is called by its names in turn; later calls begin nothing.
         names = self._names[module]
+        self._calls.append(len(self.order) if names else None)
         if names:
-            self._calls.append(len(self.order))
             self.order.append(names.pop(0))
             self.marks.append(self._mark())
-        else:
-            self._calls.append(None)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         segment = self._calls.pop()
@@ -264,20 +252,13 @@ class ObservedPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfileRun:
-    """The results of one untimed run of a model.
+    """The results of one untimed run of a model, by segment."""
 
-    Args:
-        order: the names of the leaf modules that run, by first call.
-        kept_bytes: per segment, the bytes that autograd saves for the backward.
-        outputs: per segment, descriptions of its leaf module's output tensors.
-        output_bytes: per segment, the bytes of its leaf module's output tensors.
-        undeferred: the parameters whose gradients are computed in I; None if none can be deferred.
-    """
-
-    order: tuple[str, ...]
-    kept_bytes: tuple[int, ...]
-    outputs: tuple[tuple[str, ...], ...]
+    order: tuple[str, ...]  # the names of the leaf modules that run, by first call
+    kept_bytes: tuple[int, ...]  # saved by autograd for the backward
+    outputs: tuple[tuple[str, ...], ...]  # descriptions of the leaf module's output tensors
     output_bytes: tuple[int, ...]
+    # The parameters whose gradients are computed in I; None if none can be deferred.
     undeferred: tuple[nn.Parameter, ...] | None
 
 
@@ -316,7 +297,7 @@ def run_profiled(profiled: ProfiledModel) -> ProfileRun:
         order=tuple(observed.order),
         kept_bytes=tuple(sum(kept[i].values()) for i in segments),
         outputs=tuple(tuple(map(describe, tensors)) for tensors in outputs),
-        output_bytes=tuple(sum(t.numel() * t.element_size() for t in each) for each in outputs),
+        output_bytes=tuple(sum(map(num_bytes, each)) for each in outputs),
         undeferred=_undeferred(profiled),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.schedule.action import Op
@@ -31,9 +31,6 @@ from penstock.view.palette import (
     shade,
     time_text,
 )
-
-if TYPE_CHECKING:
-    from bokeh.models.ui import UIElement
 
 __all__ = [
     "CARD", "figures_html", "figures_of", "heading_html", "legend_html",
@@ -98,20 +95,18 @@ def save_page(
     target.write_text(file_html(document, resources=INLINE, title=title), encoding="utf-8")
 
 
-def _content(steps: Sequence[Drawable], names: tuple[str, str], title: str) -> UIElement:
-    from bokeh.models.widgets.markups import Div
-
-    from penstock.view.timeline import STRETCHED, Timeline, differences_table, page_of, toggle_row
+def _content(steps: Sequence[Drawable], names: tuple[str, str], title: str) -> Any:
+    from penstock.view import timeline as plots
 
     traces = [trace_of(step) for step in steps]
     unit, several = traces[0].unit, len(traces) > 1
     rows = compare_traces(*traces) if several else ()
     rows = tuple(row for row in rows if row.action.op in COMPUTE)
     texts = {str(each.action): _tooltip(each, names, unit) for each in rows}
-    timelines: list[Timeline] = []
+    timelines: list[plots.Timeline] = []
     ends = []
     for step, trace, name in zip(steps, traces, names, strict=False):
-        timeline = Timeline(
+        timeline = plots.Timeline(
             num_ranks=trace.num_ranks,
             name="beside" if timelines else "timeline",
             x_range=timelines[0].x_range if timelines else None,
@@ -120,15 +115,20 @@ def _content(steps: Sequence[Drawable], names: tuple[str, str], title: str) -> U
         ends.append(drawing.end)
         timelines.append(timeline)
     timelines[0].set_end(max(ends))
-    stages = len({span.action.stage for span in traces[0].spans})
-    microbatches = len({span.action.microbatch for span in traces[0].spans} - {None})
-    sizes = numbers_of(rank=traces[0].num_ranks, stage=stages, microbatch=microbatches)
-    return page_of(
-        Div(text=heading_html(title, sizes), **STRETCHED),
-        Div(text=figures_html(figures_of(steps, names)), **STRETCHED),
-        toggle_row(timelines, Div(text=legend_html(traces), **STRETCHED)),
+    actions = [span.action for span in traces[0].spans]
+    sizes = numbers_of(
+        rank=traces[0].num_ranks,
+        stage=len({act.stage for act in actions}),
+        microbatch=len({act.microbatch for act in actions} - {None}),
+    )
+    shown = heading_html(title, sizes), figures_html(figures_of(steps, names)), legend_html(traces)
+    heading, figures, legend = (plots.bk.Div(text=text, **plots.STRETCHED) for text in shown)
+    return plots.page_of(
+        heading,
+        figures,
+        plots.toggle_row(timelines, legend),
         *(timeline.plot for timeline in timelines),
-        *([differences_table(rows, names, unit)] if several else []),
+        *([plots.differences_table(rows, names, unit)] if several else []),
     )
 
 

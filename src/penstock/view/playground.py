@@ -16,10 +16,6 @@ from typing import Any
 
 from bokeh.document import Document
 from bokeh.layouts import column, row
-from bokeh.models.widgets.groups import RadioButtonGroup
-from bokeh.models.widgets.inputs import MultiChoice, Select, TextInput
-from bokeh.models.widgets.markups import Div
-from bokeh.models.widgets.sliders import Slider
 from bokeh.server.server import Server
 
 from penstock.errors import PenstockError
@@ -29,16 +25,9 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, refuse_options, schedules
 from penstock.simulate.costs import Costs, share_of, share_out, wanted_costs
 from penstock.simulate.simulation import Simulation, simulate
-from penstock.view.page import (
-    CARD,
-    figures_html,
-    figures_of,
-    heading_html,
-    legend_html,
-    tag,
-)
+from penstock.view.page import CARD, figures_html, figures_of, heading_html, legend_html, tag
 from penstock.view.palette import FONT, amount
-from penstock.view.timeline import STRETCHED, Timeline, page_of, toggle_row
+from penstock.view.timeline import STRETCHED, Timeline, bk, page_of, toggle_row
 
 __all__ = ["Playground", "serve"]
 
@@ -52,7 +41,6 @@ _ERROR = (
 _BARE_TITLE = "font:600 13px system-ui,sans-serif;color:#3a4652;margin-top:6px"
 _HEAD = "text-align:left;font-weight:500;color:#66727f;padding:4px 14px 6px 0;white-space:nowrap"
 _CELL = "padding:3px 14px 3px 0;white-space:nowrap"
-_ALL_COLUMNS = 'td colspan="5"'
 _COLUMNS = ("schedule", "stages per rank", "makespan", "bubble", "span bubble", "peak held")
 
 _Options = tuple[tuple[str, object], ...]
@@ -62,59 +50,54 @@ class Playground:
     """The widgets, plot and tables of one browser tab."""
 
     def __init__(self, document: Document) -> None:
-        names: list[Any] = [each.name for each in schedules()]
-        self.document = document
-        self.schedule = Select(
-            title="schedule", value="1f1b", options=names, name="schedule", width=255
+        names = [each.name for each in schedules()]
+        wide, self.document = {"width": 255}, document
+        self.schedule = bk.Select(
+            title="schedule", value="1f1b", options=names, name="schedule", **wide
         )
         self.ranks = _slider("ranks", 4, 1, 64, 1)
         self.microbatches = _slider("microbatches", 8, 1, 128, 1)
         self.virtual = _slider("stages per rank", 1, 1, 8, 1)
-        self.options = TextInput(
-            title="options of the schedule", placeholder="none", name="options", width=255
+        self.options = bk.TextInput(
+            title="options of the schedule", placeholder="none", name="options", **wide
         )
-        self.per = RadioButtonGroup(labels=["per stage", "per rank"], active=0, name="per")
+        self.per = bk.RadioButtonGroup(labels=["per stage", "per rank"], active=0, name="per")
         self.forward = _slider("forward F", 1.0, 0.0, 5.0, 0.1)
         self.input_grad = _slider("input gradient I", 1.0, 0.0, 5.0, 0.1)
         self.weight_grad = _slider("weight gradient W", 1.0, 0.0, 5.0, 0.1)
         self.latency = _slider("latency of a message", 0.0, 0.0, 2.0, 0.05)
         self.memory = _slider("memory limit (0: none)", 0, 0, 128, 1)
-        self.compared = MultiChoice(
-            title="compare with", value=[n for n in _COMPARED if n in names], options=names,
-            name="compared", width=255,
+        self.compared = bk.MultiChoice(
+            title="compare with", value=[name for name in _COMPARED if name in names],
+            options=names, name="compared", **wide,
         )  # fmt: skip
         self.timeline = Timeline(num_ranks=4)
-        self.heading = Div(**STRETCHED)
-        self.figures = Div(name="figures", **STRETCHED)
-        self.legend = Div(**STRETCHED)
-        self.error = Div(visible=False, name="error", **STRETCHED)
-        self.comparison = Div(name="comparison", **STRETCHED)
+        self.heading, self.legend = bk.Div(**STRETCHED), bk.Div(**STRETCHED)
+        self.figures, self.comparison = (
+            bk.Div(name=name, **STRETCHED) for name in ("figures", "comparison")
+        )
+        self.error = bk.Div(visible=False, name="error", **STRETCHED)
         # The comparison so far, and the schedules still to simulate.
         self._outcomes: dict[str, Simulation | str] = {}
         self._pending: list[str] = []
         self._draw_scheduled = self._compare_scheduled = False
+        sizes = [self.ranks, self.microbatches, self.virtual, self.options]
+        times = [self.forward, self.input_grad, self.weight_grad, self.latency]
         self.schedule.on_change("value", self._reset_schedule)
-        for widget in (
-            self.ranks, self.microbatches, self.virtual, self.forward, self.input_grad,
-            self.weight_grad, self.latency, self.memory, self.options, self.compared,
-        ):  # fmt: skip
+        for widget in (*sizes, *times, self.memory, self.compared):
             widget.on_change("value", self._schedule_draw)
         self.per.on_change("active", self._schedule_draw)
         self._draw()
         document.title = "Penstock playground"
+        costs, rest = (tag("div", _BARE_TITLE, s) for s in ("costs", "memory and comparison"))
         panel = column(
-            Div(text=heading_html("Penstock", "playground")),
-            self.schedule, self.ranks, self.microbatches, self.virtual, self.options,
-            Div(text=tag("div", _BARE_TITLE, "costs")),
-            self.per, self.forward, self.input_grad, self.weight_grad, self.latency,
-            Div(text=tag("div", _BARE_TITLE, "memory and comparison")),
-            self.memory, self.compared,
+            bk.Div(text=heading_html("Penstock", "playground")), self.schedule, *sizes,
+            bk.Div(text=costs), self.per, *times, bk.Div(text=rest), self.memory, self.compared,
             width=270,
         )  # fmt: skip
         view = column(
             self.heading, self.figures, toggle_row([self.timeline], self.legend), self.error,
-            self.timeline.plot, self.comparison,
-            spacing=10, **STRETCHED,
+            self.timeline.plot, self.comparison, spacing=10, **STRETCHED,
         )  # fmt: skip
         document.add_root(page_of(panel, view, arrange=row, spacing=26))
 
@@ -205,9 +188,10 @@ class Playground:
         )
 
 
-def _slider(title: str, value: float, start: float, end: float, step: float) -> Slider:
-    return Slider(
-        title=title, value=value, start=start, end=end, step=step, width=255, name=title.split()[0]
+def _slider(title: str, value: float, start: float, end: float, step: float) -> Any:
+    name = title.split()[0]
+    return bk.Slider(
+        title=title, value=value, start=start, end=end, step=step, name=name, width=255
     )
 
 
@@ -243,33 +227,29 @@ def _comparison_html(
         memory: memory limit of a rank, above which a peak is red; None for none.
         chosen: name of the schedule that is drawn, in bold.
     """
-    results = [each for each in outcomes.values() if isinstance(each, Simulation)]
-    most = max((max(each.peak_bytes) for each in results), default=0.0)
-    widest = max((each.bubble_ratio for each in results), default=0.0)
-
-    def order(name: str) -> float:
-        outcome = outcomes[name]
-        return outcome.bubble_ratio if isinstance(outcome, Simulation) else 2.0
-
-    def table_row(name: str) -> str:
+    results = {name: each for name, each in outcomes.items() if isinstance(each, Simulation)}
+    ratios = {name: each.bubble_ratio for name, each in results.items()}
+    peaks = {name: max(each.peak_bytes) for name, each in results.items()}
+    body = ""
+    for name in sorted(outcomes, key=lambda name: ratios.get(name, 2.0)):
         outcome, weight = outcomes[name], 650 if name == chosen else 400
-        head = tag("td", f"{_CELL};font-weight:{weight}", escape(name))
+        cells = [tag("td", f"{_CELL};font-weight:{weight}", escape(name))]
         if isinstance(outcome, str):
             style = f"{_CELL};color:#8a97a3;white-space:normal"
-            return f"<tr>{head}{tag(_ALL_COLUMNS, style, escape(outcome))}</tr>"
-        peak = max(outcome.peak_bytes)
-        over = memory is not None and peak > memory
-        cells = (
-            str(outcome.program.num_stages // outcome.program.num_ranks),
-            amount(outcome.makespan),
-            _bar(f"{outcome.bubble_ratio:.1%}", outcome.bubble_ratio, widest, "#4f86d9"),
-            f"{outcome.span_bubble_ratio:.1%}",
-            _bar(amount(peak), peak, most, "#d64545" if over else "#d9a441"),
-        )
-        return f"<tr>{head}{''.join(tag('td', _CELL, cell) for cell in cells)}</tr>"
-
+            cells.append(tag('td colspan="5"', style, escape(outcome)))
+        else:
+            ratio, peak = ratios[name], peaks[name]
+            colour = "#d64545" if memory is not None and peak > memory else "#d9a441"
+            figures = (
+                str(outcome.program.num_stages // outcome.program.num_ranks),
+                amount(outcome.makespan),
+                _bar(f"{ratio:.1%}", ratio, max(ratios.values()), "#4f86d9"),
+                f"{outcome.span_bubble_ratio:.1%}",
+                _bar(amount(peak), peak, max(peaks.values()), colour),
+            )
+            cells += [tag("td", _CELL, figure) for figure in figures]
+        body += f"<tr>{''.join(cells)}</tr>"
     head = "".join(tag("th", _HEAD, name) for name in _COLUMNS)
-    body = "".join(map(table_row, sorted(outcomes, key=order)))
     style = f"border-collapse:collapse;font:13px {FONT};color:#1c2733"
     parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return tag("div", CARD, tag("table", style, parts))

@@ -9,39 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import bokeh.models
 import numpy as np
 from bokeh.core.properties import value
 from bokeh.layouts import column, row
-from bokeh.models import (
-    ColumnDataSource,
-    CustomJS,
-    FixedTicker,
-    GlobalInlineStyleSheet,
-    HoverTool,
-    InlineStyleSheet,
-    LinearAxis,
-    Range1d,
-)
-from bokeh.models.annotations import Title
-from bokeh.models.renderers import GlyphRenderer
-from bokeh.models.ui import UIElement
-from bokeh.models.widgets.buttons import Toggle
-from bokeh.models.widgets.markups import Div
-from bokeh.models.widgets.tables import (
-    DataTable,
-    HTMLTemplateFormatter,
-    NumberFormatter,
-    StringFormatter,
-    TableColumn,
-)
 from bokeh.plotting import figure
 
 from penstock.simulate.measured import Difference
 from penstock.view.layout import Drawable, Drawing, arrange, trace_of
 from penstock.view.palette import FONT, FRAME, amount, axis_label, name_of
 
-__all__ = ["STRETCHED", "Timeline", "differences_table", "page_of", "toggle_row"]
+__all__ = ["STRETCHED", "Timeline", "bk", "differences_table", "page_of", "toggle_row"]
 
+bk: Any = bokeh.models  # its type hints lack most names
 STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
 
 _PAGE_CSS = f"""
@@ -133,7 +113,7 @@ frame.line_alpha = {value: this.active ? 0.25 : 1}
 
 
 class Timeline:
-    """A plot with a lane per rank.
+    """A plot with a lane per rank; the wheel zooms the time axis, and dragging pans it.
 
     Args:
         num_ranks: the initial number of lanes.
@@ -141,81 +121,85 @@ class Timeline:
         x_range: the time axis of another plot, to share it.
     """
 
-    def __init__(
-        self, *, num_ranks: int, name: str = "timeline", x_range: Range1d | None = None
-    ) -> None:
-        self.x_range = Range1d(start=0, end=1) if x_range is None else x_range
-        self._title = Title(text_font_size="13px")
-        self.plot = _empty_plot(self._title, self.x_range)
-        self.boxes = ColumnDataSource({"left": []})
-        self.block_frames = ColumnDataSource({"left": []})
-        self.path_boxes = ColumnDataSource({"left": []})
-        self.memory_outline = ColumnDataSource({"x": [], "y": []})
-        self.labels = ColumnDataSource({"x": [], "y": [], "text": [], "ink": []})
-        self._peaks = _add_peaks_axis(self.plot)
+    def __init__(self, *, num_ranks: int, name: str = "timeline", x_range: Any = None) -> None:
+        self.x_range = bk.Range1d(start=0, end=1) if x_range is None else x_range
+        self.plot: Any = figure(
+            title=bk.Title(text_font_size="13px"), name=name, x_range=self.x_range,
+            y_range=bk.Range1d(start=1, end=0), outline_line_color=None, min_border_right=10,
+            tools="xpan,xwheel_zoom,box_zoom,ywheel_zoom,reset,save", active_drag="xpan",
+            active_scroll="xwheel_zoom", toolbar_location="above", **STRETCHED,
+        )  # fmt: skip
+        plot = self.plot
+        plot.toolbar.logo = None
+        plot.xgrid.visible = False
+        plot.ygrid.grid_line_color = "#e8ecf0"
+        no_ticks = {"major_tick_line_color": None, "minor_tick_line_color": None}
+        self._peaks = bk.LinearAxis(
+            axis_label="peak held", axis_label_text_color=_PEAK, major_label_text_color=_PEAK,
+            axis_label_text_font_style="normal", axis_line_color=None, **no_ticks,
+        )  # fmt: skip
+        for axis in plot.axis:
+            axis.axis_label_text_font_style, axis.axis_label_text_font_size = "normal", "11px"
+            axis.axis_line_color = "#aab4be"
+        plot.yaxis[0].update(axis_line_color=None, **no_ticks)
+        plot.add_layout(self._peaks, "right")
         self._num_lanes = 0
-        self._add_glyphs()
+        self._add_glyphs(name)
         self._add_callbacks()
         self._set_lanes(num_ranks)
-        self.plot.name = name
-        for part in ("boxes", "labels", "memory", "path", "frame"):
-            getattr(self, part).name = f"{name} {part}"
 
-    def _add_glyphs(self) -> None:
-        self.memory = self.plot.patch(
+    def _add_glyphs(self, name: str) -> None:
+        plot, path = self.plot, {"line_color": _PATH, "visible": False}
+        quad: dict[str, Any] = {"left": "left", "right": "right", "top": "top", "bottom": "foot"}
+        self.boxes, self.block_frames, self.path_boxes, self.memory_outline, self.labels = (
+            bk.ColumnDataSource({name: [] for name in names})
+            for names in (("left",), ("left",), ("left",), ("x", "y"), ("x", "y", "text", "ink"))
+        )
+        self.boxes.name, self.labels.name = f"{name} boxes", f"{name} labels"
+        self.memory = plot.patch(
             "x", "y", source=self.memory_outline, fill_color=_MEMORY, fill_alpha=0.55,
-            line_color=_MEMORY, line_width=0.6,
+            line_color=_MEMORY, line_width=0.6, name=f"{name} memory",
         )  # fmt: skip
-        self.box = self._quads(
-            self.boxes, fill_color="fill", line_color="white", line_width=0.6,
-            hover_line_color="#1c2733",
+        self.box = plot.quad(
+            source=self.boxes, fill_color="fill", line_color="white", line_width=0.6,
+            hover_line_color="#1c2733", **quad,
         )  # fmt: skip
-        self.frame = self._quads(
-            self.block_frames, fill_color=None, line_color=FRAME, line_width=1.6
+        self.frame = plot.quad(
+            source=self.block_frames, fill_color=None, line_color=FRAME, line_width=1.6,
+            name=f"{name} frame", **quad,
+        )  # fmt: skip
+        self.path = plot.quad(
+            source=self.path_boxes, fill_color=None, line_width=2, name=f"{name} path",
+            **quad, **path,
+        )  # fmt: skip
+        self.path_lines = plot.multi_line(
+            "xs", "ys", source=self.path_boxes, line_width=1.4, **path
         )
-        self.path = self._quads(
-            self.path_boxes, fill_color=None, line_color=_PATH, line_width=2, visible=False
-        )
-        self.path_lines = self.plot.multi_line(
-            "xs", "ys", source=self.path_boxes, line_color=_PATH, line_width=1.4, visible=False
-        )
-        self.plot.text(
+        plot.text(
             "x", "y", text="text", source=self.labels, text_color="ink", text_align="center",
             text_baseline="middle", text_font_size="10px", text_font=value("system-ui, sans-serif"),
         )  # fmt: skip
 
-    def _quads(self, source: ColumnDataSource, **look: Any) -> GlyphRenderer[Any]:
-        return self.plot.quad(
-            left="left", right="right", top="top", bottom="foot", source=source, **look
-        )
-
     def _add_callbacks(self) -> None:
-        """Add the tooltip, the updates of labels, and the effects of ``toggles``."""
+        """Add the tooltip, the updates of labels, and the effects of the buttons."""
         plot, box = self.plot, self.box.glyph
-        plot.add_tools(
-            HoverTool(renderers=[self.box], tooltips=_TOOLTIP, point_policy="follow_mouse")
-        )
+        tip = bk.HoverTool(renderers=[self.box], tooltips=_TOOLTIP, point_policy="follow_mouse")
+        plot.add_tools(tip)
         glyphs = {"box": box, "path": self.path.glyph, "frame": self.frame.glyph}
-        set_labels = CustomJS(
-            args=glyphs | {
-                "plot": plot, "x": plot.x_range, "y": plot.y_range, "boxes": self.boxes,
-                "labels": self.labels,
-            },
-            code=_SET_LABELS,
-        )  # fmt: skip
-        changes: list[tuple[Any, tuple[str, ...]]] = [
+        args = {"plot": plot, "x": plot.x_range, "y": plot.y_range, "boxes": self.boxes}
+        set_labels = bk.CustomJS(args=glyphs | args | {"labels": self.labels}, code=_SET_LABELS)
+        for model, names in (
             (plot.x_range, ("start", "end")),
             (plot.y_range, ("start", "end")),
             (plot, ("inner_width", "inner_height")),
             (self.boxes, ("data",)),
             (box, ("bottom", "fill_alpha")),
-        ]
-        for model, names in changes:
+        ):
             for name in names:
                 model.js_on_change(name, set_labels)
-        self.show_memory = CustomJS(args=glyphs | {"memory": self.memory}, code=_SHOW_MEMORY)
+        self.show_memory = bk.CustomJS(args=glyphs | {"memory": self.memory}, code=_SHOW_MEMORY)
         paths = {"path_boxes": self.path, "path_lines": self.path_lines}
-        self.show_path = CustomJS(args=glyphs | paths, code=_SHOW_PATH)
+        self.show_path = bk.CustomJS(args=glyphs | paths, code=_SHOW_PATH)
 
     def show(
         self,
@@ -229,10 +213,9 @@ class Timeline:
         trace = trace_of(step)
         drawing = arrange(step, unit=unit, differences=differences)
         self._set_lanes(trace.num_ranks)
-        self._peaks.major_label_overrides = {
-            rank + 0.5: amount(peak) for rank, peak in enumerate(drawing.peaks)
-        }
-        self._title.text = title
+        peaks = {rank + 0.5: amount(peak) for rank, peak in enumerate(drawing.peaks)}
+        self._peaks.major_label_overrides = peaks
+        self.plot.title.text = title
         self.plot.xaxis.axis_label = axis_label(unit or trace.unit)
         self.set_end(drawing.end)
         self.block_frames.data = _packed(drawing.blocks)
@@ -257,54 +240,12 @@ class Timeline:
         plot.height = lane * num_ranks + _AXES_HEIGHT
         # Reversed, so that rank 0 is on top.
         _set_range(plot.y_range, num_ranks, 0, bounds=(0, num_ranks))
-        names: dict[Any, Any] = {rank + 0.5: f"rank {rank}" for rank in range(num_ranks)}
+        names = {rank + 0.5: f"rank {rank}" for rank in range(num_ranks)}
         for axis in (plot.yaxis[0], self._peaks):
-            axis.ticker = FixedTicker(ticks=list(names))
+            axis.ticker = bk.FixedTicker(ticks=list(names))
             axis.major_label_text_font_size = "11px" if lane >= 16 else "9px"
         plot.yaxis[0].major_label_overrides = names
-        plot.ygrid[0].ticker = FixedTicker(ticks=list(range(num_ranks + 1)))
-
-
-def _empty_plot(title: Title, x_range: Range1d) -> figure:
-    """An empty plot; the wheel zooms the time axis, and dragging pans it."""
-    plot = figure(
-        title=title,
-        sizing_mode="stretch_width",
-        height=300,
-        x_range=x_range,
-        y_range=Range1d(start=1, end=0),
-        tools="xpan,xwheel_zoom,box_zoom,ywheel_zoom,reset,save",
-        active_drag="xpan",
-        active_scroll="xwheel_zoom",
-        toolbar_location="above",
-    )
-    plot.toolbar.logo = None
-    plot.xgrid.visible = False
-    plot.ygrid.grid_line_color = "#e8ecf0"
-    plot.outline_line_color = None
-    plot.min_border_right = 10
-    plot.axis.axis_line_color = "#aab4be"
-    plot.axis.axis_label_text_font_style = "normal"
-    plot.axis.axis_label_text_font_size = "11px"
-    plot.yaxis.major_tick_line_color = None
-    plot.yaxis.minor_tick_line_color = None
-    plot.yaxis.axis_line_color = None
-    return plot
-
-
-def _add_peaks_axis(plot: figure) -> LinearAxis:
-    """Add an axis on the right for the peak memory of each rank."""
-    axis = LinearAxis(
-        axis_label="peak held",
-        axis_line_color=None,
-        major_tick_line_color=None,
-        minor_tick_line_color=None,
-        major_label_text_color=_PEAK,
-        axis_label_text_color=_PEAK,
-        axis_label_text_font_style="normal",
-    )
-    plot.add_layout(axis, "right")
-    return axis
+        plot.ygrid[0].ticker = bk.FixedTicker(ticks=list(range(num_ranks + 1)))
 
 
 def _set_range(axis: Any, start: float, end: float, *, bounds: tuple[float, float]) -> None:
@@ -322,53 +263,48 @@ def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
-def toggle_row(timelines: Sequence[Timeline], legend: Div) -> UIElement:
+def toggle_row(timelines: Sequence[Timeline], legend: Any) -> Any:
     """Buttons that show the critical path and the memory in these plots, beside the legend."""
-    look = InlineStyleSheet(css=_BUTTON_CSS)
-    path = Toggle(label="critical path", name="toggle path", width=112, stylesheets=[look])
-    memory = Toggle(label="memory", active=True, name="toggle memory", width=84, stylesheets=[look])
+    look = bk.InlineStyleSheet(css=_BUTTON_CSS)
+    path = bk.Toggle(label="critical path", name="toggle path", width=112, stylesheets=[look])
+    memory = bk.Toggle(
+        label="memory", active=True, name="toggle memory", width=84, stylesheets=[look]
+    )
     for timeline in timelines:
         path.js_on_change("active", timeline.show_path)
         memory.js_on_change("active", timeline.show_memory)
     return row(path, memory, legend, **STRETCHED)
 
 
-def page_of(*parts: Any, arrange: Callable[..., Any] = column, spacing: int = 12) -> UIElement:
+def page_of(*parts: Any, arrange: Callable[..., Any] = column, spacing: int = 12) -> Any:
     """A page of these parts, in a column or a row."""
-    look = GlobalInlineStyleSheet(css=_PAGE_CSS)
-    page: UIElement = arrange(*parts, spacing=spacing, stylesheets=[look], **STRETCHED)
-    return page
+    look = bk.GlobalInlineStyleSheet(css=_PAGE_CSS)
+    return arrange(*parts, spacing=spacing, stylesheets=[look], **STRETCHED)
 
 
-def differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> DataTable:
+def differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> Any:
     """A sortable table of the differences of actions between two steps."""
     scale, suffix = (1e3, ", ms") if unit == "s" else (1.0, "")
-    text, count = StringFormatter(), NumberFormatter(text_align="right")
-    number = NumberFormatter(format="0,0.000", text_align="right")
-    signed = HTMLTemplateFormatter(template=_SIGNED)
-    source: dict[str, list[Any]] = {
-        "action": [str(row.action) for row in rows],
-        "kind": [name_of(row.action.op) for row in rows],
-        "rank": [row.rank for row in rows],
-    }
-    shown = [("action", "action", text), ("kind", "kind", text), ("rank", "rank", count)]
-    times: tuple[tuple[str, str, Any, Callable[[Difference], float]], ...] = (
-        ("start", f"start {names[0]}", number, lambda row: row.measured.start),
-        ("start_other", f"start {names[1]}", number, lambda row: row.simulated.start),
-        ("later", "later by", signed, lambda row: row.later),
-        ("lasts", f"lasts {names[0]}", number, lambda row: row.measured.end - row.measured.start),
-        (
-            "lasts_other", f"lasts {names[1]}", number,
-            lambda row: row.simulated.end - row.simulated.start,
-        ),
-        ("longer", "longer by", signed, lambda row: row.longer),
-    )  # fmt: skip
-    for field, title, formatter, value_of in times:
-        source[field] = [value_of(row) * scale for row in rows]
-        shown.append((field, title + suffix, formatter))
-    return DataTable(
-        source=ColumnDataSource(source),
-        columns=[TableColumn(field=f, title=title, formatter=look) for f, title, look in shown],
-        index_position=None, reorderable=False, height=340, sizing_mode="stretch_width",
-        name="differences",
+    text, count = bk.StringFormatter(), bk.NumberFormatter(text_align="right")
+    number = bk.NumberFormatter(format="0,0.000", text_align="right")
+    signed = bk.HTMLTemplateFormatter(template=_SIGNED)
+    measured, simulated = [row.measured for row in rows], [row.simulated for row in rows]
+    columns: list[tuple[str, str, Any, list[Any]]] = [
+        ("action", "action", text, [str(row.action) for row in rows]),
+        ("kind", "kind", text, [name_of(row.action.op) for row in rows]),
+        ("rank", "rank", count, [row.rank for row in rows]),
+    ]
+    for field, title, formatter, times in (
+        ("start", f"start {names[0]}", number, [span.start for span in measured]),
+        ("start_other", f"start {names[1]}", number, [span.start for span in simulated]),
+        ("later", "later by", signed, [each.later for each in rows]),
+        ("lasts", f"lasts {names[0]}", number, [s.end - s.start for s in measured]),
+        ("lasts_other", f"lasts {names[1]}", number, [s.end - s.start for s in simulated]),
+        ("longer", "longer by", signed, [each.longer for each in rows]),
+    ):
+        columns.append((field, title + suffix, formatter, [time * scale for time in times]))
+    return bk.DataTable(
+        source=bk.ColumnDataSource({field: values for field, _, _, values in columns}),
+        columns=[bk.TableColumn(field=f, title=t, formatter=look) for f, t, look, _ in columns],
+        index_position=None, reorderable=False, height=340, name="differences", **STRETCHED,
     )  # fmt: skip

@@ -98,22 +98,15 @@ class Terms:
             f"num_stages is {num}",
         )
         per = "rank" if self.shares_ranks else "stage"
-        _require(
-            not isinstance(limit, Sequence) or len(limit) == self.num_ranks,
-            f"memory_limit has {len(self.limits_given)} numbers for "
-            f"{self.num_ranks} {per}s; give one per {per}, or one for all",
-        )
+        if isinstance(limit, Sequence) and len(limit) != self.num_ranks:
+            raise PartitionError(
+                f"memory_limit has {len(limit)} numbers for {self.num_ranks} {per}s; give one per "
+                f"{per}, or one for all"
+            )
         fine = all(each > 0 for each in self.limits)
         _require(fine, f"memory_limit is {limit}, expected bytes > 0")
         fine = flights is None or (len(flights) == num and min(flights) >= 0)
         _require(fine, f"in_flight is {flights}, expected {num} numbers ≥ 0, one per stage")
-
-    @property
-    def limits_given(self) -> tuple[float, ...]:
-        """The memory limits as given, one per rank; infinity for no limit."""
-        if isinstance(self.memory_limit, Sequence):
-            return tuple(self.memory_limit)
-        return (math.inf if self.memory_limit is None else self.memory_limit,) * self.num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -129,7 +122,8 @@ class Terms:
     @property
     def limits(self) -> tuple[float, ...]:
         """The memory limit of each rank, by stage if each stage has its own rank."""
-        limits = self.limits_given
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * self.num_ranks
         if self.placement is None or self.shares_ranks:
             return limits
         return tuple(limits[rank] for rank in self.placement.stage_ranks)
