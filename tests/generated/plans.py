@@ -10,7 +10,7 @@ from penstock.schedule.family import Family
 from penstock.schedule.passes import merge_backward, offload, recompute
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family
-from penstock.schedule.rules import COPIES, COVERS
+from penstock.schedule.rules import COVERS, HOST_TRANSFERS
 from tests.agreement import BIDIRECTIONAL, TRAINING, virtuals
 from tests.generated.draws import Draws
 from tests.readiness import prerequisites
@@ -101,7 +101,7 @@ class Plan:
 
 def in_any_order(program: Program, draws: Draws) -> Program:
     """The same computations, on the same ranks, in an order that the rules allow."""
-    waiting = [act for act in program.actions() if act.op not in COPIES]
+    waiting = [act for act in program.actions() if act.op not in HOST_TRANSFERS]
     ranks: list[list[Action]] = [[] for _ in program.ranks]
     done: set[Action] = set()
     while waiting:

@@ -392,7 +392,7 @@ def test_a_good_csv_runs(text: str) -> None:
         ("0F0,0Q0\n1F0,1B0\n", r"row 1, column 2: '0Q0' is not an action; expected a stage, one"),
         ("0F0,0B0\n1F0,1B0x\n", r"row 2, column 2: '1B0x' is not an action"),
         ("0F0,0B0 0B0\n1F0,1B0\n", r"row 1, column 2: '0B0 0B0' is not an action"),
-        ("0F,0B0\n1F0,1B0\n", r"'0F': microbatch missing; write one, as in 0F0"),
+        ("0F,0B0\n1F0,1B0\n", r"'0F' is not an action; expected a stage"),
         ("0F0,0F0,0B0\n1F0,1B0\n", "rank 0, step 1 .0F0.: 0F0 again, first done at step 0"),
         ("0F0,0B0,0B0\n1F0,1B0\n", "0B0 again, first done at step 1; once is enough"),
         ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1\n", "0B1 is missing .or 0I1 and 0W1."),

@@ -10,7 +10,7 @@ drawn over the block's length.
 
 from penstock.schedule.action import Overlap
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COPIES
+from penstock.schedule.rules import HOST_TRANSFERS
 from penstock.simulate.simulation import simulate
 
 
@@ -24,7 +24,7 @@ def draw(program: Program) -> str:
         times = zip(result.starts[rank], result.ends[rank], strict=True)
         for step in steps:
             spans = [next(times) for _ in step.parts]
-            if step.parts[0].op in COPIES:
+            if step.parts[0].op in HOST_TRANSFERS:
                 continue  # beside the compute
             start, end = int(spans[0][0]), int(spans[-1][1])
             cells[start:end] = ["--"] * (end - start)

@@ -17,7 +17,7 @@ from penstock.schedule.passes import lower
 from penstock.schedule.placement import bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, schedules
-from penstock.schedule.rules import COPIES
+from penstock.schedule.rules import HOST_TRANSFERS
 from penstock.simulate.memory import peak_in_flight
 from penstock.simulate.simulation import Simulation, simulate
 
@@ -65,7 +65,7 @@ def each_microbatch_goes_once_through_each_stage_and_back(result: Simulation) ->
     for act in program.actions():
         if act.op is Op.FULL_BACKWARD:
             found += [(act.stage, half, act.microbatch) for half in "IW"]
-        elif act.op not in COPIES:
+        elif act.op not in HOST_TRANSFERS:
             found.append((act.stage, act.op.value, act.microbatch))
     assert sorted(found) == sorted(
         (stage, op, microbatch)

@@ -130,6 +130,7 @@ def test_the_checker_and_the_plain_rules_agree_on_changed_programs(program: Prog
     if not found:
         assert isinstance(check(program), CheckedProgram)
         assert len(global_order(program)) == sum(map(len, program.ranks))
+        is_simulated_right(program)
         return
     with pytest.raises(ScheduleError) as caught:
         check(program)
@@ -140,12 +141,8 @@ def test_the_checker_and_the_plain_rules_agree_on_changed_programs(program: Prog
             assert problem.action == str(program.ranks[problem.rank][problem.step])
 
 
-@settings(max_examples=MANY)
-@given(mutated())
-def test_changed_programs_are_rejected_or_still_simulated_right(program: Program) -> None:
-    """One action swapped, dropped, doubled, moved: what the checker lets pass does its work."""
-    if problems(program):
-        return
+def is_simulated_right(program: Program) -> None:
+    """What the checker lets pass does its work."""
     result, ends = simulate(program), slowly(without_transfers(program), Costs())
     spans = [span for span in result.trace.spans if span.action.op in COMPUTE]
     assert {span.action for span in spans} == {a for a in program.actions() if a.op in COMPUTE}

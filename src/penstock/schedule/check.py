@@ -13,8 +13,8 @@ Proven of a checked program:
 - activations are present when the backward needs them, after recomputation or reload if any;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
-So every received value is used, and can be freed, exactly once. The checker works on integers for
-speed; only an invalid program is examined action by action, to locate the problem.
+So every received value is used, and can be freed, exactly once. Only an invalid program is examined
+action by action, to locate the problem.
 """
 
 from __future__ import annotations
@@ -150,21 +150,10 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
         rank 0   0F0 0F1 . . 0B0 0B1         (rank 0) 0F0 0F1, (rank 1) 1F0 1B0 1F1 1B1,
         rank 1   .  1F0 1B0 1F1 1B1          (rank 0) 0B0 0B1
 
-    Each rank runs as far as it can before the next rank continues, so the order is the same on
-    every machine. A send follows the posting of its receive, and the use of a received value
-    follows its send. A program that is not a ``CheckedProgram`` is checked first.
-
-    Returns:
-        Pairs of a rank and its step.
-
-    Raises:
-        ScheduleError: the program has problems.
-
-    Example:
-        >>> from penstock.schedule.text import parse_csv
-        >>> program = parse_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n")
-        >>> " ".join(f"{rank}:{step}" for rank, step in global_order(program))
-        '0:0F0 0:0F1 1:1F0 1:1B0 1:1F1 1:1B1 0:0B0 0:0B1'
+    Returns pairs of a rank and its step. Each rank runs as far as it can before the next rank
+    continues, so the order is the same on every machine. A send follows the posting of its receive,
+    and the use of a received value follows its send. A program that is not a ``CheckedProgram`` is
+    checked first.
     """
     checked = program if isinstance(program, CheckedProgram) else check(program)
     replay = blocking_replay(index_program(checked), TWO_WAY, transfers=checked.has_transfers)

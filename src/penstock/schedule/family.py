@@ -51,12 +51,11 @@ class Family:
         summary: a one-line summary.
         doc: a longer description: timeline, formulas, source.
         source: the publication of the method.
-        aliases: other names; case, separators and a leading "Schedule" are ignored anyway.
+        aliases: other names.
         options: the builder's further arguments: for each name, a line about it.
         any_option: True if options of any other name are accepted.
         rule: the supported ranks P and microbatches M, in words; empty for all.
-        splits_sequences: True if its programs split sequences (``Program.num_splits``), so that
-            stages pass state from chunk to chunk.
+        splits_sequences: True if its programs split sequences (``Program.num_splits``).
         nearest: a function from ranks and microbatches to the nearest supported numbers.
     """
 
@@ -101,20 +100,8 @@ class Family:
 
 
 def refuse_sizes(asker: str, **sizes: object) -> None:
-    """Refuse impossible numbers of ranks, stages or microbatches.
-
-    Args:
-        asker: the caller to name in messages, such as a schedule.
-        sizes: by name, the numbers; their product is the program's number of forwards.
-
-    Raises:
-        ScheduleError: a number is not a positive integer, or the forwards would be too many.
-
-    Example:
-        >>> refuse_sizes("1f1b", ranks=4, microbatches=0)
-        Traceback (most recent call last):
-        penstock.errors.ScheduleError: 1f1b: microbatches=0 must be a whole number from 1 on
-    """
+    """Raise a ScheduleError, in the name of ``asker``, for numbers of ranks, stages or microbatches
+    that are not positive integers, or whose product, the forwards, is too large."""
     numbers: list[int] = []
     for what, number in sizes.items():
         if not is_count(number):
@@ -131,9 +118,6 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
 
 def parse_options(texts: Iterable[str]) -> dict[str, object]:
     """Parse ``name=value`` texts as a schedule's options; values are JSON (numbers, true), or text.
-
-    Raises:
-        ScheduleError: a missing or repeated name, or a missing value.
 
     Example:
         >>> parse_options(["group=4", "tail=keep"])

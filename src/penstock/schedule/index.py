@@ -3,11 +3,10 @@
     id  = (op number · stages + stage) · microbatches + microbatch       one action
     row = id // microbatches                                             an op and a stage
 
-The checker, the passes, the simulator and the search read hundreds of thousands of actions, and
-therefore work on these ids. A prerequisite is the same microbatch of another row, so its id has a
-fixed offset from the action's id: one table entry per row serves all microbatches. The tables come
-from ``penstock.schedule.rules``. An overlapped pair is ``~i``, a negative number, for pair i of the
-program.
+The checker, the passes, the simulator and the search read hundreds of thousands of actions as ids.
+A prerequisite is the same microbatch of another row, at a fixed offset from the action's id: one
+table entry per row, from ``penstock.schedule.rules``, serves all microbatches. An overlapped pair
+is ``~i``, a negative number, for pair i of the program.
 """
 
 from __future__ import annotations
@@ -199,15 +198,19 @@ class ActionIndex:
 
         return self._offsets(inputs)
 
-    def sends(self) -> Offsets:
-        """The sends, on an action's own rank, of its outputs."""
-
-        def outputs(op: Op, stage: int) -> list[tuple[Op, int]]:
-            made = {op, *COVERS.get(op, ())}
-            sends = [send for send in _RECEIVE_OF if REQUIRES[send][0][0] in made]
-            return [(send, stage) for send in sends if self.peer(send, stage) is not None]
-
-        return self._offsets(outputs)
+    def sends(self) -> list[list[tuple[int, int, int]]]:
+        """By row, for each send of an action's outputs: its offset, the offset of its receive, and
+        the receiving rank."""
+        table: list[list[tuple[int, int, int]]] = []
+        for op, stage in self.rows():
+            table.append([])
+            for send in _RECEIVE_OF:
+                peer = self.peer(send, stage)
+                if peer is not None and REQUIRES[send][0][0] in (op, *COVERS.get(op, ())):
+                    to_send = self.offset(op, stage, (send, stage))
+                    to_receive, target = self.offset(op, stage, peer), peer[1]
+                    table[-1].append((to_send, to_receive, self.placement.rank_of(target)))
+        return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

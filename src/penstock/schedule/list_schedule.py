@@ -204,8 +204,7 @@ def list_schedule(
 
     Each rank follows its order and runs each action as soon as possible. Instead of waiting, it
     runs a later forward that is ready, if memory suffices for all actions in between; else its
-    oldest weight gradient. It also runs a weight gradient if a forward would exceed the memory. So
-    weight gradients are postponed as long as memory allows, to fill idle time.
+    oldest weight gradient, as it does if a forward would exceed the memory.
 
     Args:
         placement: the rank of every stage.
@@ -216,8 +215,7 @@ def list_schedule(
             is on its rank's last stage; None to run no forward out of order.
         overtake: if True, backwards may run out of order too, so that an order that needs more
             memory than allowed still completes.
-        costs: the costs of forwards, input gradients and weight gradients, per stage; 1 each by
-            default.
+        costs: of forwards, input gradients and weight gradients, per stage; 1 each by default.
         within: a makespan at which to give up, with no actions and an infinite makespan.
 
     Raises:

@@ -36,13 +36,11 @@ class Placement:
     Args:
         num_ranks: number of ranks, at least 1; each must hold at least one stage.
         stage_ranks: for each stage, from 0, the rank that holds it; any sequence, kept as a tuple.
-        num_directions: the number of copies of the model, one per direction. The stages of the
-            second copy follow those of the first, and microbatch m passes only copy
-            m mod ``num_directions``.
+        num_directions: the number of copies of the model, one per direction, in the order of their
+            stages. Microbatch m passes only copy m mod ``num_directions``.
 
     Raises:
-        ScheduleError: a rank is out of range or holds no stage, or the copies have different
-            numbers of stages.
+        ScheduleError: a rank is out of range or holds no stage, or copies differ in size.
     """
 
     num_ranks: int

@@ -18,7 +18,7 @@ class Program:
     """The steps of every rank.
 
     Args:
-        name: the schedule's canonical name, such as ``"1f1b"``.
+        name: the schedule's name.
         placement: the rank of every stage.
         num_microbatches: microbatches per step. If sequences are split, each chunk counts as a
             microbatch: chunk i of the batch's microbatch m has the number m · num_splits + i.

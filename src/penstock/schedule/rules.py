@@ -31,7 +31,7 @@ from penstock.schedule.placement import Placement
 __all__ = [
     "BACKWARDS",
     "COMPUTE",
-    "COPIES",
+    "HOST_TRANSFERS",
     "COVERS",
     "INPUT_GRADS",
     "IN_SEQUENCE",
@@ -48,7 +48,7 @@ __all__ = [
 
 COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.RECOMPUTE})
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
-COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
+HOST_TRANSFERS = frozenset({Op.OFFLOAD, Op.RELOAD})
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 # The ops that compute input gradients, weight gradients, or either.
 INPUT_GRADS = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD})

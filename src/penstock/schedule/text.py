@@ -73,8 +73,7 @@ def parse_action(text: str) -> Action:
     """Read one action, such as ``"2F3"`` or ``"0UNSHARD"``; blanks around it are allowed.
 
     Raises:
-        ScheduleError: the text is not an action, has a superfluous or missing microbatch, or has
-            trailing text.
+        ScheduleError: the text is not an action.
 
     Example:
         >>> parse_action("2SEND_F0").op
@@ -82,21 +81,12 @@ def parse_action(text: str) -> Action:
     """
     match = _ACTION.fullmatch(text.strip())
     op = _NAMES.get(match[2]) if match else None
-    if match is None or op is None:
+    if match is None or op is None or bool(match[3]) == (op in WHOLE_STAGE):
         raise ScheduleError(
             f"{quoted(text)} is not an action; expected a stage, one of {', '.join(_NAMES)}, and a "
-            "microbatch, as in 2F3 or 0UNSHARD"
+            "microbatch except for whole stages, as in 2F3 or 0UNSHARD"
         )
-    stage, microbatch = int(match[1]), match[3]
-    if op in WHOLE_STAGE:
-        if microbatch:
-            raise ScheduleError(
-                f"{text!r}: {op.value} is about a whole stage; write {stage}{op.value}"
-            )
-        return action(stage, op)
-    if not microbatch:
-        raise ScheduleError(f"{text!r}: microbatch missing; write one, as in {stage}{op.value}0")
-    return action(stage, op, int(microbatch))
+    return action(int(match[1]), op, int(match[3]) if match[3] else None)
 
 
 def parse_step(text: str) -> Step:
@@ -118,16 +108,7 @@ def parse_step(text: str) -> Step:
             f"{quoted(text)} is not an overlapped pair; expected actions separated by ';' in "
             f"brackets, then {_OVERLAP}, as in (0F3;1B2){_OVERLAP}"
         )
-    try:
-        parts = tuple(parse_action(part) for part in inner.split(";"))
-    except ScheduleError as error:
-        raise ScheduleError(f"in {quoted(text)}: {error}") from error
-    outside = [str(a) for a in parts if a.op not in COMPUTE]
-    if outside:
-        raise ScheduleError(
-            f"in {quoted(text)}: only computation can be overlapped, not {', '.join(outside)}"
-        )
-    return Overlap(parts=parts)
+    return Overlap(parts=tuple(parse_action(part) for part in inner.split(";")))
 
 
 def parse_csv(
@@ -171,7 +152,8 @@ def parse_csv(
     ranks = tuple(_read_row(row, cells) for row, cells in enumerate(rows))
     acts = [act for steps in ranks for step in steps for act in step.parts]
     microbatches = 1 + max((act.microbatch or 0 for act in acts), default=0)
-    _refuse_far_counts(len(acts), 1 + max((act.stage for act in acts), default=0), microbatches)
+    stages = 1 + max((act.stage for act in acts), default=0)
+    _refuse_far_counts(ranks, stage=stages, microbatch=microbatches)
     if placement is None:
         placement = _placement_of(ranks)
     elif len(ranks) != placement.num_ranks:
@@ -266,19 +248,12 @@ def from_json(text: str) -> Program:
             raise ScheduleError(f"{name!r}: expected {expected}, got {quoted(value)}")
     ranks = tuple(_read_row(row, cells) for row, cells in enumerate(document["ranks"]))
     stage_ranks, num_ranks = tuple(document["stage_ranks"]), document["num_ranks"]
-    if num_ranks > len(stage_ranks):
-        raise ScheduleError(
-            f"'num_ranks': {num_ranks}, but 'stage_ranks' is of "
-            f"{number_of(len(stage_ranks), 'stage')}; every rank holds a stage"
-        )
-    actions = sum(len(step.parts) for steps in ranks for step in steps)
-    _refuse_far_counts(actions, len(stage_ranks), document["num_microbatches"])
+    ways, microbatches = document["copies"], document["num_microbatches"]
+    _refuse_far_counts(ranks, rank=num_ranks, stage=len(stage_ranks), microbatch=microbatches)
     return Program(
         name=document["name"],
-        placement=Placement(
-            num_ranks=num_ranks, stage_ranks=stage_ranks, num_directions=document["copies"]
-        ),
-        num_microbatches=document["num_microbatches"],
+        placement=Placement(num_ranks=num_ranks, stage_ranks=stage_ranks, num_directions=ways),
+        num_microbatches=microbatches,
         num_splits=document["num_splits"],
         ranks=ranks,
     )
@@ -298,13 +273,14 @@ def _read_row(row: int, cells: Sequence[str]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _refuse_far_counts(num_actions: int, num_stages: int, num_microbatches: int) -> None:
+def _refuse_far_counts(ranks: tuple[tuple[Step, ...], ...], **counts: int) -> None:
     """Refuse more stages or microbatches than the text could have actions for."""
-    for thing, number in (("stage", num_stages), ("microbatch", num_microbatches)):
-        if number > num_actions + _MAY_BE_MISSING:
+    actions = sum(len(step.parts) for steps in ranks for step in steps)
+    for thing, number in counts.items():
+        if number > actions + _MAY_BE_MISSING:
             raise ScheduleError(
-                f"{number_of(number, thing)} in a program of {number_of(num_actions, 'action')}; "
-                "each takes one at least"
+                f"{number_of(number, thing)} in a program of {number_of(actions, 'action')}; each "
+                "takes one at least"
             )
 
 

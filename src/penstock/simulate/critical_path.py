@@ -16,8 +16,8 @@ from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 from penstock.schedule.rules import (
     COMPUTE,
-    COPIES,
     COVERS,
+    HOST_TRANSFERS,
     IN_SEQUENCE,
     RECEIVE_FOR,
     REQUIRES,
@@ -30,7 +30,7 @@ __all__ = ["StepCauses", "causes_of", "makers", "needed_by"]
 
 _RECEIVES = frozenset(RECEIVE_FOR.values())
 # A rank starts these actions without waiting for their end.
-_ASIDE = _RECEIVES | COPIES
+_ASIDE = _RECEIVES | HOST_TRANSFERS
 _AFTER_RELOAD = COMPUTE - {Op.FORWARD}
 _SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
 # A tolerance for sums of the same costs in another order.
@@ -166,7 +166,10 @@ class StepCauses:
         begun = first.end if first.action.op in _RECEIVES else first.start
         if begun <= self._free(rank, index) + max(self._pause, _CLOSE * max(1.0, abs(begun))):
             return None
-        if first.action.op in COPIES and (ahead := self._copy_before(rank, index)) is not None:
+        if (
+            first.action.op in HOST_TRANSFERS
+            and (ahead := self._copy_before(rank, index)) is not None
+        ):
             return ahead
         parts = [span.action for span in spans]
         needed = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, COPIES
+from penstock.schedule.rules import COMPUTE, HOST_TRANSFERS
 from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.trace import Span, Trace
@@ -34,7 +34,7 @@ def program_of(trace: Trace) -> Program:
         True
     """
     block_of = trace.pair_of()
-    kept = COMPUTE | COPIES
+    kept = COMPUTE | HOST_TRANSFERS
     played = [span for span in trace.spans if span.action.op in kept]
     lanes = [
         _steps([span for span in played if span.rank == rank], block_of)
@@ -60,7 +60,7 @@ def costs_of(trace: Trace, num_stages: int) -> Costs:
     """The median time of every op on every stage of a measured step."""
     times: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
     for span in trace.spans:
-        if span.action.op in COMPUTE | COPIES:
+        if span.action.op in COMPUTE | HOST_TRANSFERS:
             times[span.action.stage, span.action.op].append(span.end - span.start)
 
     def typical(stage: int, op: Op) -> float:

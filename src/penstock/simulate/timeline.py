@@ -34,7 +34,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.replay import DependencyReplay
 from penstock.schedule.rules import (
     COMPUTE,
-    COPIES,
+    HOST_TRANSFERS,
     INPUT_GRADS,
     SEND_OF,
     TRANSFERS,
@@ -113,7 +113,7 @@ class _Timeline:
         for row, (op, stage) in enumerate(self.index.rows()):
             self.needs[row] = self._needs(row, op, stage)
         self.reloads: list[int] = []
-        if not self.ops.isdisjoint(COPIES):
+        if not self.ops.isdisjoint(HOST_TRANSFERS):
             self._add_copies()
         self.queues: list[list[int]] = self.indexed.queues
         if self.started:
@@ -302,7 +302,7 @@ class _Timeline:
                         continue
                     if row in self.received:
                         end = max(start, self._received(rank, part, replay))
-                    elif self.index.op_and_stage(row)[0] in COPIES:
+                    elif self.index.op_and_stage(row)[0] in HOST_TRANSFERS:
                         start, end = aside[self.started[row][0] * self.width + microbatch]
                     shown.append((start, end))
                 starts[rank], ends[rank] = [a for a, _ in shown], [b for _, b in shown]

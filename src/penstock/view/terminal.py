@@ -6,7 +6,7 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.schedule.action import Op
-from penstock.schedule.rules import COMPUTE, COPIES
+from penstock.schedule.rules import COMPUTE, HOST_TRANSFERS
 from penstock.trace import Trace
 from penstock.view.layout import drawn
 from penstock.view.palette import ANSI, ink, name_of, shades
@@ -50,7 +50,7 @@ def legend(trace: Trace, *, shaded: bool = True) -> Text:
     styles = _styles(trace, shaded=shaded)
     first: dict[str, Style] = {}
     for span in drawn(trace):
-        if span.action.op in COMPUTE | COPIES:
+        if span.action.op in COMPUTE | HOST_TRANSFERS:
             style = styles[span.rank, span.action.op, span.action.stage]
             first.setdefault(name_of(span.action.op), style)
     text = Text("\n")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.placement import Placement
+from penstock.schedule.placement import Placement, v_shape
 from penstock.schedule.program import Program
 
 __all__ = [
     "Chunk",
+    "Phases",
     "alternate",
     "alternating",
     "chunks",
@@ -19,11 +20,17 @@ __all__ = [
     "first_microbatches",
     "looped_order",
     "phased",
+    "phased_v",
     "program_of",
 ]
 
 Chunk: TypeAlias = tuple[int, int]
 """A loop (the index of a stage on its rank) and a microbatch."""
+
+Phases: TypeAlias = Sequence[tuple[int, str]]
+"""Repeat counts (below 1 for none) and patterns: ops with their loop, such as ``F0``; ``F0+B1`` for
+an overlapped pair, and ``W`` for the weight gradient of the rank's oldest input gradient that has
+none yet."""
 
 
 def program_of(
@@ -39,15 +46,8 @@ def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Act
     return [action(stages[loop], op, microbatch) for loop, microbatch in order]
 
 
-def phased(phases: Sequence[tuple[int, str]], *, stages: Sequence[int]) -> list[Step]:
-    """Repeated patterns as steps, each op with its next microbatch.
-
-    Args:
-        phases: repeat counts (below 1 for none) and patterns. A pattern lists ops with their loop,
-            such as ``F0``; ``F0+B1`` is an overlapped pair, and ``W`` the weight gradient of the
-            rank's oldest input gradient that has none yet.
-        stages: the rank's stages.
-    """
+def phased(phases: Phases, *, stages: Sequence[int]) -> list[Step]:
+    """The phases of a rank as steps, each op with its next microbatch."""
     started: Counter[tuple[bool, int]] = Counter()
     waiting: deque[Chunk] = deque()
 
@@ -101,17 +101,20 @@ def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -
 
 
 def alternating(
+    name: str,
     placement: Placement,
+    microbatches: int,
     *,
     groups: Sequence[int],
     warmups: Sequence[int],
     behind: Sequence[int] | None = None,
-) -> list[list[Action]]:
-    """For each rank, a warm-up of forwards, followed by one forward and one backward in turn.
+) -> Program:
+    """On each rank, a warm-up of forwards, followed by one forward and one backward in turn.
 
     Args:
         placement: stages in a loop.
-        groups: the sizes of the groups in which microbatches go round.
+        groups: the sizes of the groups in which microbatches go round; microbatches beyond the
+            program's are left out.
         warmups: for each rank, its forwards before the first backward.
         behind: for each rank, the number of input gradients by which weight gradients lag; None for
             full backwards.
@@ -126,7 +129,9 @@ def alternating(
         forwards = chunks(Op.FORWARD, order, stages=stages)
         steps = alternate(forwards, chunks(op, backward, stages=stages), warmup=warmup)
         ranks.append(steps if behind is None else _with_weight_grads(steps, behind[rank]))
-    return ranks
+    if sum(groups) == microbatches:
+        return program_of(name, placement, microbatches, ranks)
+    return first_microbatches(name, placement, microbatches, ranks)
 
 
 def _with_weight_grads(steps: list[Action], behind: int) -> list[Action]:
@@ -143,7 +148,7 @@ def _with_weight_grads(steps: list[Action], behind: int) -> list[Action]:
 
 
 def first_microbatches(
-    ranks: Sequence[Sequence[Step]], *, name: str, placement: Placement, microbatches: int
+    name: str, placement: Placement, microbatches: int, ranks: Iterable[Iterable[Step]]
 ) -> Program:
     """The program restricted to the first ``microbatches``.
 
@@ -151,11 +156,23 @@ def first_microbatches(
     when some are removed, and holds no more activations. An overlapped pair with one action left
     becomes that action.
     """
-    ranks_kept = []
+    restricted = []
     for steps in ranks:
         kept: list[Step] = []
         for step in steps:
             parts = [part for part in step.parts if (part.microbatch or 0) < microbatches]
             kept += [step] if len(parts) == len(step.parts) else parts
-        ranks_kept.append(kept)
-    return program_of(name, placement, microbatches, ranks_kept)
+        restricted.append(kept)
+    return program_of(name, placement, microbatches, restricted)
+
+
+def phased_v(name: str, ranks: int, microbatches: int, phases: Callable[..., Phases]) -> Program:
+    """A program over a V from the phases of each rank, called with its position, ranks and
+    microbatches."""
+    # Below 2P the phases would overlap, so take the first microbatches of a full V.
+    full = max(microbatches, 2 * ranks)
+    steps = (
+        phased(phases(rank, ranks, full), stages=(rank, 2 * ranks - 1 - rank))
+        for rank in range(ranks)
+    )
+    return first_microbatches(name, v_shape(ranks), microbatches, steps)

@@ -36,8 +36,8 @@ symmetry: DeepSeek-AI, "DualPipe and DualPipeV", 2025.
 from __future__ import annotations
 
 from penstock.schedule.action import Action, Overlap, Step, action
-from penstock.schedule.families.common import first_microbatches, phased, program_of
-from penstock.schedule.placement import Placement, bidirectional, v_shape
+from penstock.schedule.families.common import Phases, phased, phased_v, program_of
+from penstock.schedule.placement import Placement, bidirectional
 from penstock.schedule.program import Program
 
 __all__ = ["dualpipe", "dualpipev", "nearest"]
@@ -45,15 +45,7 @@ __all__ = ["dualpipe", "dualpipev", "nearest"]
 
 def dualpipev(*, ranks: int, microbatches: int) -> Program:
     """Forwards of one half of a V overlapped with backwards of the other."""
-    # Below 2P the phases would overlap, so take the first microbatches of a full V.
-    full = max(microbatches, 2 * ranks)
-    steps = [
-        phased(_phases(rank, ranks, full), stages=(rank, 2 * ranks - 1 - rank))
-        for rank in range(ranks)
-    ]
-    return first_microbatches(
-        steps, name="dualpipev", placement=v_shape(ranks), microbatches=microbatches
-    )
+    return phased_v("dualpipev", ranks, microbatches, _phases)
 
 
 def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
@@ -88,8 +80,8 @@ def _renumbered(step: Step, placement: Placement) -> Step:
     return renumbered(step)
 
 
-def _phases(rank: int, ranks: int, microbatches: int) -> list[tuple[int, str]]:
-    """The repeat counts and patterns of a rank (see ``phased``), for a full V.
+def _phases(rank: int, ranks: int, microbatches: int) -> Phases:
+    """The phases of a rank, for a full V.
 
     Args:
         rank: its position, from 0 at the top of the V to ``ranks`` - 1 at its turn.

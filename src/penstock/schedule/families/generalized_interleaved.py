@@ -35,7 +35,7 @@ Source: arXiv:2503.01328 (generalized interleaved schedule).
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.families.common import alternating, first_microbatches
+from penstock.schedule.families.common import alternating
 from penstock.schedule.messages import is_count, number_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
@@ -80,10 +80,11 @@ def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int)
     group = min(group, max(-(-microbatches // number), -(-ranks // 2)))
     placement = looped(ranks, virtual)
     ahead = (virtual - 1) * group
-    steps = alternating(
+    return alternating(
+        name,
         placement,
+        microbatches,
         groups=(group,) * number,
         warmups=[ahead + ranks - 1 - rank for rank in range(ranks)],
         behind=(0,) * ranks,
     )
-    return first_microbatches(steps, name=name, placement=placement, microbatches=microbatches)

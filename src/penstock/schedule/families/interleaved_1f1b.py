@@ -25,7 +25,7 @@ Source: arXiv:2104.04473, sec. 2.2; for groups of other sizes than P: arXiv:2407
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.families.common import alternating, even_groups, first_microbatches
+from penstock.schedule.families.common import alternating, even_groups
 from penstock.schedule.messages import is_count, number_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
@@ -57,10 +57,7 @@ def interleaved_1f1b(
     placement = looped(ranks, virtual)
     ahead = (virtual - 1) * max(groups)
     warmups = [ahead + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-    steps = alternating(placement, groups=groups, warmups=warmups)
-    return first_microbatches(
-        steps, name="interleaved-1f1b", placement=placement, microbatches=microbatches
-    )
+    return alternating("interleaved-1f1b", placement, microbatches, groups=groups, warmups=warmups)
 
 
 def _groups(ranks: int, microbatches: int, group: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ flush. Eager 1F1B: arXiv:2211.05322 (overlapping-friendly 1F1B).
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import alternating, program_of
+from penstock.schedule.families.common import alternating
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
@@ -43,5 +43,4 @@ def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
 
 def _with_warmup(name: str, ranks: int, microbatches: int, per_rank: int) -> Program:
     warmups = [per_rank * (ranks - 1 - rank) for rank in range(ranks)]
-    steps = alternating(linear(ranks), groups=(microbatches,), warmups=warmups)
-    return program_of(name, linear(ranks), microbatches, steps)
+    return alternating(name, linear(ranks), microbatches, groups=(microbatches,), warmups=warmups)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import getdoc
 from sys import maxsize, modules
 from typing import Any
@@ -31,39 +32,33 @@ from penstock.schedule.program import Program
 __all__ = ["FAMILIES"]
 
 
-def _rows_of(
-    arrangement: Arrangement, virtual: int, virtuals: Sequence[int] | None
-) -> Callable[..., Family]:
-    """A row factory for one arrangement."""
-
-    def row(
-        name: str,
-        builder: Callable[..., Program],
-        source: str,
-        default_virtual: int = virtual,
-        **more: Any,
-    ) -> Family:
-        return Family(
-            name=name,
-            builder=builder,
-            arrangement=arrangement,
-            default_virtual=default_virtual,
-            virtuals=virtuals,
-            summary=(getdoc(builder) or "").partition("\n")[0].rstrip("."),
-            source=f"arXiv:{source}",
-            # The docstring of a builder's module has timelines, formulas and sources.
-            doc=getdoc(modules[builder.__module__]) or "",
-            **more,
-        )
-
-    return row
+def _family(
+    arrangement: Arrangement,
+    virtuals: Sequence[int] | None,
+    virtual: int,
+    name: str,
+    builder: Callable[..., Program],
+    source: str,
+    **more: Any,
+) -> Family:
+    return Family(
+        name=name,
+        builder=builder,
+        arrangement=arrangement,
+        default_virtual=virtual,
+        virtuals=virtuals,
+        summary=(getdoc(builder) or "").partition("\n")[0].rstrip("."),
+        source=f"arXiv:{source}",
+        # The docstring of a builder's module has timelines, formulas and sources.
+        doc=getdoc(modules[builder.__module__]) or "",
+        **more,
+    )
 
 
-_linear = _rows_of(Arrangement.LINEAR, 1, (1,))
-_looped = _rows_of(Arrangement.LOOPED, 2, None)
-_v_shaped = _rows_of(Arrangement.V_SHAPE, 2, (2,))
-_wave = _rows_of(Arrangement.WAVE, 2, range(2, maxsize, 2))
-_both_ways = _rows_of(Arrangement.BIDIRECTIONAL, 1, (1,))
+_linear = partial(_family, Arrangement.LINEAR, (1,), 1)
+_looped = partial(_family, Arrangement.LOOPED, None, 2)
+_v_shaped = partial(_family, Arrangement.V_SHAPE, (2,), 2)
+_both_ways = partial(_family, Arrangement.BIDIRECTIONAL, (1,), 1)
 
 _SPLITS = {"splits": "into how many chunks each sequence is split"}
 _GROUP = {"group": "the most microbatches that go round the loop together"}
@@ -73,11 +68,12 @@ _COSTS = {
     "input_grad": "what an input gradient costs: a number, or one per stage",
     "weight_grad": "what a weight gradient costs: a number, or one per stage",
 }
+_EVEN = range(2, maxsize, 2)
 _LIMIT = {"limit": "the most activations that a rank may hold"}
 _WAVES = {"waves": "how many waves there are: half of virtual"}
 
 FAMILIES: tuple[Family, ...] = (
-    _looped("forward-only", forward_only, "2104.04473", default_virtual=1),
+    _family(Arrangement.LOOPED, None, 1, "forward-only", forward_only, "2104.04473"),
     _linear("gpipe", gpipe, "1811.06965"),
     _linear("1f1b", one_f_one_b, "2007.01045", aliases=("dapple",)),
     _linear("eager-1f1b", eager_1f1b, "2211.05322"),
@@ -98,7 +94,7 @@ FAMILIES: tuple[Family, ...] = (
     _v_shaped("v-half", v_half, "2405.15362"),
     _v_shaped("v-min", v_min, "2405.15362"),
     _v_shaped("1f1b-v", one_f_one_b_v, "2405.15362", options=_LIMIT),
-    _wave("hanayo", hanayo, "2308.15762", options=_WAVES),
+    _family(Arrangement.WAVE, _EVEN, 2, "hanayo", hanayo, "2308.15762", options=_WAVES),
     _v_shaped("dualpipev", dualpipev, "2412.19437"),
     _both_ways(
         "dualpipe", dualpipe, "2412.19437", rule="even P, even M ≥ 2P", nearest=nearest_dualpipe

@@ -14,8 +14,7 @@ Source: arXiv:2401.10241, sec. 6 and its appendix on ZB-V.
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import first_microbatches, phased
-from penstock.schedule.placement import v_shape
+from penstock.schedule.families.common import Phases, phased_v
 from penstock.schedule.program import Program
 
 __all__ = ["zbv"]
@@ -23,22 +22,18 @@ __all__ = ["zbv"]
 
 def zbv(*, ranks: int, microbatches: int) -> Program:
     """Zero bubble over a V-shape, in the memory of 1F1B."""
-    # Below 2P the phases would overlap, so take the first microbatches of a full V.
-    full = max(microbatches, 2 * ranks)
-    programs = []
-    for rank in range(ranks):
-        above = ranks - 1 - rank
-        phases = [
-            (2 * above + 1, "F0"),
-            (rank, "F1 F0"),
-            (above + 1, "F1 I1 W"),
-            (full - ranks - above, "F0 I0 W F1 I1 W"),
-            (above, "I0 W F1 I1 W"),
-            (rank, "I0 I1"),
-            (above + 1, "I0 W"),
-            (2 * rank, "W"),
-        ]
-        programs.append(phased(phases, stages=(rank, 2 * ranks - 1 - rank)))
-    return first_microbatches(
-        programs, name="zbv", placement=v_shape(ranks), microbatches=microbatches
-    )
+    return phased_v("zbv", ranks, microbatches, _phases)
+
+
+def _phases(rank: int, ranks: int, microbatches: int) -> Phases:
+    above = ranks - 1 - rank
+    return [
+        (2 * above + 1, "F0"),
+        (rank, "F1 F0"),
+        (above + 1, "F1 I1 W"),
+        (microbatches - ranks - above, "F0 I0 W F1 I1 W"),
+        (above, "I0 W F1 I1 W"),
+        (rank, "I0 I1"),
+        (above + 1, "I0 W"),
+        (2 * rank, "W"),
+    ]

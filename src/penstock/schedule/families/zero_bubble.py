@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule.families.common import alternating, even_groups, program_of
+from penstock.schedule.families.common import alternating, even_groups
 from penstock.schedule.placement import linear, looped
 from penstock.schedule.program import Program
 
@@ -54,21 +54,23 @@ def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
     placement = looped(ranks, virtual)
     groups = even_groups(microbatches=microbatches, group=ranks)
     ahead = (virtual - 1) * max(groups)
-    steps = alternating(
+    return alternating(
+        "interleaved-zb",
         placement,
+        microbatches,
         groups=groups,
         warmups=[ahead + ranks - 1 - rank for rank in range(ranks)],
         behind=range(ranks),
     )
-    return program_of("interleaved-zb", placement, microbatches, steps)
 
 
 def zb_h2(*, ranks: int, microbatches: int) -> Program:
     """No bubble from a rank's first start to its last end, for twice the memory."""
-    steps = alternating(
+    return alternating(
+        "zb-h2",
         linear(ranks),
+        microbatches,
         groups=(microbatches,),
         warmups=[2 * (ranks - 1 - rank) for rank in range(ranks)],
         behind=[2 * rank for rank in range(ranks)],
     )
-    return program_of("zb-h2", linear(ranks), microbatches, steps)

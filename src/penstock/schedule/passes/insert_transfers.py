@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from typing import TypeAlias
 
 from penstock.errors import InternalError, ScheduleError
 from penstock.schedule.action import Op, Step, action
@@ -37,17 +36,8 @@ from penstock.schedule.rules import COMPUTE, SEND_OF, TRANSFERS
 
 __all__ = ["insert_transfers"]
 
-# By row of computations: for each send, its offset, its receive's offset and the receiving rank.
-_Sends: TypeAlias = list[list[tuple[int, int, int]]]
-
 # Other ops take no time in the replay, and send nothing.
-_UNITS = {
-    Op.FORWARD: 1,
-    Op.FULL_BACKWARD: 2,
-    Op.INPUT_GRAD: 1,
-    Op.WEIGHT_GRAD: 1,
-    Op.RECOMPUTE: 1,
-}
+_UNITS = {**dict.fromkeys(COMPUTE, 1), Op.FULL_BACKWARD: 2}
 
 
 def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Program:
@@ -69,11 +59,6 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
         >>> print(format_csv(insert_transfers(parse_csv("0F0,0B0\\n1F0,1B0\\n"))), end="")
         0RECV_B0,0F0,0SEND_F0,0B0
         1RECV_F0,1F0,1B0,1SEND_B0
-        >>> one = Channels(per_pair=True)
-        >>> made = insert_transfers(parse_csv("0F0,0B0\\n1F0,1B0\\n"), channels=one)
-        >>> print(format_csv(made), end="")
-        0F0,0SEND_F0,0RECV_B0,0B0
-        1RECV_F0,1F0,1B0,1SEND_B0
     """
     refuse_no_program(program, "insert_transfers()")
     if any(act.op in TRANSFERS for act in program.actions()):
@@ -87,9 +72,9 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
     index = computed.index
     hoisted: list[dict[int, list[int]]] = [{} for _ in program.ranks]
     if channels.per_pair:
-        queues = _in_one_order(computed, _sends_by_row(index))
+        queues = _in_one_order(computed)
     else:
-        queues = _just_ahead(computed, _sends_by_row(index))
+        queues = _just_ahead(computed)
         hoisted = _hoists(
             IndexedProgram(index=index, queues=queues, overlapped=computed.overlapped)
         )
@@ -101,22 +86,11 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
     )
 
 
-def _sends_by_row(index: ActionIndex) -> _Sends:
-    transfers, table = index.transfers(), []
-    for row, offsets in enumerate(index.sends()):
-        sends = []
-        for offset in offsets:
-            send = transfers[row + offset // index.num_microbatches]
-            assert send is not None, "a send in the table has its receive"
-            sends.append((offset, offset + send[1], send[0]))
-        table.append(sends)
-    return table
-
-
-def _just_ahead(computed: IndexedProgram, sends: _Sends) -> list[list[int]]:
+def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
     """For each rank its ids with transfers, in their final places unless a rank deadlocks."""
-    width, receives = computed.index.num_microbatches, computed.index.receives()
-    computes = [op in COMPUTE for op, _ in computed.index.rows()]
+    width, index = computed.index.num_microbatches, computed.index
+    receives, sends = index.receives(), index.sends()
+    computes = [op in COMPUTE for op, _ in index.rows()]
     # The place of each receive, and the receives of directed pairs of ranks by order of sending.
     post_at: dict[int, int] = {}
     messages: dict[tuple[int, int], list[int]] = {}
@@ -205,9 +179,9 @@ def _steps(
     return tuple(steps)
 
 
-def _in_one_order(computed: IndexedProgram, sends: _Sends) -> list[list[int]]:
+def _in_one_order(computed: IndexedProgram) -> list[list[int]]:
     """For each rank its ids with transfers, in one order at both ends of each pair of ranks."""
-    index, width = computed.index, computed.index.num_microbatches
+    index, width, sends = computed.index, computed.index.num_microbatches, computed.index.sends()
     units = [_UNITS.get(op, 0) for op, _ in index.rows()]
     replay = replay_of(computed, index.required(), durations=units)
     ended = replay.play()
