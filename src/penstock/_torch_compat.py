@@ -1,13 +1,11 @@
-"""Every private name of torch that Penstock uses, and why.
+"""Every private name of torch that Penstock uses, and why public torch does not suffice.
 
-Every entry says why public torch does not suffice. Unless an entry says otherwise, it was seen to
-work on torch 2.11 to 2.15 (the versions in ``SEEN`` of ``tests/test_torch.py``). No other module
-uses private names of torch.
+Every entry was seen on torch 2.11, 2.13, 2.14 and 2.15 (``SEEN`` of ``tests/test_torch.py``). No
+other module uses private names of torch.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from penstock.errors import PenstockError
 
@@ -33,141 +31,61 @@ if TYPE_CHECKING:
     from torch.distributed._composable.replicate import DDP as ComposableDdp
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-__all__ = [
-    "HOOKS",
-    "HookWatch",
-    "TorchDispatchMode",
-    "REGISTRIES",
-    "WRAPPERS_KEEP_UNDER",
-    "WRAPPERS_STATE",
-    "argument_effects",
-    "around_compiled",
-    "autocast_enabled",
-    "autocast_state",
-    "broadcast_ddp_buffers",
-    "buffers_of",
-    "by_positions",
-    "children",
-    "children_of",
-    "composable_syncs",
-    "copied_shell",
-    "ddp_casts",
-    "ddp_parameters",
-    "ddp_within",
-    "deferrable_now",
-    "forward_of",
-    "fsdp_finish_backward",
-    "fused_by",
-    "has_backward_hooks",
-    "has_comm_hook",
-    "has_forward_hooks",
-    "has_grad_hooks",
-    "has_memory",
-    "has_no_forward",
-    "in_function_forward",
-    "in_transform",
-    "is_composable_ddp",
-    "is_data_dependent",
-    "is_fsdp",
-    "is_fsdp1",
-    "is_lost_connection",
-    "is_metadata_assert",
-    "is_random",
-    "is_sequential",
-    "is_shared",
-    "is_view",
-    "make_group",
-    "mutated_arguments",
-    "observe_grad",
-    "parameters_of",
-    "pop_mode",
-    "profiler_is_on",
-    "push_mode",
-    "pytree_node",
-    "quietly",
-    "refusing",
-    "registries",
-    "run_backward",
-    "run_uncompiled",
-    "same_storage",
-    "saved_tensor_hooks_active",
-    "saved_through",
-    "shape_check",
-    "switch_ddp_sink",
-    "takes_cpu_tensors",
-    "version_of",
-    "view_base",
-    "without_hooks",
-    "without_modes",
-    "without_override_check",
-    "without_torch_function",
-    "wrapper_subclass",
-]
-
 # -------------------- tensors and modules --------------------
 
 
 def version_of(tensor: Tensor) -> int:
-    """The number of in-place writes to ``tensor``'s storage: ``_version``, which autograd checks.
-
-    Torch has no public counter of writes. Torch 2.11 to 2.15.
-    """
+    """The number of in-place writes to ``tensor``'s storage; torch has no public counter."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """True if ``tensor`` is a differentiable view: ``_is_view``.
-
-    Torch has no public test for views. Torch 2.11 to 2.15.
-    """
+    """True if ``tensor`` is a differentiable view; torch has no public test."""
     return tensor._is_view()
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """The base tensor of a view: ``_base``.
-
-    Torch has no public way from a view to its base. Torch 2.11 to 2.15.
-    """
+    """The base tensor of a view; torch has no public way to it."""
     return tensor._base
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The registered submodules of ``module``, including those set to None: ``_modules``.
-
-    ``named_children`` omits None and repeated modules. Torch 2.11 to 2.15.
-    """
+    """The registry of submodules; ``named_children`` omits None and repeated modules."""
     return module._modules
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The registered parameters of ``module`` itself: ``_parameters``.
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The direct children with their names; a module registered twice appears twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
-    ``named_parameters`` omits None and repeated parameters. Torch 2.11 to 2.15.
-    """
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The registry of own parameters; ``named_parameters`` omits None and repeated ones."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The registered buffers of ``module`` itself: ``_buffers``.
-
-    ``named_buffers`` omits None and repeated buffers. Torch 2.11 to 2.15.
-    """
+    """The registry of own buffers; ``named_buffers`` omits None and repeated ones."""
     return module._buffers
 
 
-# -------------------- stages and the deferral of weight gradients --------------------
-# Every name in this section was seen in torch 2.11, 2.13, 2.14 and 2.15.
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The registries of a module's own parameters and buffers."""
+    return module._parameters, module._buffers
 
-# The attributes in which torch.compile and activation checkpointing store the wrapped module.
-# Torch has no public method to unwrap such a module, or to remove the prefix from a name.
+
+# -------------------- stages and the deferral of weight gradients --------------------
+
+# The attributes in which torch.compile and activation checkpointing store the wrapped module;
+# neither has a public method to unwrap it.
 WRAPPERS_KEEP_UNDER = ("_orig_mod", "_checkpoint_wrapped_module")
 
-# The public torch.is_autocast_enabled(device) needs the device's name. Looking up the name costs
-# more than the rest of an interception.
+# The public torch.is_autocast_enabled(device) needs the device's name; looking that up costs more
+# than the rest of an interception.
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-# The bodies of TorchFunctionMode's __enter__ and __exit__, without two Python calls each. A mode is
-# entered for every intercepted operation, so that these calls would add up.
+# The bodies of TorchFunctionMode's __enter__ and __exit__, without two Python calls each: a mode is
+# entered for every intercepted operation.
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
@@ -177,21 +95,22 @@ _engine = torch.autograd.Variable._execution_engine
 _interpreters = torch._C._functorch.peek_interpreter_stack
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True if ``module`` is the wrapper that ``torch.compile`` returns; its class is private."""
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+
+
 class CompiledCall:
-    """A temporarily replaceable call of a module compiled by ``torch.compile``.
+    """A call of a module compiled by ``torch.compile``, to be wrapped in a context for a time.
 
-    No public hook surrounds a compiled call. The call is ``_compiled_call_impl`` for a module
-    compiled in place, and ``forward`` for the wrapper that ``torch.compile`` returns.
-
-    Args:
-        module: the compiled module.
-        outside: makes the context manager around the replaced call.
+    No public hook surrounds a compiled call, which is ``_compiled_call_impl`` of a module compiled
+    in place, and ``forward`` of the wrapper that ``torch.compile`` returns.
     """
 
     def __init__(self, module: nn.Module, outside: Callable[[], Any]) -> None:
-        self._held = vars(module)
+        self._attributes = vars(module)
         self._name = "forward" if is_compiled(module) else "_compiled_call_impl"
-        compiled = self._held[self._name]
+        compiled = self._attributes[self._name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():  # inlined into another compiled function
@@ -203,11 +122,11 @@ class CompiledCall:
 
     def replace(self) -> None:
         """Wrap the call in the context from now on."""
-        self._held[self._name] = self._call
+        self._attributes[self._name] = self._call
 
     def restore(self) -> None:
         """Restore the compiled call."""
-        self._held[self._name] = self._compiled
+        self._attributes[self._name] = self._compiled
 
 
 def compiled_calls(module: nn.Module, outside: Callable[[], Any]) -> list[CompiledCall]:
@@ -218,20 +137,36 @@ def compiled_calls(module: nn.Module, outside: Callable[[], Any]) -> list[Compil
 
 
 @contextmanager
+def around_compiled(
+    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
+) -> Iterator[bool]:
+    """Call hooks around a module compiled in place; yields False for any other module.
+
+    ``nn.Module.compile`` compiles public hooks into ``_compiled_call_impl``.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        yield False
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(module, args, kwargs)
+        output = compiled(*args, **kwargs)
+        after(module, args, output)
+        return output
+
+    module._compiled_call_impl = call
+    try:
+        yield True
+    finally:
+        module._compiled_call_impl = compiled
+
+
+@contextmanager
 def without_modes(kind: type) -> Iterator[None]:
     """Remove the function modes of one class from the stack within a block.
 
-    Public torch can only disable all modes at once. Uses ``_len_torch_function_stack`` in addition
-    to ``push_mode`` and ``pop_mode``.
-
-    Example:
-        >>> from torch.overrides import TorchFunctionMode
-        >>> class Loud(TorchFunctionMode):
-        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
-        ...         raise AssertionError(func)
-        >>> with Loud(), without_modes(Loud):
-        ...     torch.ones(1)
-        tensor([1.])
+    Public torch can only disable all modes at once.
     """
     modes = [pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     others = [mode for mode in modes if not isinstance(mode, kind)]
@@ -248,42 +183,23 @@ def without_modes(kind: type) -> Iterator[None]:
 
 @contextmanager
 def without_hooks(*leaves: Tensor) -> Iterator[None]:
-    """Disable the gradient hooks of these leaves within a block.
-
-    Torch has no public list of a tensor's hooks. The engine reads ``_backward_hooks`` and
-    ``_post_accumulate_grad_hooks`` when it runs them.
-
-    Example:
-        >>> x = torch.ones(1, requires_grad=True)
-        >>> handle = x.register_hook(lambda grad: grad * 2)
-        >>> with without_hooks(x):
-        ...     x.sum().backward()
-        >>> x.sum().backward()
-        >>> x.grad
-        tensor([3.])
-    """
+    """Disable the gradient hooks of these leaves within a block; torch does not list hooks."""
     hooks = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves)
-    away = [(each, dict(each)) for both in hooks for each in both if each]
-    for each, _ in away:
+    removed = [(each, dict(each)) for both in hooks for each in both if each]
+    for each, _ in removed:
         each.clear()
     try:
         yield
     finally:
-        for each, kept in away:
-            each.update(kept)
+        for each, items in removed:
+            each.update(items)
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
     """Run ``torch.autograd.backward(roots, grads)`` on the CPU without its Python checks.
 
-    The engine, ``_execution_engine``, repeats the shape checks. On other devices its threads need
-    the context that ``torch.autograd.backward`` passes to them.
-
-    Example:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> run_backward([x * 3], [torch.ones(2)])
-        >>> x.grad
-        tensor([3., 3.])
+    The engine repeats them. On other devices its threads need the context that
+    ``torch.autograd.backward`` passes to them.
     """
     _engine.run_backward(
         tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -291,15 +207,7 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]
 
 
 def saved_tensor_hooks_active() -> bool:
-    """True if saved-tensor hooks are active, as in checkpointing and ``save_on_cpu``.
-
-    Torch has public functions to set these hooks, but none to query them.
-
-    Example:
-        >>> with torch.autograd.graph.save_on_cpu():
-        ...     saved_tensor_hooks_active()
-        True
-    """
+    """True if saved-tensor hooks are active; torch has functions to set these, none to query."""
     return _top_hooks(False) is not None
 
 
@@ -309,11 +217,8 @@ def saved_through(
 ) -> Iterator[None]:
     """Pass the tensors that autograd saves through hooks.
 
-    Args:
-        pack: called with each tensor that is saved.
-        unpack: called with the result of ``pack`` when the tensor is needed.
-        refused: the error to raise under ``torch.func`` transforms, which forbid hooks. Torch's own
-            error can be recognized only by its text.
+    Raises ``refused`` under ``torch.func`` transforms, which forbid hooks: torch's own error can be
+    recognized only by its text.
     """
     try:
         with saved_tensors_hooks(pack, unpack):
@@ -327,47 +232,23 @@ def saved_through(
 def deferrable_now() -> bool:
     """True if autograd, and no functional transform, records operations now.
 
-    False under ``no_grad``, in functional transforms, and in forward-mode differentiation. Torch
-    has no public query for the latter two.
-
-    Example:
-        >>> with torch.no_grad():
-        ...     deferrable_now()
-        False
+    Torch has no public query for ``torch.func`` transforms and forward-mode differentiation.
     """
     return _grad_enabled() and _interpreters() is None and forward_ad._current_level < 0
 
 
 def in_transform(value: object) -> bool:
-    """True if ``value`` is a wrapper tensor of ``torch.func.grad``, ``vjp`` or a similar transform.
-
-    Torch has no public test for these wrapper tensors.
-
-    Example:
-        >>> in_transform(torch.ones(()))
-        False
-    """
+    """True if ``value`` is a wrapper tensor of a ``torch.func`` transform; no public test."""
     return isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value)
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """True if ``tensor`` is backed by memory; False for a zero tensor, as tangents may be.
-
-    Uses ``_is_zerotensor``, which has no public counterpart.
-
-    Example:
-        >>> has_memory(torch.ones(())), has_memory(torch._efficientzerotensor(()))
-        (True, False)
-    """
+    """False for a zero tensor without memory, as tangents may be; torch has no public test."""
     return not tensor._is_zerotensor()
 
 
 class ObserverLast(dict[Any, Callable[..., Any]]):
-    """The hooks of one tensor, in insertion order, with the observer kept last.
-
-    Hooks that a user adds later may replace the gradient, and the observer must see the gradient
-    that the operation receives.
-    """
+    """The hooks of one tensor, with the observer last: others may replace the gradient."""
 
     __slots__ = ("__weakref__",)
 
@@ -380,22 +261,8 @@ class ObserverLast(dict[Any, Callable[..., Any]]):
 def observe_grad(tensor: Tensor, observer: Callable[[Tensor], None]) -> None:
     """Call ``observer`` with the gradient that reaches the operation behind ``tensor``.
 
-    ``Tensor.register_hook`` costs three times as much per operation, and hooks registered later
-    would run after it. Uses ``_backward_hooks`` and ``_register_hook_dict``.
-
-    Args:
-        tensor: the result of an operation, without any hook registered on it.
-        observer: called with each gradient of ``tensor``; must return None.
-
-    Example:
-        >>> seen = []
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> y = x * 2
-        >>> observe_grad(y, seen.append)
-        >>> handle = y.register_hook(lambda grad: grad * 5)
-        >>> y.sum().backward()
-        >>> seen, x.grad
-        ([tensor([5., 5.])], tensor([10., 10.]))
+    ``Tensor.register_hook`` costs three times as much, and later hooks would run after it. The
+    tensor is the result of an operation, without hooks; ``observer`` returns None.
     """
     tensor._backward_hooks = ObserverLast(observer=observer)
     tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
@@ -407,15 +274,11 @@ def observed(tensor: Tensor) -> bool:
 
 
 def observe_at_node(tensor: Tensor) -> None:
-    """Move the observer of ``tensor`` behind the hooks of its graph node.
-
-    Hooks registered on ``tensor.grad_fn`` run after those of the tensor. A node's post-hook
-    receives the gradients as the operation received them, after all earlier hooks.
-    """
+    """Move the observer of ``tensor`` behind the hooks of its graph node, which run later."""
     hooks: dict[Any, Callable[..., Any]] = tensor._backward_hooks  # type: ignore[assignment]
     observer = hooks["observer"]
     index = tensor.output_nr
-    dict.__setitem__(hooks, "observer", ignore)
+    dict.__setitem__(hooks, "observer", lambda _: None)
 
     def at_node(_: Any, received: tuple[Tensor | None, ...]) -> None:
         observer(received[index])
@@ -423,11 +286,7 @@ def observe_at_node(tensor: Tensor) -> None:
     tensor.grad_fn.register_hook(at_node)  # type: ignore[union-attr]
 
 
-def ignore(_: Tensor) -> None:
-    """Ignore a gradient whose observer has moved to the graph node."""
-
-
-NO_OVERRIDES = {
+_NO_OVERRIDES = {
     name: lambda *_: False
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 }
@@ -436,25 +295,14 @@ NO_OVERRIDES = {
 def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a Python function of torch that runs its body under an active mode.
 
-    These functions first dispatch to the active mode, which therefore never sees the operations
-    inside. The copy shares code and defaults, and skips the dispatch.
-
-    Args:
-        function: a Python function of torch, such as ``F.multi_head_attention_forward``.
-
-    Returns:
-        The copy; None if ``function`` is not written in Python.
-
-    Example:
-        >>> twin = without_override_check(torch.nn.functional.layer_norm)
-        >>> twin(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
-        tensor([[-1.,  1.]])
+    The function itself would dispatch to the mode first, which then never sees the operations
+    inside. None if ``function`` is not written in Python.
     """
     if not isinstance(function, FunctionType):
         return None
     twin = FunctionType(
         function.__code__,
-        {**function.__globals__, **NO_OVERRIDES},
+        {**function.__globals__, **_NO_OVERRIDES},
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -473,26 +321,8 @@ def pytree_node(
 ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Sequence[Any], Any], Any]] | None:
     """The flatten and unflatten functions of a class in torch's pytree; None if unregistered.
 
-    Reads the registry ``SUPPORTED_NODES``: torch has a public function to register, but no lookup.
-
-    Args:
-        cls: the class. A subclass of a registered class does not inherit the registration.
-
-    Returns:
-        A function from a value to (children, context), and a function from these to a value.
-
-    Example:
-        >>> class Point:
-        ...     def __init__(self, x):
-        ...         self.x = x
-        >>> pytree_node(Point)
-        >>> torch.utils._pytree.register_pytree_node(
-        ...     Point, lambda point: ([point.x], None), lambda children, _: Point(*children)
-        ... )
-        >>> opened, made = pytree_node(Point)
-        >>> children, context = opened(Point(3))
-        >>> made(children, context).x
-        3
+    Torch has a public function to register, but no lookup. The first function is from a value to
+    (children, context), the second from these to a value.
     """
     node = _pytree.SUPPORTED_NODES.get(cls)
     if node is None or f"{cls.__module__}.{cls.__qualname__}" in NO_TREES:
@@ -502,10 +332,9 @@ def pytree_node(
 
 
 # -------------------- DDP, FSDP2 and replicate --------------------
-# Seen in torch 2.11, 2.13, 2.14 and 2.15, unless an entry says otherwise. These wrappers reduce
-# gradients in hooks of the last backward. A pipeline's last weight gradient may come later, so that
-# reductions are started, delayed and finished here. The wrappers are not imported, since an import
-# takes a second and a wrapped module implies that user code has imported its wrapper.
+# These wrappers reduce gradients in hooks of the last backward. A pipeline's last weight gradient
+# may come later, so reductions are started, delayed and finished here. The wrappers are looked up
+# in sys.modules, since an import takes a second, and a wrapped module implies it.
 
 
 def _loaded(module_name: str, name: str) -> Any:
@@ -533,40 +362,29 @@ def _replicate_state(module: ComposableDdp) -> Any:
     return replicate.state(module)  # type: ignore[arg-type]
 
 
-def ddp_casts(module: DistributedDataParallel) -> bool:
-    """True if DDP casts parameters and gradients (``mixed_precision``)."""
-    return module.mixed_precision is not None
-
-
 def has_comm_hook(module: DistributedDataParallel) -> bool:
-    """True if a communication hook is registered: ``_comm_hooks``, which DDP does not expose.
-    Torch 2.11 to 2.15."""
+    """True if a communication hook is registered, which DDP does not expose."""
     return bool(module._comm_hooks)
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
     """Broadcast the first replica's buffers, except those that DDP ignores.
 
-    DDP broadcasts in every forward, thus per microbatch. Its public arguments can only disable
-    the broadcast. Uses ``_sync_buffers``.
+    DDP itself broadcasts in every forward, thus per microbatch.
     """
     module._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that DDP reduces: ``_module_parameters``, which has no public counterpart."""
-    held: list[nn.Parameter] = module._module_parameters
-    return [p for p in held if p.requires_grad]
+    """The parameters that DDP reduces; it has no public list of them."""
+    parameters: list[nn.Parameter] = module._module_parameters
+    return [p for p in parameters if p.requires_grad]
 
 
 def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
     """Suppress the all-reduce of DDP with ``static_graph=True`` after the first backward.
 
-    The all-reduce runs even under ``no_sync()``, where it fails. Sets
-    ``_static_graph_delay_allreduce_enqueued``, since DDP has no public switch.
-
-    Returns:
-        The previous setting.
+    It runs even under ``no_sync()``, where it fails. Returns the previous setting.
     """
     if not module.static_graph:
         return off
@@ -576,7 +394,7 @@ def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
 
 
 def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
-    """The DDP module of a module under ``replicate``, stored only in its private ``_ddp``.
+    """The DDP module of a module under ``replicate``, which hides it.
 
     Torch creates the DDP module in the first forward; this function creates it at once.
     """
@@ -588,17 +406,15 @@ def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
 
 
 def composable_syncs(module: ComposableDdp) -> bool:
-    """True if a module under ``replicate`` reduces gradients: ``_no_sync`` has no public getter."""
-    state = _replicate_state(module)
-    return not state._no_sync
+    """True if a module under ``replicate`` reduces gradients: the setting has no public getter."""
+    return not _replicate_state(module)._no_sync
 
 
 def fsdp_finish_backward(root: FSDPModule) -> None:
     """Reduce-scatter the gradients of ``root``'s parameters, as FSDP does after a last backward.
 
-    FSDP reduces in an autograd callback at the end of ``backward()``, but deferred weight gradients
-    may come later. FSDP sets no callback if it finds no tensor in a module's output. The callback,
-    ``_root_post_backward_final_callback``, has no public counterpart.
+    FSDP reduces in an autograd callback at the end of ``backward()``, which it sets only if it
+    finds a tensor in a module's output; deferred weight gradients may come later.
     """
     state: Any = root._get_fsdp_state()
     for each in state._state_ctx.all_states:
@@ -618,28 +434,29 @@ def _fsdp_groups(state: Any) -> list[Any]:
 
 
 # -------------------- the runtime and process groups --------------------
+
+
 def has_grad_hooks(param: Tensor) -> bool:
-    """True if ``param`` has post-accumulate-grad hooks, which torch does not list publicly.
-    Torch 2.11 to 2.15."""
+    """True if ``param`` has post-accumulate-grad hooks, which torch does not list publicly."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """True if torch raised ``error`` because a process is unreachable. Gloo raises a plain
-    RuntimeError, recognizable only by its text. Torch 2.11 to 2.15."""
-    said_by_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    return said_by_gloo or isinstance(error, dist.DistError)
+    """True if torch raised ``error`` because a process is unreachable.
+
+    Gloo raises a plain RuntimeError, recognizable only by its text.
+    """
+    from_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return from_gloo or isinstance(error, dist.DistError)
 
 
 def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """True if one of the group's backends handles CPU tensors: ``_device_types``, since the public
-    ``get_backend`` names only one of several backends. Torch 2.11 to 2.15."""
+    """True if a backend of the group handles CPU tensors; ``get_backend`` names only one."""
     return torch.device("cpu") in group._device_types
 
 
 def profiler_is_on() -> bool:
-    """True while ``torch.profiler`` records in this process: torch has no public query.
-    Torch 2.11 to 2.15."""
+    """True while ``torch.profiler`` records in this process: torch has no public query."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
@@ -648,16 +465,10 @@ def make_group(
 ) -> dist.ProcessGroup:
     """Create a group of some processes without a call on the others.
 
-    The public ``new_group`` does not suffice. It names groups by the number of groups of this
-    process, which may differ between ranks. It sorts the ranks. If the default group is bound to a
-    device, it splits that group's communicator in a call that all processes must join;
-    ``bound_device_id`` is therefore cleared for the call. Torch 2.11 to 2.15.
-
-    Args:
-        ranks: the processes, in the group's order; each one must call.
-        backend: ``"gloo"`` or ``"nccl"``.
-        name: a unique name, the same on each of these processes.
-        timeout_s: torch's own timeout for operations of the group.
+    The public ``new_group`` sorts the ranks, and names groups by the number of groups of this
+    process, which may differ between ranks. If the default group is bound to a device, it splits
+    that group's communicator in a call that all processes must join; ``bound_device_id`` is
+    therefore cleared for the call. ``name`` is unique, and the same on each of the processes.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a pipeline's group"
@@ -683,6 +494,8 @@ def make_group(
 
 
 # -------------------- cutting models by module --------------------
+# Torch has no public way to copy a module without its parameters, to query an operation's mutated
+# arguments and randomness, or to make a tensor without memory on a named device.
 
 # The registries of a module's hooks, which a copy must not share.
 HOOKS = (
@@ -732,16 +545,6 @@ def has_no_forward(module: nn.Module) -> bool:
     return forward_of(module) is inherited
 
 
-def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters, and its buffers: ``_parameters`` and ``_buffers``."""
-    return module._parameters, module._buffers
-
-
-def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The direct children with their names; a module registered twice appears twice."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]
-
-
 def copied_shell(module: nn.Module) -> nn.Module:
     """A shallow copy of ``module`` with registries of its own, which share their contents.
 
@@ -759,20 +562,13 @@ def copied_shell(module: nn.Module) -> nn.Module:
 def fused_by(module: nn.Module) -> str | None:
     """The compiler of a module's forward, such as torch.compile or torch.jit; None if uncompiled.
 
-    A copy of a compiled module would run the original. torch.compile marks modules only by
-    ``_compiled_call_impl`` and ``_torchdynamo_orig_callable``.
+    A copy of a compiled module would run the original. Only private attributes mark it.
     """
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    compiled = getattr(module, "_compiled_call_impl", None) is not None or is_compiled(module)
     functions = [value for value in vars(module).values() if callable(value)]
-    compiled |= any(hasattr(value, "_torchdynamo_orig_callable") for value in functions)
-    if compiled or is_compiled(module):
+    if compiled or any(hasattr(each, "_torchdynamo_orig_callable") for each in functions):
         return "torch.compile"
     return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True if ``module`` is the wrapper that ``torch.compile`` returns: ``OptimizedModule``."""
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
 def run_uncompiled(copy: nn.Module) -> None:
@@ -785,22 +581,21 @@ def run_uncompiled(copy: nn.Module) -> None:
 def without_torch_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call ``func`` without ``__torch_function__``; ``__torch_dispatch__`` stays active.
 
-    Torch's guide to subclasses documents ``torch._C.DisableTorchFunctionSubclass``.
+    Torch's guide to subclasses documents the name.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """True if other tensors share the storage of ``tensor``, judged by its use count.
-
-    Example:
-        >>> tensor = torch.zeros(2)
-        >>> is_shared(tensor), is_shared(tensor.detach())
-        (False, True)
-    """
+    """True if other tensors share the storage of ``tensor``, judged by its use count."""
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def same_storage(left: Tensor, right: Tensor) -> bool:
+    """True if two tensors share a storage; meta tensors too, although they have no memory."""
+    return left.untyped_storage() is right.untyped_storage()
 
 
 def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
@@ -829,14 +624,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor], bool]) -> Any:
-    """The arguments of an ATen call, with masks of available value replaced by positions.
-
-    Example:
-        >>> mask = torch.tensor([True, False, True])
-        >>> index = torch.ops.aten.index.Tensor
-        >>> by_positions(index, (torch.ones(3), [mask]), lambda tensor: True)[1]
-        [tensor([0, 2])]
-    """
+    """The arguments of an ATen call, with masks of available value replaced by positions."""
     if func is not torch.ops.aten.index.Tensor:
         return args
     indices: list[Any] = []
@@ -849,8 +637,7 @@ def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor],
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if an ATen call draws random numbers.
 
-    Attention is tagged as random regardless of its dropout. The schema (``_schema``) locates the
-    dropout argument.
+    Attention is tagged as random regardless of its dropout, an argument found in the schema.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -862,13 +649,14 @@ def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an ATen call mutates, according to the private ``_schema``."""
-    if not func._schema.is_mutable:
+    """The arguments that an operation mutates, by its ``_schema``; none without a schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
         return []
     found: list[Any] = []
-    for i, (name, _, is_written) in enumerate(argument_effects(func) or ()):
-        if is_written:
-            value = args[i] if i < len(args) else kwargs.get(name)
+    for i, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += value if isinstance(value, (list, tuple)) else [value]
     return [value for value in found if value is not None]
 
@@ -890,17 +678,9 @@ _GETTER = type(_GRAD_FN.__get__)
 
 
 class HookWatch(TorchFunctionMode):
-    """A mode that reports hooks registered on tensors, and reads of ``grad_fn``.
+    """A mode that calls ``report`` for hooks registered on tensors, and for reads of ``grad_fn``.
 
     Hooks on graph nodes can't be observed, but registering one requires reading ``grad_fn``.
-
-    Args:
-        report: called with a description of each event.
-
-    Example:
-        >>> with HookWatch(print):
-        ...     handle = torch.zeros(2, requires_grad=True).register_hook(print)
-        registers a hook on a tensor
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -947,198 +727,93 @@ def in_function_forward() -> bool:
     return False
 
 
-def same_storage(left: Tensor, right: Tensor) -> bool:
-    """True if two tensors share a storage; meta tensors too, although they have no memory."""
-    return left.untyped_storage() is right.untyped_storage()
+# -------------------- torch.export --------------------
 
-
-# -------------------- torch.export and profiling --------------------
-# Workarounds for gaps of torch.export.
 # Modules of torch whose autograd functions a graph of operations would lose.
 LOST = ("torch.utils.checkpoint", "torch.nn.modules._functions")
-HOOK_KINDS = {
-    "registers a hook on a tensor": "Tensor.register_hook()",
-    "reads a tensor's grad_fn": "Tensor.grad_fn, a node that a captured stage does not have",
-}
-
-
-@contextmanager
-def around_compiled(
-    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
-) -> Iterator[bool]:
-    """Call hooks around a module compiled in place; yields False for any other module.
-
-    ``nn.Module.compile`` stores the compiled call in ``_compiled_call_impl`` and compiles hooks
-    into it, so that no public hook runs outside the compiled code.
-    """
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        yield False
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before(module, args, kwargs)
-        output = compiled(*args, **kwargs)
-        after(module, args, output)
-        return output
-
-    module._compiled_call_impl = call
-    try:
-        yield True
-    finally:
-        module._compiled_call_impl = compiled
-
-
-def argument_effects(target: Any) -> list[tuple[str, bool, bool]] | None:
-    """Per argument of an operation: (name, may be aliased by a result, is mutated). None without a
-    schema.
-
-    Uses ``_schema``, since aliases and mutations of an ``OpOverload`` are not public. Alias marks
-    of results are not used, since list results, as of ``split``, lack them.
-    """
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return None
-    marks = [(arg.name, arg.alias_info) for arg in schema.arguments]
-    return [(name, mark is not None, bool(mark and mark.is_write)) for name, mark in marks]
 
 
 def is_metadata_assert(target: Any) -> bool:
-    """True if an exported operation asserts a tensor's dtype and device.
-
-    ``aten._assert_tensor_metadata`` has no public name.
-    """
+    """True if an exported operation asserts a tensor's dtype and device; it has no public name."""
     return target is torch.ops.aten._assert_tensor_metadata.default
+
+
+class GradientWatch(HookWatch):
+    """A ``HookWatch`` that also reports gradients taken by ``autograd.grad`` and ``backward``."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` and report it if it takes gradients or concerns hooks."""
+        if func is torch.autograd.grad:
+            self._report("takes gradients by torch.autograd.grad()")
+        if func is Tensor.backward:
+            self._report("takes gradients by Tensor.backward()")
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager
 def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
     """Call ``refuse`` when code in this block does something that torch.export silently drops.
 
-    Dropped are the backward of a user's ``autograd.Function``, hooks on tensors, and gradients
-    computed inside a forward. None of them is an operation, and torch.export has no callback for
-    them. Their functions are therefore replaced within the block.
+    Dropped are hooks on tensors, gradients taken inside a forward, and the backward of a user's
+    ``autograd.Function``. The last passes no mode, so ``Function.apply`` is replaced within the
+    block.
     """
     function: Any = torch.autograd.Function
     apply = function.__dict__["apply"]
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ in LOST or not cls.__module__.startswith("torch."):
-            refuse(f"the autograd function {cls.__qualname__} with its own backward")
+            refuse(f"runs the autograd function {cls.__qualname__} with its own backward")
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    def refused(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: refuse(f"{name}, which takes gradients")
-
-    replaced: list[tuple[Any, str, Any]] = [
-        (function, "apply", classmethod(checked)),
-        (torch.autograd, "grad", refused("torch.autograd.grad()")),
-        (Tensor, "backward", refused("Tensor.backward()")),
-    ]
-    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in replaced]
+    function.apply = classmethod(checked)
     try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        with HookWatch(lambda what: refuse(HOOK_KINDS[what])):
+        with GradientWatch(refuse):
             yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Suppress the graphs that torch.export prints to stderr on failure; its error suffices.
-
-    torch.export prints with ``print`` in ``torch.export._trace`` and with the loggers below, and
-    has no public switch. Output of the model's own code is not suppressed.
-    """
-    from torch.export import _trace
-    from torch.fx.experimental import symbolic_shapes
-
-    loggers = [logging.getLogger(module.__name__) for module in (_trace, symbolic_shapes)]
-    levels = [logger.level for logger in loggers]
-    shadow: Any = _trace
-    shadow.print = lambda *args, **kwargs: None  # shadows the builtin in that module only
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        del shadow.print
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        function.apply = apply
 
 
 def shape_check(
     program: torch.export.ExportedProgram, argument: str, names: Sequence[str]
 ) -> Callable[[Sequence[Tensor]], str | None]:
-    """Make a function that checks the shapes of tensors against an exported program.
+    """Make a function from the inputs of an exported program to an error message, or None.
 
-    ``program.module()`` checks shapes too, but only for the whole program, and stages are parts of
-    the program. ``_guards_code`` lists the relations between sizes as Python over ``SYMPY_INTERP``.
-
-    Args:
-        program: the program; its one argument is a list of tensors.
-        argument: the name of that argument.
-        names: the names of the tensors in the list.
-
-    Returns:
-        A function from such tensors to an error message, or None.
+    ``program.module()`` checks shapes only with the whole program, of which stages are parts.
+    ``_guards_code`` holds the relations of sizes as Python over ``SYMPY_INTERP``. The program's one
+    argument is a list of tensors, which ``names`` names in the message.
     """
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    inputs = [nodes[name] for name in program.graph_signature.user_inputs if name in nodes]
-    shapes = [tuple(node.meta["val"].shape) for node in inputs]
-    sizes: list[tuple[int, int, float, float]] = []
-    for i, shape in enumerate(shapes):
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    codes = []
+    for i, input_name in enumerate(program.graph_signature.user_inputs):
+        shape, leaf = nodes[input_name].meta["val"].shape, f"L['{argument}'][{i}]"
+        codes.append(f"{leaf}.dim() == {len(shape)}")
         for dim, size in enumerate(shape):
+            known = program.range_constraints.get(None if isinstance(size, int) else size.node.expr)
             if isinstance(size, int):
-                sizes.append((i, dim, size, size))
-            elif (known := program.range_constraints.get(size.node.expr)) is not None:
-                sizes.append((i, dim, _bound(known.lower, 0), _bound(known.upper, float("inf"))))
-    guards = []
-    for code in program._guards_code:
-        if "._base." in code:  # about the base of an example that is a view, not an input's shape
-            continue
-        text = code
-        for i, name in enumerate(names):
-            text = text.replace(f"L['{argument}'][{i}].size()", f"{name}.shape")
-        guards.append((compile(code, "<guard>", "eval"), text))
+                codes.append(f"{leaf}.size()[{dim}] == {size}")
+            elif known is not None:
+                codes.append(f"{known.lower} <= {leaf}.size()[{dim}] <= {known.upper}")
+    # A guard about the base of an example that is a view says nothing of other inputs.
+    codes += [code for code in program._guards_code if "._base." not in code]
+    guards = [(compile(code, "<guard>", "eval"), code) for code in codes]
 
     def check(tensors: Sequence[Tensor]) -> str | None:
-        again = "; capture it with an example of these shapes"
-        for name, tensor, shape in zip(names, tensors, shapes, strict=True):
-            if tensor.dim() != len(shape):
-                return (
-                    f"input {name} has shape {tuple(tensor.shape)}, but the model was captured for "
-                    f"{len(shape)} dimensions{again}"
-                )
-        for i, dim, low, high in sizes:
-            if not low <= tensors[i].shape[dim] <= high:
-                wanted = f"a size from {low:g} to {high:g}"
-                if low == high:
-                    wanted = f"size {low:g}"
-                elif high == float("inf"):
-                    wanted = f"a size of at least {low:g}"
-                return (
-                    f"input {names[i]} has shape {tuple(tensors[i].shape)}, but the model was "
-                    f"captured for {wanted} in dimension {dim}{again}"
-                )
-        scope = {**SYMPY_INTERP, "L": {argument: tensors}}
-        for compiled, text in guards:
-            if not eval(compiled, scope):
-                pairs = zip(names, tensors, strict=True)
-                found = ", ".join(f"{name}: {tuple(tensor.shape)}" for name, tensor in pairs)
-                return f"the inputs are {found}, but the model was captured for {text}{again}"
-        return None
+        scope = {**SYMPY_INTERP, "L": {argument: tensors}, "int_oo": float("inf")}
+        wanted = next((code for compiled, code in guards if not eval(compiled, scope)), None)
+        if wanted is None:
+            return None
+        for i, name in enumerate(names):
+            wanted = wanted.replace(f"L['{argument}'][{i}]", name).replace(".size()", ".shape")
+        pairs = zip(names, tensors, strict=True)
+        found = ", ".join(f"{name}: {tuple(tensor.shape)}" for name, tensor in pairs)
+        return (
+            f"the inputs are {found}, but the model was captured for {wanted}; capture it with an "
+            "example of these shapes"
+        )
 
     return check
-
-
-def _bound(value: Any, otherwise: float) -> float:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        return otherwise

@@ -427,7 +427,7 @@ def test_modules_that_are_no_operations_are_refused() -> None:
     """By module they run whole, and may be anything."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(DIM, DIM), Rounded(), nn.Dropout(0.0), Rounded())
-    with pytest.raises(penstock.PartitionError, match="can't be captured: its control flow"):
+    with pytest.raises(penstock.PartitionError, match=r"can't be captured .*branch on values"):
         pipeline(model, (torch.randn(2, 3, DIM),), split_spec=cuts_before("1", "3"))
 
 
@@ -515,7 +515,7 @@ def test_calls_that_do_not_fit_the_graph() -> None:
         cut(**tokens(2), scale=2.0, unknown=1)
     batch = tokens(2)
     batch["ids"] = batch["ids"].float()
-    with pytest.raises(BoundaryError, match=r"input ids is torch.float32.*int64"):
+    with pytest.raises(BoundaryError, match=r"argument ids is torch.float32.*int64"):
         cut(**batch, scale=2.0)
 
 
@@ -525,8 +525,8 @@ def test_a_shape_that_the_code_has_fixed_is_named() -> None:
     assert cut(torch.ones(5, 3, 4)).shape == (5, 2)
     for wrong, told in (
         (torch.ones(2, 3, 5), r"input: .2, 3, 5., but .*captured for .*== 12"),
-        (torch.ones(1, 3, 4), "a size of at least 2 in dimension 0"),
-        (torch.ones(2, 12), "3 dimensions"),
+        (torch.ones(1, 3, 4), r"captured for 2 <= input.shape\[0\] <= int_oo"),
+        (torch.ones(2, 12), r"captured for input.dim\(\) == 3"),
     ):
         with pytest.raises(BoundaryError, match=told):
             cut(wrong)

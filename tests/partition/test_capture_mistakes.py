@@ -134,12 +134,12 @@ def differentiates(model: Of, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("compute", "told"),
     [
-        (depends, r"control flow depends on the values .*test_capture_mistakes.py:\d+, in depends"),
+        (depends, r"test_capture_mistakes.py:\d+, in depends.*branch on values: .*torch.where"),
         (
             lambda m, x: Straight.apply(x),
-            "the autograd function Straight with its own backward; .* or cut by module",
+            "runs the autograd function Straight with its own backward, .* or cut by module",
         ),
-        (hooked, r"in hooked.*register_hook\(\); .* or cut by module"),
+        (hooked, r"in hooked.*registers a hook on a tensor, .* or cut by module"),
     ],
 )
 def test_what_a_graph_would_lose_is_refused(compute: Any, told: str) -> None:
@@ -148,18 +148,10 @@ def test_what_a_graph_would_lose_is_refused(compute: Any, told: str) -> None:
 
 
 def test_gradients_taken_in_the_forward_are_refused() -> None:
-    with pytest.raises(PartitionError, match=r"in differentiates.*autograd.grad\(\), which takes"):
+    with pytest.raises(
+        PartitionError, match=r"in differentiates.*takes gradients by torch.autograd.grad\(\)"
+    ):
         pipeline(Of(differentiates), (X,))
-
-
-def test_a_failed_capture_writes_no_graph_to_stderr(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(PartitionError):
-        pipeline(Of(depends), (X,))
-    out, err = capfd.readouterr()
-    assert "def forward" not in out + err
-    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
 
 def test_backward_hooks_of_modules_are_refused_where_they_are_traced_into() -> None:
@@ -329,7 +321,7 @@ def counts(model: Of, x: Tensor) -> Tensor:
 
 def test_a_buffer_changed_in_one_stage_and_used_in_another() -> None:
     with pytest.raises(
-        PartitionError, match=r"forward changes count in stage 1 .*uses it in stage 0 too"
+        PartitionError, match=r"forward changes count in stage 1 .*uses count, .* in stage 0 too"
     ):
         pipeline(Of(counts), (X,))
 
@@ -353,7 +345,9 @@ def averages_a_view(model: Of, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("compute", [averages, averages_a_view])
 def test_a_buffer_that_is_changed_and_then_sent_on(compute: Any) -> None:
     """Under 1F1B the next microbatch has changed it before the last stage reads it."""
-    with pytest.raises(PartitionError, match=r"changes count in stage 0 \(.*would cross: by the"):
+    with pytest.raises(
+        PartitionError, match=r"changes count in stage 0 \(.* in stage 1 too, .*x\.clone\(\)"
+    ):
         pipeline(Of(compute), (X,))
 
 
@@ -366,7 +360,7 @@ def averages_late(model: Of, x: Tensor) -> Tensor:
 
 
 def test_the_cuts_that_keep_such_a_buffer_together_are_listed() -> None:
-    with pytest.raises(PartitionError, match=r"would cross.*can be cut .*'after layers.1'"):
+    with pytest.raises(PartitionError, match=r"stage 1 too.*can be cut .*'after layers.1'"):
         pipeline(Of(averages_late), (X,))
 
 

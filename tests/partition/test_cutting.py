@@ -320,7 +320,7 @@ def test_a_model_without_repeated_blocks_is_told_of_auto() -> None:
             return out
 
     ids = torch.zeros(2, 3, dtype=torch.long)
-    with pytest.raises(PartitionError, match=r"calls no pipe_split\(\); split='auto' measures"):
+    with pytest.raises(PartitionError, match=r"has 1 stages, .*; split='auto' measures"):
         Pipeline(Odd(), example=(ids,), ranks=2, loss_fn=torch.sum, n_microbatches=1)
     pipe = Pipeline(Odd(), example=(ids,), ranks=2, loss_fn=None, n_microbatches=1, split="auto")
     assert [len([*s.submod.parameters()]) for s in pipe.stages] == [1, 2]

@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from penstock._torch_compat import (
-    argument_effects,
-    shape_check,
-)
+from penstock._torch_compat import shape_check
 from penstock.partition.spec import describe
-
-aten = torch.ops.aten
-
-
-@pytest.mark.parametrize(
-    ("target", "shared", "written"),
-    [
-        (aten.view.default, {"self"}, set()),
-        (aten.split.Tensor, {"self"}, set()),
-        (aten.add_.Tensor, {"self"}, {"self"}),
-        (aten.add.Tensor, set(), set()),
-        (aten.reshape.default, {"self"}, set()),
-        (aten.contiguous.default, {"self"}, set()),
-        (aten.add.out, {"out"}, {"out"}),
-    ],
-)
-def test_schemas_tell_what_is_shared_and_written(
-    target: object, shared: set[str], written: set[str]
-) -> None:
-    effects = argument_effects(target)
-    assert effects is not None
-    assert {name for name, shares, _ in effects if shares} == shared
-    assert {name for name, _, writes in effects if writes} == written
-
-
-def test_what_has_no_schema() -> None:
-    assert argument_effects(torch.relu) is None
 
 
 class Adds(nn.Module):

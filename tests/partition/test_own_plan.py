@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Pipeline
+from penstock import PartitionError, Pipeline
 from penstock.partition.blocks import find_blocks, find_trunks, leaf_modules
 from penstock.partition.forward.by_module import split_by_module
 from penstock.partition.huggingface import HFPipelinePlan
@@ -42,7 +42,7 @@ def agrees(model: nn.Module, case: RealModel, **options: Any) -> Pipeline:
 def test_which_models_bring_a_plan() -> None:
     """A version of transformers in which others do is to be looked at."""
     assert tuple(
-        name for name, c in REAL_MODELS.items() if HFPipelinePlan.of(c.model()).order
+        name for name, c in REAL_MODELS.items() if HFPipelinePlan.of(c.model()).modules
     ) == tuple(name for name in REAL_MODELS if name in PLANNED)
 
 
@@ -55,9 +55,9 @@ def test_the_plan_names_the_trunk_and_what_stands_around_it(
     own = HFPipelinePlan.of(model)
     [trunk] = own.trunks
     assert case.trunk == tuple(f"{trunk}.{i}" for i in range(len(case.trunk)))
-    assert own.order[-1] == case.head
-    assert "embed" in own.order[0]
-    assert own.order.index(trunk) < len(own.order) - 2  # a norm stands between
+    assert own.modules[-1] == case.head
+    assert "embed" in own.modules[0]
+    assert own.modules.index(trunk) < len(own.modules) - 2  # a norm stands between
     assert find_blocks(model) == list(case.trunk)
     with caplog.at_level(logging.INFO, logger="penstock.partition"):
         agrees(model, case, ranks=2)
@@ -126,7 +126,7 @@ def test_the_plan_of_a_model_in_a_wrapper(caplog: pytest.LogCaptureFixture) -> N
 
 
 class Shuffled(nn.Module):
-    """Defined in another order than it runs in, with a plan that tells."""
+    """Defined in another order than it runs in, with a plan."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,20 +149,17 @@ class Shuffled(nn.Module):
         return y
 
 
-def test_without_an_example_the_plan_tells_the_order() -> None:
+def test_without_an_example_the_order_is_that_of_definition() -> None:
     model = Shuffled()
-    assert HFPipelinePlan.of(model).order == ("embed", "layers", "norm", "head")
-    assert split_by_module(model, [2, 2]).names == (
-        ("embed", "layers.0", "layers.1"),
-        ("layers.2", "layers.3", "norm", "head"),
-    )
-    del model._pp_plan
-    assert split_by_module(model, [2, 2]).names[0][:2] == ("head", "norm")  # as defined
+    assert HFPipelinePlan.of(model).modules == ("head", "norm", "layers", "embed")
+    assert split_by_module(model, [2, 2]).names[0][:2] == ("head", "norm")
+    pipe = Pipeline(model, split=[2, 2], loss_fn=F.mse_loss, n_microbatches=1)
+    with pytest.raises(PartitionError, match="name modules in the order of their calls"):
+        pipe.step(torch.ones(2, DIM), target=torch.ones(2, 3))
 
 
 def test_the_order_of_the_run_counts() -> None:
     model = Shuffled()
-    model._pp_plan["embed"] = (["hidden"], ["hidden"])  # not told to be first, so listed last
     pipe = Pipeline(
         model, example=(torch.ones(2, DIM),), ranks=2, loss_fn=F.mse_loss, n_microbatches=2
     )
@@ -171,22 +168,21 @@ def test_the_order_of_the_run_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    "change",
     [
-        ({"blocks": ([], [])}, "since it names blocks, which the model lacks"),
-        ({"layers": None}, "since it names no list of layers"),
-        ({"layers": None, "embed": None, "head": None, "side": ([], [])}, "hold 8% of the param"),
+        {"blocks": ([], [])},  # which the model lacks
+        {"layers": None},  # no list
+        {"layers": None, "embed": None, "head": None, "side": ([], [])},  # few parameters
     ],
 )
-def test_a_plan_that_does_not_fit_is_left_aside(
-    change: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+def test_a_plan_that_does_not_fit_is_ignored(
+    change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Shuffled()
     model.side = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
     plan: dict[str, Any] = model._pp_plan | change
     model._pp_plan = {name: entry for name, entry in plan.items() if entry is not None}
-    with caplog.at_level(logging.WARNING, logger="penstock.partition"):
+    with caplog.at_level(logging.INFO, logger="penstock.partition"):
         Pipeline(model, example=(torch.ones(2, DIM),), ranks=2, loss_fn=F.mse_loss)
-    assert told in caplog.text
-    assert "blocks are found by its structure" in caplog.text
+    assert "since it has 4 repeated blocks" in caplog.text
     assert find_blocks(model) == [f"layers.{i}" for i in range(4)]

@@ -64,6 +64,8 @@ def test_arguments_that_are_written() -> None:
     assert mutated_arguments(aten.add_.Tensor, (x, y), {})[0] is x
     assert mutated_arguments(aten.add.out, (x, y), {"out": y})[0] is y
     assert mutated_arguments(aten._foreach_add_.Scalar, ([x, y], 1), {})[1] is y
+    assert mutated_arguments(aten.split.Tensor, (x, 1), {}) == []
+    assert mutated_arguments(torch.relu, (x,), {}) == []  # has no schema
 
 
 def test_memory_on_the_meta_device() -> None:

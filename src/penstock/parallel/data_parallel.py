@@ -101,7 +101,7 @@ def _find(module: nn.Module) -> list[Replicas]:
     if _torch_compat.is_composable_ddp(module):
         return [_Ddp(module)]
     if isinstance(module, DistributedDataParallel):
-        if _torch_compat.ddp_casts(module):
+        if module.mixed_precision is not None:
             raise StageError(
                 "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
                 "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"

@@ -11,8 +11,7 @@
     └── lm_head
 
 A *leaf module* is never cut. It is a layer of a trunk, or a module outside the trunks and their
-containers. The execution order is known once the model runs; leaf modules outside the trunk are
-gathered into blocks only then. This module runs nothing.
+containers. Leaf modules are gathered into blocks once their execution order is known.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -39,13 +39,7 @@ SMALLEST_BLOCK = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeafModule:
-    """A module that is never cut.
-
-    Args:
-        name: its qualified name in the model.
-        module: the module.
-        trunk: the name of the list that contains the layer; None outside trunks.
-    """
+    """A module that is never cut: its name, and that of its trunk (None outside trunks)."""
 
     name: str
     module: nn.Module
@@ -70,11 +64,8 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
 
     A trunk is a list named by the model's own pipeline plan, else a ``ModuleList``, ``ModuleDict``
     or ``nn.Sequential`` most of whose members are of one class. A model may have several, as
-    encoder-decoders do. In a model without one, every direct child is a leaf module.
-
-    Args:
-        model: any module; an ``nn.Sequential`` is a trunk from end to end.
-        repeats: if True, lists a layer with several places in a trunk once per place.
+    encoder-decoders do. In a model without one, every direct child is a leaf module. With
+    ``repeats``, a layer with several places in a trunk is listed once per place.
 
     Raises:
         PartitionError: the model has no two leaf modules to cut between.
@@ -86,12 +77,8 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
         >>> [(leaf.name, leaf.trunk) for leaf in leaf_modules(model)]
         [('embed', None), ('layers.0', 'layers'), ('layers.1', 'layers')]
     """
-    leaves: list[LeafModule]
     if is_sequential(model):
-        leaves = [
-            LeafModule(name=n, module=m, trunk=_trunk_of_layer(model, n))
-            for n, m in children(model)
-        ]
+        leaves = _layers(model)
     else:
         trunks = set(HFPipelinePlan.of(model).trunks) or find_trunks(model)
         leaves = list(_walk(model, "", trunks, set(), repeats))
@@ -104,22 +91,7 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Find the repeated blocks of a model: the layers of its trunks.
-
-    Args:
-        model: any module.
-
-    Returns:
-        The names of the blocks in definition order, one for each place of a repeated layer; empty
-        without a trunk.
-
-    Example:
-        >>> model = nn.Module()
-        >>> model.embed = nn.Embedding(8, 4)
-        >>> model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        >>> find_blocks(model)
-        ['layers.0', 'layers.1']
-    """
+    """The names of the layers of a model's trunks, in definition order, one for each place."""
     try:
         return [leaf.name for leaf in leaf_modules(model, repeats=True) if leaf.trunk is not None]
     except PartitionError:  # nothing to cut between, so no blocks either
@@ -144,8 +116,7 @@ def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, .
     if not places:
         return tuple(Block(kind=BlockKind.LAYER, leaves=(leaf,)) for leaf in running)
     first, last = places[0], places[-1]
-    sizes = sorted(running[i].parameters for i in places)
-    large = max(SMALLEST_BLOCK * sizes[len(sizes) // 2], 1)
+    large = max(SMALLEST_BLOCK * median_high(running[i].parameters for i in places), 1)
     groups: list[tuple[BlockKind, list[LeafModule]]] = []
     if first:
         groups.append((BlockKind.EMBEDDING, running[:first]))
@@ -156,29 +127,21 @@ def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, .
             continue
         if between:
             before = groups[-1][1]
-            homes = [_parent(each.trunk) for each in before if each.trunk is not None]
-            before += [each for each in between if _parent(each.name) in homes]
-            between = [each for each in between if _parent(each.name) not in homes]
+            parents = {_parent(each.trunk) for each in before if each.trunk is not None}
+            before += [each for each in between if _parent(each.name) in parents]
+            between = [each for each in between if _parent(each.name) not in parents]
         groups.append((BlockKind.LAYER, [*between, leaf]))
         between = []
     if running[last + 1 :]:
         groups.append((BlockKind.HEAD, running[last + 1 :]))
-    _add_uncalled(groups, leaves, set(order))
-    return tuple(Block(kind=kind, leaves=tuple(group)) for kind, group in groups)
-
-
-def _add_uncalled(
-    groups: list[tuple[BlockKind, list[LeafModule]]],
-    leaves: Sequence[LeafModule],
-    called: set[str],
-) -> None:
     # A module without parameters, such as a rotary table, may be defined far from its use.
-    place = {leaf.name: group for _, group in groups for leaf in group if leaf.parameters}
+    group_of = {leaf.name: group for _, group in groups for leaf in group if leaf.parameters}
     group = groups[0][1]
     for leaf in leaves:
-        group = place.get(leaf.name, group)
-        if leaf.name not in called:
+        group = group_of.get(leaf.name, group)
+        if leaf.name not in order:
             group.append(leaf)
+    return tuple(Block(kind=kind, leaves=tuple(group)) for kind, group in groups)
 
 
 # --- structure ---------------------------------------------------------------------------------
@@ -231,19 +194,21 @@ def _is_repeated(module: nn.Module) -> bool:
     return most >= 2 and 2 * most >= len(members)
 
 
-def _trunk_of_layer(model: nn.Module, name: str) -> str | None:
-    """The trunk of a layer of an ``nn.Sequential`` (``""``: the model itself); None outside it.
+def _layers(model: nn.Module) -> list[LeafModule]:
+    """The layers of an ``nn.Sequential``.
 
-    The trunk reaches from the first to the last layer of the commonest class.
+    Its trunk, called ``""``, reaches from the first to the last layer of the commonest class; if
+    none repeats, over all.
     """
     layers = children(model)
     classes = [type_before_parametrizations(layer) for _, layer in layers]
-    [(common, most)] = Counter(classes).most_common(1)
-    if most < 2:
-        return ""
-    places = [i for i, cls in enumerate(classes) if cls is common]
-    names = [each for each, _ in layers]
-    return "" if places[0] <= names.index(name) <= places[-1] else None
+    most = max(map(classes.count, classes), default=0)
+    common = next((cls for cls in classes if classes.count(cls) == most), None)
+    places = [i for i, cls in enumerate(classes) if cls is common or most < 2]
+    return [
+        LeafModule(name=name, module=layer, trunk="" if places[0] <= i <= places[-1] else None)
+        for i, (name, layer) in enumerate(layers)
+    ]
 
 
 def _parent(name: str | None) -> str:

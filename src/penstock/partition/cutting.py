@@ -5,8 +5,7 @@
     if that fails            by torch.export            export/pipe.py, with a warning
 
 Cutting by module comes first, since it runs the model's own code for inputs of any shape. Export is
-for models whose top-level code can't run on several stages. This module only chooses the method and
-logs it.
+for models whose top-level code can't run on several stages.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ __all__ = ["CutMethod", "ModelCut", "cut_model"]
 logger = logging.getLogger(__name__)
 
 CutMethod: TypeAlias = Literal["module", "export"]
-METHODS = ("module", "export")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +36,7 @@ class ModelCut:
     Args:
         modules: one per stage.
         why_exported: the reason for falling back to torch.export; empty without fallback.
-        whole_call: True if the first stage takes the model's own arguments, so that the model may
-            compute its own loss without a target.
+        whole_call: True if the first stage takes the model's own arguments.
         has_loss: True if the model's output has a loss.
     """
 
@@ -73,10 +70,12 @@ def cut_model(
     Raises:
         PartitionError: the model can't be cut at these places.
     """
-    if method is not None and method not in METHODS:
+    if method not in ("module", "export", None):
         raise PartitionError(f"method={method!r}: expected 'module', 'export' or None")
     if not isinstance(model, nn.Module) or is_sequence(model):
-        return _cut_sequence(model, split, num_stages)
+        layers = layers_of(model)
+        parts = split.counts or split.stages if split else even_split(len(layers), num_stages)
+        return ModelCut(modules=tuple(cut(layers, parts)))
     # Lazy imports, here and below: sequences of layers then load half as many modules.
     from penstock.partition.blocks import find_blocks
     from penstock.partition.forward.by_module import NotByModule, computes_loss
@@ -90,12 +89,12 @@ def cut_model(
     name = type(model).__name__
     if method == "export" or split is None:
         if example is None or method == "module":
+            problem = (
+                "method='export' needs example=" if split else "it has no list of repeated blocks"
+            )
             raise PartitionError(
-                f"method='export' needs example=, one microbatch, to capture the {name}"
-                if split is not None
-                else f"this {name} has no list of repeated blocks to share out; name the modules "
-                "of each stage in split=, or pass example= for split='auto', or to export it with "
-                "pipe_split() in its forward"
+                f"the {name} can't be cut: {problem}; name the modules of each stage in split=, or "
+                "pass example=, one microbatch, for split='auto' or pipe_split() in its forward"
             )
         return _export(model, split, num_stages, example)
     try:
@@ -104,7 +103,7 @@ def cut_model(
         if example is None or method == "module":
             raise
         try:
-            found = _export(model, split, num_stages, example, why=str(error))
+            exported = _export(model, split, num_stages, example, why=str(error))
         except PartitionError as other:
             raise PartitionError(f"{error}; nor by torch.export: {other}") from error
         logger.warning(
@@ -114,15 +113,7 @@ def cut_model(
             name,
             error,
         )
-        return found
-
-
-def _cut_sequence(
-    model: nn.Module | Sequence[nn.Module], split: SplitSpec | None, num_stages: int
-) -> ModelCut:
-    layers = layers_of(model)
-    parts = even_split(len(layers), num_stages) if split is None else split.counts or split.stages
-    return ModelCut(modules=tuple(cut(layers, parts)))
+        return exported
 
 
 def _cut_by_module(
@@ -135,25 +126,20 @@ def _cut_by_module(
     from penstock.partition.forward.by_module import split_by_module
     from penstock.partition.huggingface import HFPipelinePlan
 
-    name, own = type(model).__name__, HFPipelinePlan.of(model)
-    own.log(name)
+    name, plan = type(model).__name__, HFPipelinePlan.of(model)
+    plan.log(name)
     done = split_by_module(model, split, example, device=device)
-    why = "its modules are named"
-    if own.trunks:
-        why = f"its own plan has {len(blocks)} blocks in {', '.join(own.trunks)}"
-    elif blocks:
-        why = f"it has {len(blocks)} repeated blocks"
+    why = f"it has {len(blocks)} repeated blocks" if blocks else "its modules are named"
+    if plan.trunks:
+        why = f"its own plan has {len(blocks)} blocks in {', '.join(plan.trunks)}"
     logger.info(
         "%s: cut by module into %d stages, since %s; every stage runs the model's own forward",
         name,
         len(done.stages),
         why,
     )
-    return ModelCut(
-        modules=done.stages,
-        whole_call=True,
-        has_loss=done.trace is not None and done.trace.loss,
-    )
+    has_loss = done.trace is not None and done.trace.loss
+    return ModelCut(modules=done.stages, whole_call=True, has_loss=has_loss)
 
 
 def _export(
@@ -165,17 +151,11 @@ def _export(
     args, kwargs = as_call(example)
     pipe = pipeline_of(model, args, kwargs, split)
     name = type(model).__name__
-    if pipe.num_stages == 1:
-        raise PartitionError(
-            f"this {name} has no list of repeated blocks to share out, and its forward calls no "
-            "pipe_split(); split='auto' measures its modules and cuts between any of them, or "
-            "name the modules of each stage in split="
-        )
     if pipe.num_stages != num_stages:
         raise PartitionError(
-            f"by torch.export, the {name} has {pipe.num_stages} stages (one more than its forward "
-            f"calls pipe_split()), expected {num_stages}; change ranks, or name the modules of "
-            "each stage in split="
+            f"by torch.export, the {name} has {pipe.num_stages} stages, one more than its forward "
+            f"calls pipe_split(), expected {num_stages}; split='auto' measures its modules and "
+            "cuts between any of them, or change ranks, or name the modules of each stage in split="
         )
     logger.info("%s: cut by torch.export into %d stages", name, num_stages)
     modules = tuple(pipe.get_stage_module(i) for i in range(num_stages))

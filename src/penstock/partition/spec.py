@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class SplitSpec:
 
         Args:
             split: see ``Split``; or the path of a plan.
-            sequence: True if the model is a sequence of layers, in which each name is a stage.
+            sequence: True for a sequence of layers, in which each name is a stage.
 
         Raises:
             PartitionError: ``split`` has none of these forms, or its file holds no plan.
@@ -74,9 +75,7 @@ class SplitSpec:
         """
         if isinstance(split, SplitSpec):
             return split
-        if isinstance(split, os.PathLike) or (
-            isinstance(split, str) and split.endswith((".toml", ".json"))
-        ):
+        if isinstance(split, os.PathLike) or str(split).endswith((".toml", ".json")):
             split = Plan.load(os.fspath(split))
         if isinstance(split, Plan):
             return cls(stages=split.stages, plan=split)
@@ -93,14 +92,9 @@ class SplitSpec:
         if kinds and kinds <= ({str, list, tuple} if sequence else {list, tuple}):
             named = ((item,) if isinstance(item, str) else tuple(item) for item in items)
             return cls(stages=tuple(named))
-        if kinds and kinds <= {int, str, list, tuple}:
-            raise PartitionError(
-                f"split={split!r} mixes names, lists of names and counts; use one of them for all "
-                "stages"
-            )
         raise PartitionError(
             f"split={split!r}: expected 'auto', a plan or its file (.toml), or a list that has "
-            "for each stage the names of its modules, or the number of its layers"
+            "for each stage the names of its modules, or the number of its layers, not a mix"
         )
 
     def resolve(self, model: nn.Module) -> SplitSpec:
@@ -115,8 +109,14 @@ class SplitSpec:
             Plan(stages=self.stages)  # refuses repeated names and empty stages
         if not self.counts:
             return self
-        blocks = tuple(find_blocks(model))
-        check_counts(self.counts, blocks, type(model).__name__)
+        blocks, name = tuple(find_blocks(model)), type(model).__name__
+        if sum(self.counts) != len(blocks) or min(self.counts) < 1:
+            found = f": {abbreviate(blocks, most=3)}" if blocks else ""
+            raise PartitionError(
+                f"the counts {list(self.counts)} make {sum(self.counts)} blocks, at least 1 per "
+                f"stage, but this {name} has {len(blocks)} repeated blocks{found}; to give a stage "
+                "other modules alone, name the modules of each stage"
+            )
         return replace(self, blocks=blocks)
 
     @property
@@ -137,57 +137,20 @@ class SplitSpec:
             order: the modules that run, by first call.
         """
         blocks = sorted(self.blocks, key=lambda name: order.get(name, len(order)))
-        counted = range(1, len(self.counts))
-        return self.starts or tuple(blocks[sum(self.counts[:stage])] for stage in counted)
-
-
-def check_counts(counts: Sequence[int], blocks: Sequence[str], model: str) -> None:
-    """Refuse counts that do not add up to the number of blocks."""
-    if not blocks:
-        raise PartitionError(
-            f"this {model} has no list of repeated blocks to count; name the modules of each stage"
-        )
-    if min(counts) < 1:
-        raise PartitionError(
-            f"stage {list(counts).index(min(counts))} is to have {min(counts)} of the {model}'s "
-            "blocks and would be empty; to give a stage embeddings or a head alone, name the "
-            "modules of each stage"
-        )
-    if sum(counts) != len(blocks):
-        more = " (more stages than blocks)" if len(counts) > len(blocks) else ""
-        raise PartitionError(
-            f"the counts {list(counts)} make {sum(counts)} blocks{more}, but this {model} has "
-            f"{len(blocks)}: {abbreviate(blocks, most=3)}"
-        )
+        starts = list(accumulate(self.counts))[:-1]
+        return self.starts or tuple(blocks[start] for start in starts)
 
 
 # --- an example call ----------------------------------------------------------------------------
 
 
 def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments.
-
-    Example:
-        >>> as_call({"x": 1}), as_call((1, 2)), as_call(1)
-        (((), {'x': 1}), ((1, 2), {}), ((1,), {}))
-    """
+    """An example as positional and keyword arguments."""
     return ((), dict(example)) if isinstance(example, Mapping) else (as_args(example), {})
 
 
 def own_loss(output: Any, target: object = None) -> Any:
-    """Return the loss that the model computed; the loss function of such models.
-
-    Args:
-        output: the model's output, with an attribute or a key ``loss``.
-        target: ignored.
-
-    Returns:
-        The loss; None for an output without loss, as in evaluation without labels.
-
-    Example:
-        >>> own_loss({"loss": 2.0})
-        2.0
-    """
+    """Return the attribute or item ``loss`` of a model's output; None without one."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 

@@ -1,11 +1,9 @@
 """Marks of cuts: an operation in the captured graph that marks the start of a stage.
 
-    def forward(self, x):               x = self.first(x)
-        x = self.first(x)               ──── pipe_split ────      a node of the graph; no work,
-        pipe_split()                    return self.second(x)     and no trace in an eager run
-        return self.second(x)
-
-This module knows no graph and no stage.
+def forward(self, x):               x = self.first(x)
+    x = self.first(x)               ──── pipe_split ────      a node of the graph; no work,
+    pipe_split()                    return self.second(x)     and no trace in an eager run
+    return self.second(x)
 """
 
 from __future__ import annotations
@@ -68,12 +66,7 @@ def pipe_split() -> None:
 
 
 def label_of(name: str, point: SplitPoint) -> str:
-    """The label of the mark on one side of a module.
-
-    Example:
-        >>> label_of("layers.2", SplitPoint.BEGINNING)
-        'before layers.2'
-    """
+    """The label of the mark on one side of a module, such as ``"before layers.2"``."""
     return f"{'before' if point is SplitPoint.BEGINNING else 'after'} {name}"
 
 
@@ -92,7 +85,7 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
 
 @contextmanager
 def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """Mark cuts around modules within this block. See ``annotate_split_points``."""
+    """Mark cuts around modules within this block."""
     handles = _register_marks(model, spec)
     try:
         yield
@@ -102,7 +95,6 @@ def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
 
 
 def _register_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Any]:
-    """Register the hooks that leave marks; return their handles."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
@@ -116,10 +108,10 @@ def _register_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[An
                 f"split point {name!r} is no module of the {type(model).__name__}{hint}; name one "
                 "of its named_modules()"
             )
-    return [_mark_one(modules[name], label_of(name, point), point) for name, point in spec.items()]
+    return [_register_mark(modules[name], label_of(name, p), p) for name, p in spec.items()]
 
 
-def _mark_one(module: nn.Module, label: str, point: SplitPoint) -> Any:
+def _register_mark(module: nn.Module, label: str, point: SplitPoint) -> Any:
     if point is SplitPoint.BEGINNING:
         return module.register_forward_pre_hook(lambda *_: MARK(label))
     return module.register_forward_hook(lambda *_: MARK(label))

@@ -1,23 +1,22 @@
 """``pipeline``: capture a model and cut it into the stages of a ``Pipe``.
 
-    model ──capture──► one graph ──cut at marks──► graphs ──► stage modules ──► Pipe
-            twice: as it trains, and as it evaluates, over the same parameters
+model ──capture──► one graph ──cut at marks──► graphs ──► stage modules ──► Pipe
+        twice: as it trains, and as it evaluates, over the same parameters
 
-    pipe.get_stage_module(i)     the module, to be wrapped (DDP, FSDP2) or moved
-    pipe.build_stage(i, device)  the stage, to be given to a schedule
-    pipe(...)                    all stages in turn, as the model itself runs
-
-This module knows no schedules.
+pipe.get_stage_module(i)     the module, to be wrapped (DDP, FSDP2) or moved
+pipe.build_stage(i, device)  the stage, to be given to a schedule
+pipe(...)                    all stages in turn, as the model itself runs
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,26 +24,27 @@ from torch import fx, nn
 
 from penstock.compat.traced_stage import TracedStage, build_stage
 from penstock.errors import PartitionError
-from penstock.partition.export.call_form import CallForm
 from penstock.partition.export.capture import CONSTANTS, Captured, capture
-from penstock.partition.export.graph_cut import assign, take_marks
+from penstock.partition.export.graph_cut import GraphCut, assign, described, take_marks
 from penstock.partition.export.markers import SplitPoint, marked
 from penstock.partition.export.places import (
     Places,
-    SplitPolicy,
-    check_labels,
     places_of_counts,
     places_of_names,
+    places_of_points,
 )
-from penstock.partition.export.stage_module import CutGraph, StageModule, build_modules
+from penstock.partition.export.stage_module import StageModule, build_modules
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.plan import Plan
-from penstock.partition.spec import SplitSpec, describe
+from penstock.partition.spec import SplitSpec
 from penstock.partition.ties import Tie, named_tensors, record_ties
 
-__all__ = ["Pipe", "PipeInfo", "SplitPolicy", "pipeline", "pipeline_of"]
+__all__ = ["Pipe", "PipeInfo", "pipeline", "pipeline_of"]
 
 logger = logging.getLogger(__name__)
+
+# A function from the captured graph to one with calls of ``pipe_split``.
+SplitPolicy: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ class Pipe(nn.Module):
         shared: for each parameter shared by several stages (such as embedding and head), its name
             by stage, as for ``Pipeline(shared=)``. Within one process all stages hold the same
             object; across processes its gradients must be summed.
-        crossing: for each boundary, the values that cross it: names with dtype and shape.
+        crossing: for each boundary, the values that cross it: names with dtype, shape and
+            module.
     """
 
     def __init__(
@@ -156,11 +157,12 @@ class Pipe(nn.Module):
         """One line per stage: its parameters, and the values that it sends on."""
         lines = [f"Pipe of {self.num_stages} stages"]
         for stage in range(self.num_stages):
-            params = sum(p.numel() for p in self.get_stage_module(stage).parameters())
-            handed = ", ".join(self.crossing[stage]) if stage < len(self.crossing) else ""
-            children = ", ".join(name for name, _ in self.get_stage_module(stage).named_children())
-            line = f"  stage {stage}: {params:,} parameters in {children or 'no modules'}"
-            lines.append(f"{line}; hands on {handed}" if handed else line)
+            module = self.get_stage_module(stage)
+            params = sum(p.numel() for p in module.parameters())
+            children = ", ".join(name for name, _ in module.named_children()) or "no modules"
+            sent = ", ".join(self.crossing[stage]) if stage < len(self.crossing) else ""
+            line = f"  stage {stage}: {params:,} parameters in {children}"
+            lines.append(f"{line}; sends {sent}" if sent else line)
         for tie in self.shared:
             lines.append("  shared: " + ", ".join(f"{n} (stage {s})" for s, n in tie.items()))
         return "\n".join(lines)
@@ -195,14 +197,15 @@ def pipeline(
         >>> pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.END})
         >>> pipe
         Pipe of 2 stages
-          stage 0: 40 parameters in 0; hands on relu float32[*,8]
+          stage 0: 40 parameters in 0; sends relu (float32[*,8]) of 1
           stage 1: 18 parameters in 2
         >>> [name for name, _ in pipe.get_stage_module(1).named_parameters()]
         ['2.weight', '2.bias']
     """
     if split_spec and split_policy:
         raise PartitionError("split_spec and split_policy are both given; use either")
-    return _pipe_at(Places(spec=split_spec or {}, policy=split_policy), module, mb_args, mb_kwargs)
+    places = places_of_points(module, split_spec or {})
+    return _pipe_at(places, module, mb_args, mb_kwargs, split_policy)
 
 
 def pipeline_of(
@@ -216,109 +219,91 @@ def pipeline_of(
         PartitionError: the model can't be captured, or a module runs in another stage than
             requested.
     """
-    if split is None:
-        return _pipe_at(Places(spec={}), model, args, kwargs)
-    split = split.resolve(model)
-    if split.starts:
-        points = dict.fromkeys(split.starts, SplitPoint.BEGINNING)
-        return _pipe_at(Places(spec=points), model, args, kwargs)
+    split = SplitSpec() if split is None else split.resolve(model)
     if split.counts:
-        return _pipe_at(places_of_counts(model, split), model, args, kwargs)
-    Plan(stages=split.stages).check(model)
-    pipe = _pipe_at(places_of_names(model, split.stages), model, args, kwargs)
+        places = places_of_counts(model, split)
+    elif split.stages:
+        Plan(stages=split.stages).check(model)
+        places = places_of_names(model, split.stages)
+    else:
+        places = places_of_points(model, dict.fromkeys(split.starts, SplitPoint.BEGINNING))
+    pipe = _pipe_at(places, model, args, kwargs)
     _check_stages(model, pipe, split.stages)
     return pipe
 
 
 def _check_stages(model: nn.Module, pipe: Pipe, stages: Sequence[Sequence[str]]) -> None:
     """Refuse names whose parameters are used in another stage."""
-
-    def parameters(name: str) -> list[nn.Parameter]:
-        named = model.named_parameters(remove_duplicate=False)
-        return [param for each, param in named if f"{each}.".startswith(f"{name}.")]
-
+    params = dict(model.named_parameters(remove_duplicate=False))
     used: dict[int, set[int]] = {}
     for stage in range(pipe.num_stages):
-        inside: Any = pipe.get_stage_module(stage)
-        for name in inside.names_used():
-            for tensor in parameters(name):
-                used.setdefault(id(tensor), set()).add(stage)
+        module: Any = pipe.get_stage_module(stage)
+        for name in module.names_used() & set(params):
+            used.setdefault(id(params[name]), set()).add(stage)
     for stage, names in enumerate(stages):
-        for name in names:
-            for tensor in parameters(name):
-                where = used.get(id(tensor), {stage})
-                if stage not in where:
-                    raise PartitionError(
-                        f"{name} is named in stage {stage}, but runs in stage {min(where)} of the "
-                        "captured graph, which is cut where the first module of each stage runs; "
-                        "name modules in the order in which they run"
-                    )
+        for param, name in itertools.product(params, names):
+            where = used.get(id(params[param]), {stage})
+            if f"{param}.".startswith(f"{name}.") and stage not in where:
+                raise PartitionError(
+                    f"{name} is named in stage {stage}, but runs in stage {min(where)} of the "
+                    "captured graph, which is cut where the first module of each stage runs; name "
+                    "modules in the order in which they run"
+                )
 
 
 # --- capturing and cutting ----------------------------------------------------------------------
 
 
 def _pipe_at(
-    places: Places, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    places: Places,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    policy: SplitPolicy | None = None,
 ) -> Pipe:
-    form = CallForm(model, args, kwargs)
-    device = _device_of(model, form)
-    if device.type == "meta":  # the capture then needs only shapes
-        form.examples = tuple(example.to("meta") for example in form.examples)
+    def capture_and_cut() -> tuple[Captured, GraphCut]:
+        with marked(model, places.points):
+            captured = capture(model, args, kwargs)
+        graph = captured.graph if policy is None else _apply_policy(model, captured, policy)
+        return captured, assign(graph, places.choose(graph, take_marks(graph)))
+
     install_hooks(model)  # otherwise the first call would do it in the middle of the capture
-    mode = _cut_graph(model, form, places)
-    modes = {model.training: mode}
-    if mode.captured.output.dropped:
+    captured, cut = capture_and_cut()
+    modes = {model.training: (captured, cut)}
+    if captured.form.output.dropped:
         logger.warning(
             "the output of %s holds %s, which no stage can pass on: None takes their place",
             type(model).__name__,
-            ", ".join(mode.captured.output.dropped),
+            ", ".join(captured.form.output.dropped),
         )
     missing = ""
     try:
         with _other_mode(model):
-            other = _cut_graph(model, form, places)
-        if other.num_stages != mode.num_stages:
-            raise PartitionError(f"{other.num_stages} instead of {mode.num_stages} stages there")
+            other = capture_and_cut()
+        if other[1].num_stages != cut.num_stages:
+            raise PartitionError(f"{other[1].num_stages} instead of {cut.num_stages} stages there")
         modes[not model.training] = other
     except PartitionError as error:
         was, wanted = ("train", "eval") if model.training else ("eval", "train")
         missing = f"the model was captured in {was} mode, and can't be in {wanted} mode: {error}"
         logger.warning("%s", missing)
-    modules = build_modules(model, modes, missing, device)
-    pipe = Pipe(_split_gm(form, modules), len(modules))
-    pipe.crossing = tuple(
-        tuple(_described(node) for node in nodes) for nodes in mode.assignment.crossing
-    )
-    form.forget_example()
+    modules = build_modules(model, modes, missing)
+    pipe = Pipe(_split_gm(len(args), list(kwargs or {}), modules, cut), len(modules))
+    pipe.crossing = tuple(tuple(map(described, nodes)) for nodes in cut.crossing)
     return pipe
 
 
-def _cut_graph(model: nn.Module, form: CallForm, places: Places) -> CutGraph:
-    """Capture and cut the forward in the model's current mode."""
-    with marked(model, places.spec):
-        captured = capture(model, form)
-    if places.policy is not None:
-        captured = _apply_policy(model, captured, places.policy)
-    cuts = take_marks(captured.graph)
-    if places.choose is None:
-        check_labels(model, captured.graph, places.spec, cuts)
-    else:
-        cuts = places.choose(cuts)
-    return CutGraph(captured=captured, assignment=assign(captured.graph, cuts))
-
-
-def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> Captured:
+def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> fx.Graph:
     attributes: dict[str, Any] = {**named_tensors(model)}
     attributes |= {f"{CONSTANTS}.{name}": value for name, value in captured.constants.items()}
-    names = (str(n.target) for n in captured.graph.nodes if n.op == "get_attr")
+    names = (str(node.target) for node in captured.graph.find_nodes(op="get_attr"))
     split = policy(fx.GraphModule({name: attributes[name] for name in names}, captured.graph))
     if not isinstance(split, fx.GraphModule):
         raise PartitionError(
             f"the split_policy returned a {type(split).__name__}, expected the GraphModule that it "
             "was given, with calls of pipe_split in its graph"
         )
-    return replace(captured, graph=split.graph)
+    return split.graph
 
 
 @contextmanager
@@ -333,28 +318,18 @@ def _other_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _device_of(model: nn.Module, form: CallForm) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers(), *form.examples)
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _split_gm(form: CallForm, modules: Sequence[StageModule]) -> fx.GraphModule:
+def _split_gm(
+    num_args: int, names: Sequence[str], modules: Sequence[StageModule], cut: GraphCut
+) -> fx.GraphModule:
     """A graph that runs the stages in turn."""
     graph = fx.Graph()
-    positional, named = form.argument_names()
-    args: Any = tuple(graph.placeholder(name) for name in positional)
-    kwargs: dict[str, Any] = {name: graph.placeholder(name) for name in named}
-    for stage, module in enumerate(modules):
-        result = graph.call_module(f"submod_pp_{stage}", args, kwargs)
-        if stage < len(modules) - 1:
-            count = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
-            args = tuple(graph.call_function(operator.getitem, (result, i)) for i in range(count))
-            kwargs = {}
+    args: Any = tuple(graph.placeholder(f"arg_{i}") for i in range(num_args))
+    kwargs: dict[str, Any] = {name: graph.placeholder(name) for name in names}
+    result = graph.call_module("submod_pp_0", args, kwargs)
+    for stage in range(1, len(modules)):
+        received = range(len(cut.crossing[stage - 1]))
+        args = tuple(graph.call_function(operator.getitem, (result, i)) for i in received)
+        result = graph.call_module(f"submod_pp_{stage}", args)
     graph.output(result)
     root = {f"submod_pp_{i}": module for i, module in enumerate(modules)}
     return fx.GraphModule(root, graph, "SplitModel")
-
-
-def _described(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    return node.name if value is None else f"{node.name} {describe(value)}"

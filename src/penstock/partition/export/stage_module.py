@@ -6,16 +6,14 @@
        ├─ 0.weight                └─ weight
        └─ 1.weight
 
-Training and evaluation are two graphs; ``train()`` and ``eval()`` choose. This module neither
-captures graphs nor chooses cuts.
+Training and evaluation are two graphs; ``train()`` and ``eval()`` choose.
 """
 
 from __future__ import annotations
 
-import itertools
-import linecache
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -23,50 +21,31 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock._torch_compat import children_of
-from penstock.errors import PartitionError, StageError
+from penstock.errors import StageError
 from penstock.partition.export.capture import CONSTANTS, Captured
-from penstock.partition.export.graph_cut import Assignment, nodes_in, stages_that_write
-from penstock.partition.export.regions import Region, leaving_all, weave
+from penstock.partition.export.graph_cut import GraphCut
 from penstock.partition.ties import named_tensors, names_by_tensor
 
-__all__ = ["CutGraph", "StageCode", "StageModule", "build_modules"]
-
-_numbers = itertools.count()
+__all__ = ["StageModule", "build_modules"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutGraph:
-    """A cut captured forward, for training or for evaluation."""
-
-    captured: Captured
-    assignment: Assignment
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return len(self.assignment.cuts) + 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StageCode:
-    """The code of one stage in one mode.
+    """The code of one stage in one mode; holds no state.
 
     Args:
-        graph: the stage's subgraph.
-        run: the graph as a function of the module and its inputs.
-        take: on the first stage, the function from a call of the model to the graph's inputs.
-        give: on the last stage, the function from the graph's outputs to the model's output.
-        has_loss: True if the model's output has a loss.
+        graph: the stage's subgraph, as a module whose ``forward`` runs on any module with the
+            graph's attributes.
+        read: on the first stage, the function from a call of the model to the graph's inputs.
+        assemble: on the last stage, the function from the graph's outputs to the model's output.
     """
 
-    graph: fx.Graph
-    run: Callable[..., Any]
-    take: Callable[..., Any] | None
-    give: Callable[..., Any] | None
-    has_loss: bool
+    graph: fx.GraphModule
+    read: Callable[..., Any] | None
+    assemble: Callable[..., Any] | None
 
     def __deepcopy__(self, memo: object) -> StageCode:
-        """Return the code itself, since it holds no state."""
+        """Return the code itself."""
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -80,37 +59,34 @@ class StageCode:
 class StageModule(nn.Module):
     """One stage of a captured model.
 
-    Explicit casts in the model (``x.float()``) are fixed at capture. To change dtypes, convert the
-    model before it is captured.
+    Casts in the model (``x.float()``) are fixed at capture: convert the model before.
 
     Args:
-        index: the stage's number.
         codes: the code for training (True) and for evaluation (False).
         missing: the reason why one of the two codes is missing.
-        device: the device of the model at capture.
-        constants: the constant tensors of the graphs.
-        inplace: True if the stage writes in place into its inputs.
+        constants: constants of the model's graphs, the device among them; keeps those in use.
+        has_loss: True if the stage returns the model's output with a loss.
     """
+
+    # Stages read this attribute as on a layer: a graph may write into its inputs.
+    inplace = True
 
     def __init__(
         self,
-        *,
-        index: int,
         codes: Mapping[bool, StageCode],
         missing: str,
-        device: torch.device,
         constants: Mapping[str, Any],
-        inplace: bool,
+        has_loss: bool,
     ) -> None:
         super().__init__()
-        self.index = index
-        # Stages read this attribute as on a layer: it means that inputs are aliased where written.
-        self.inplace = inplace
         self._codes = dict(codes)
         self._missing = missing
+        self.has_loss = has_loss
         # An empty tensor that ``_apply`` moves along, to detect the target device.
-        self._place = torch.empty(0, dtype=torch.uint8, device=device)
-        setattr(self, CONSTANTS, SimpleNamespace(**constants))
+        self._place = torch.empty(0, dtype=torch.uint8, device=constants["device"])
+        targets = self.names_used()
+        used = {n: c for n, c in constants.items() if f"{CONSTANTS}.{n}" in targets}
+        setattr(self, CONSTANTS, SimpleNamespace(**used))
 
     def forward(self, *values: Any, **kwargs: Any) -> Any:
         """Run the stage.
@@ -125,20 +101,14 @@ class StageModule(nn.Module):
         code = self._codes.get(self.training)
         if code is None:
             raise StageError(self._missing)
-        if code.take is not None:
-            values = tuple(code.take(values, kwargs))
-        with leaving_all():
-            results = code.run(self, *values)
-        return results if code.give is None else code.give(results)
+        if code.read is not None:
+            values = tuple(code.read(values, kwargs))
+        with ExitStack() as regions:
+            results = type(code.graph).forward(self, regions, *values)
+        return results if code.assemble is None else code.assemble(results)
 
     def attach(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        """Register a parameter or buffer of the model under its name there.
-
-        Args:
-            name: the name.
-            tensor: the parameter or buffer itself.
-            persistent: True if a buffer is part of state_dicts.
-        """
+        """Register a parameter or buffer of the model under its name there."""
         path, _, last = name.rpartition(".")
         owner: nn.Module = self
         for part in path.split(".") if path else ():
@@ -151,125 +121,75 @@ class StageModule(nn.Module):
             owner.register_buffer(last, tensor, persistent=persistent)
 
     def names_used(self) -> set[str]:
-        """The names of the parameters and buffers that its graphs use."""
-        nodes = (node for code in self._codes.values() for node in code.graph.nodes)
+        """The names of the parameters, buffers and constants that its graphs use."""
+        nodes = (node for code in self._codes.values() for node in code.graph.graph.nodes)
         return {str(node.target) for node in nodes if node.op == "get_attr"}
-
-    @property
-    def has_loss(self) -> bool:
-        """True if the stage returns the model's output with a loss."""
-        return any(code.has_loss for code in self._codes.values())
 
     @property
     def graph(self) -> fx.Graph:
         """The graph of the current mode."""
-        return (self._codes.get(self.training) or next(iter(self._codes.values()))).graph
-
-    @property
-    def code(self) -> str:
-        """The current mode's graph as Python code."""
-        return self.graph.python_code("self").src
+        return self._graph_module.graph
 
     def print_readable(self, print_output: bool = True) -> str:
         """Return the current mode's code, and print it if ``print_output``."""
-        code = self.code.replace("\n", "\n    ")
-        text = f"class Stage{self.index}(torch.nn.Module):{code}"
-        if print_output:
-            print(text)  # noqa: T201
-        return text
+        return self._graph_module.print_readable(print_output)
+
+    @property
+    def _graph_module(self) -> fx.GraphModule:
+        return (self._codes.get(self.training) or next(iter(self._codes.values()))).graph
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
-        """Also move constants, and replace devices named in the graphs."""
-        before = self._place.device
+        """Also move constants."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         try:
             self._place = fn(self._place)
         except NotImplementedError:  # the meta device has no data to copy
             self._place = fn(torch.empty_like(self._place, device="cpu"))
-        now = self._place.device
-        if now != before:
-            constants = vars(getattr(self, CONSTANTS))
-            for name, value in constants.items():
-                if isinstance(value, Tensor):
-                    constants[name] = _moved_constant(value, now)
-            self._codes = {k: _moved(code, before, now) for k, code in self._codes.items()}
+        constants = vars(getattr(self, CONSTANTS))
+        for name, value in constants.items():
+            if isinstance(value, Tensor):
+                constants[name] = value.to(self._place.device)
+            elif isinstance(value, torch.device):
+                constants[name] = self._place.device
         return self
 
 
-def _moved_constant(value: Tensor, device: torch.device) -> Tensor:
-    if value.is_meta and device.type != "meta":
-        raise PartitionError(
-            f"the forward makes a tensor of fixed values ({tuple(value.shape)}, {value.dtype}) on "
-            "the meta device, where it has none: hold it in a buffer, which is initialized or "
-            "loaded, or build the model on another device"
-        )
-    return value.to(device)
-
-
-def _moved(code: StageCode, before: torch.device, now: torch.device) -> StageCode:
-    """``code`` with the devices in its graph replaced."""
-
-    def replaced(value: Any) -> Any:
-        is_device = isinstance(value, torch.device)
-        # Shape tensors that a model on another device made on the meta device stay there.
-        return now if is_device and (value.type != "meta" or before.type == "meta") else value
-
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(code.graph, {}))
-    for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, replaced)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, replaced)
-    return replace(code, graph=graph, run=_compile(graph))
-
-
-# --- from a cut graph to modules ----------------------------------------------------------------
+# --- from cut graphs to modules -----------------------------------------------------------------
 
 
 def build_modules(
-    model: nn.Module, modes: Mapping[bool, CutGraph], missing: str, device: torch.device
+    model: nn.Module, modes: Mapping[bool, tuple[Captured, GraphCut]], missing: str
 ) -> list[StageModule]:
     """Build the modules of all stages.
 
     Args:
-        model: the model; its parameters and buffers become the stages'.
-        modes: the graphs of training (True) and evaluation (False).
-        missing: the reason why one of the two graphs is missing.
-        device: the model's device.
+        model: the model, whose parameters and buffers the stages take.
+        modes: the captured and cut forwards of training (True) and evaluation (False).
+        missing: the reason why one of the two is missing.
     """
-    num_stages = next(iter(modes.values())).num_stages
-    constants = {
-        name: value for m in modes.values() for name, value in m.captured.constants.items()
-    }
-    writing = set[int]().union(
-        *(stages_that_write(m.captured.graph, m.assignment) for m in modes.values())
-    )
+    [num_stages] = {cut.num_stages for _, cut in modes.values()}
+    constants: dict[str, Any] = {}
+    for captured, _ in modes.values():
+        constants |= captured.constants
+    has_loss = any(captured.form.output.has_loss for captured, _ in modes.values())
     modules = []
     for index in range(num_stages):
-        codes = {training: _stage_code(mode, index) for training, mode in modes.items()}
-        targets = {str(node.target) for code in codes.values() for node in code.graph.nodes}
-        modules.append(
-            StageModule(
-                index=index,
-                codes=codes,
-                missing=missing,
-                device=device,
-                constants={n: c for n, c in constants.items() if f"{CONSTANTS}.{n}" in targets},
-                inplace=index in writing,
-            ).train(model.training)
-        )
+        codes = {mode: _stage_code(*modes[mode], index) for mode in modes}
+        module = StageModule(codes, missing, constants, has_loss and index == num_stages - 1)
+        modules.append(module.train(model.training))
     _attach_state(model, modules)
     return modules
 
 
-def _stage_code(mode: CutGraph, index: int) -> StageCode:
-    is_last, captured = index == mode.num_stages - 1, mode.captured
-    graph = _stage_graph(mode, index)
+def _stage_code(captured: Captured, cut: GraphCut, index: int) -> StageCode:
+    graph = _stage_graph(cut, index)
+    targets = (node.target for node in graph.nodes if node.op == "get_attr")
+    module = fx.GraphModule(dict.fromkeys(targets), graph, f"Stage{index}")
+    form, last = captured.form, index == cut.num_stages - 1
     return StageCode(
-        graph=graph,
-        run=_compile(graph),
-        take=_uncompiled(captured.form.tensors) if index == 0 else None,
-        give=_uncompiled(captured.output.assemble) if is_last else None,
-        has_loss=is_last and captured.output.has_loss,
+        graph=module,
+        read=_uncompiled(form.tensors) if index == 0 else None,
+        assemble=_uncompiled(form.output.assemble) if last else None,
     )
 
 
@@ -279,29 +199,17 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
-def _compile(graph: fx.Graph) -> Callable[..., Any]:
-    """Compile a graph to a function of the module that holds its attributes, and of its inputs."""
-    code = graph.python_code("self")
-    filename = f"<penstock stage code {next(_numbers)}>"
-    # So that tracebacks show the failing line.
-    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
-    scope = dict(code.globals)
-    exec(compile(code.src, filename, "exec"), scope)
-    run: Callable[..., Any] = scope["forward"]
-    return run
+def _stage_graph(cut: GraphCut, index: int) -> fx.Graph:
+    """The subgraph of one stage, from its inputs to its outputs.
 
-
-def _stage_graph(mode: CutGraph, index: int) -> fx.Graph:
-    """The subgraph of one stage, from its inputs to its outputs."""
-    whole, cut = mode.captured.graph, mode.assignment
+    Its first input is an ``ExitStack``, in which it enters the grad modes and autocast of its
+    nodes: a cut may lie inside such a region.
+    """
     graph = fx.Graph()
+    stack = graph.placeholder("regions")
+    placeholders = [node for node in cut.graph.nodes if node.op == "placeholder"]
     env: dict[fx.Node, fx.Node] = {}
-    inputs = (
-        [node for node in whole.nodes if node.op == "placeholder"]
-        if index == 0
-        else cut.crossing[index - 1]
-    )
-    for node in inputs:
+    for node in cut.crossing[index - 1] if index else placeholders:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
 
@@ -311,13 +219,18 @@ def _stage_graph(mode: CutGraph, index: int) -> fx.Graph:
             env[node] = graph.create_node("get_attr", node.target)
         return env[node]
 
-    regions: list[tuple[Region, Any]] = []
-    for node in nodes_in(cut, index):
-        weave(graph, regions, node.meta.get("regions") or ())
+    entered: Any = ()
+    for node in cut.nodes_in(index):
+        regions = node.meta.get("regions", ())
+        if regions != entered:
+            graph.call_method("close", (stack,))
+            for context, args in regions:
+                entering = graph.call_function(context, args)
+                graph.call_method("enter_context", (stack, entering))
+            entered = regions
         env[node] = graph.node_copy(node, here)
-    weave(graph, regions, ())
-    if index == mode.num_stages - 1:
-        graph.output(fx.node.map_arg(whole.output_node().args[0], here))
+    if index == cut.num_stages - 1:
+        graph.output(fx.node.map_arg(cut.graph.output_node().args[0], here))
     else:
         graph.output(tuple(env[node] for node in cut.crossing[index]))
     return graph
@@ -326,21 +239,19 @@ def _stage_graph(mode: CutGraph, index: int) -> fx.Graph:
 def _attach_state(model: nn.Module, modules: Sequence[StageModule]) -> None:
     """Attach every parameter and buffer to the stages that use it.
 
-    An unused name goes to the stages of its tensor's used names, if any, else to the stage of the
-    name before it.
+    An unused name goes with its tensor's used names, if any, else with the name before it.
     """
     used = [module.names_used() for module in modules]
-    state = set(model.state_dict(keep_vars=True))
+    persistent = set(model.state_dict(keep_vars=True))
     names = names_by_tensor(model)
     stages_of = {
         name: [stage for stage, mine in enumerate(used) if name in mine]
-        for group in names.values()
-        for name in group
+        for name in named_tensors(model)
     }
     last = 0
     for name, tensor in named_tensors(model).items():
         aliases = [stage for alias in names[id(tensor)] for stage in stages_of[alias]]
         stages = stages_of[name] or aliases[:1] or [last]
         for stage in stages:
-            modules[stage].attach(name, tensor, persistent=name in state)
+            modules[stage].attach(name, tensor, persistent=name in persistent)
         last = stages[0]

@@ -22,7 +22,6 @@ from torch import nn
 from penstock._torch_compat import children, fused_by, has_no_forward, is_sequential
 from penstock.errors import PartitionError
 from penstock.partition.blocks import find_blocks
-from penstock.partition.huggingface import HFPipelinePlan
 from penstock.partition.plan import abbreviate, prefixes
 from penstock.partition.ties import named_tensors, names_by_tensor
 
@@ -160,7 +159,7 @@ def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
     first = {id(module): name for name, module in reversed(leaves.items())}
     ties = (names for names in names_by_tensor(model).values() if len(names) > 1)
     return LeafModules(
-        leaves={name: leaves[name] for name in HFPipelinePlan.of(model).arrange(list(leaves))},
+        leaves=leaves,
         containers=containers,
         direct=tuple(_direct(containers)),
         aliases={

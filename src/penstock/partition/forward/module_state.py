@@ -23,8 +23,6 @@ __all__ = [
     "StateChanges",
     "TensorVersions",
     "are_same",
-    "hidden_tensors_message",
-    "hides_tensors",
     "is_opaque",
     "tensors_in",
 ]
@@ -245,19 +243,3 @@ def is_opaque(leaf: Any) -> bool:
     """True for an object that may contain tensors."""
     plain = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
     return (hasattr(leaf, "__dict__") or isinstance(leaf, set)) and not plain
-
-
-def hides_tensors(leaf: Any) -> bool:
-    """True for an object that contains tensors, even a callable."""
-    if isinstance(leaf, (Tensor, nn.Module, type)):
-        return False
-    return bool(tensors_in(leaf) or tensors_in(dict(getattr(leaf, "__dict__", {}))))
-
-
-def hidden_tensors_message(name: str, value: Any) -> str:
-    """The message for an input that ``hides_tensors``."""
-    return (
-        f"input {name} is a {type(value).__qualname__}, an object in which stages don't find "
-        "tensors; pass these in a dict, or register its class with torch's pytree "
-        "(torch.utils._pytree.register_pytree_node)"
-    )
