@@ -22,7 +22,7 @@ from penstock.partition.materialize import materialize
 from penstock.partition.plan import Plan
 from penstock.partition.sequential import is_sequence, with_states
 from penstock.partition.spec import SplitSpec, own_loss
-from penstock.partition.ties import SharedBuffers, Tie, find_ties, refuse_shared_statistics
+from penstock.partition.ties import SharedBuffers, Tie, find_ties
 from penstock.runtime.comm.process_group import from_first_rank
 from penstock.runtime.config import LossFn, PipelineSpec
 from penstock.schedule.program import Program
@@ -97,7 +97,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
         return _of_stages(spec, tuple(model), program, forecast)
     cut = _cut(spec, where, program)
     modules = cut.modules
-    refuse_shared_statistics(dict(enumerate(modules)))
+    shared_buffers = SharedBuffers(dict(enumerate(modules)))
     local = _local(program, spec.group)
     mine = [modules[program.placement.model_stage(i)] for i in local]
     materialize(mine, spec.device, spec.init_fn, model if isinstance(model, nn.Module) else None)
@@ -113,7 +113,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
         forecast=forecast,
         state_names=_state_names(modules),
         takes_model_call=cut.whole_call,
-        shared_buffers=SharedBuffers(dict(enumerate(modules))),
+        shared_buffers=shared_buffers,
     )
 
 
@@ -147,7 +147,7 @@ def _of_stages(
     names: frozenset[str] | None = None
     if [stage.stage_index for stage in stages] == list(range(program.num_stages)):
         modules = [stage.submod for stage in stages[: program.placement.num_model_stages]]
-        refuse_shared_statistics(dict(enumerate(modules)))
+        SharedBuffers(dict(enumerate(modules)))  # refuses shared statistics
         ties, names = ties or find_ties(modules), _state_names(modules)
         stages = tuple(stages[i] for i in _local(program, spec.group))
     return Assembly(

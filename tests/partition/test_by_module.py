@@ -411,6 +411,6 @@ def test_an_output_that_is_built_otherwise_is_shown() -> None:
     first(**given)
     model.embed.many = True
     shown = re.escape(f"'float32 ({len(given['x'])}, {DIM})'")
-    told = rf"embed returned \({shown}, 1\), in its trace \{{'out': {shown}\}}; how many values"
+    told = rf"embed returned \({shown}, 1\), in its trace \{{'out': {shown}\}}; stages run by"
     with pytest.raises(PartitionError, match=told):
         first(**given)

@@ -613,7 +613,7 @@ def test_an_early_draw_that_a_later_stage_alone_uses() -> None:
                 x = layer(x)
             return {"loss": self.head(x + kept).square().mean()}
 
-    refused(Early(), r"draws random numbers .* in stage 0, for values that stage 1 alone needs")
+    refused(Early(), r"draws random numbers .* in stage 0, for values that the stages \[1\] need")
     split_by_module(Early().eval(), [2, 2], (batch()[:2],))
 
 

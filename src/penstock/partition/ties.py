@@ -31,7 +31,6 @@ __all__ = [
     "named_tensors",
     "names_by_tensor",
     "record_ties",
-    "refuse_shared_statistics",
 ]
 
 Tie: TypeAlias = Mapping[int, str]
@@ -119,47 +118,41 @@ def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
     return next(iter(all_names(ties, stage, name)), name)
 
 
-def refuse_shared_statistics(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse a layer that several stages share and that updates running statistics.
+class SharedBuffers:
+    """Buffers of layers shared by several stages, which no step may write.
 
-    A single process updates the statistics once per use and microbatch, in order. In a pipeline the
-    order differs, and each process has statistics of its own.
+    A single process writes them once per use and microbatch, in order. In a pipeline the order
+    differs, and each process has buffers of its own.
 
     Args:
         modules: the modules of the model's stages, rising; those of other ranks may be missing.
 
     Raises:
-        PartitionError: several stages share such a layer.
+        PartitionError: several stages share a layer that updates running statistics.
 
     Example:
         >>> norm = nn.BatchNorm1d(4)
-        >>> refuse_shared_statistics({0: norm, 1: norm})  # doctest: +ELLIPSIS
+        >>> SharedBuffers({0: norm, 1: norm})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
         penstock.errors.PartitionError: the BatchNorm1d of stage 0 is that of stage 1 too...
-        >>> refuse_shared_statistics({0: norm.eval(), 1: norm})
-    """
-    for first, stage, name, layer in _shared_layers(modules):
-        if layer.training and getattr(layer, "track_running_stats", False):
-            what = f"{type(layer).__name__} {name}".rstrip()
-            raise PartitionError(
-                _shared_message(what, first, stage, "updates its running statistics")
-            )
-
-
-class SharedBuffers:
-    """Buffers of layers shared by several stages, which no step may write.
-
-    Args:
-        modules: the modules of the model's stages, rising; those of other ranks may be missing.
+        >>> shared = SharedBuffers({0: norm.eval(), 1: norm})
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
-        self._shared = [
-            (weakref.ref(layer), buffer, f"{name}.{buffer}".removeprefix("."), first, stage)
-            for first, stage, name, layer in _shared_layers(modules)
-            for buffer in buffers_of(layer)
-        ]
+        self._shared: list[tuple[weakref.ref[nn.Module], str, str, int, int]] = []
+        seen: dict[int, tuple[int, str]] = {}
+        for stage, module in modules.items():
+            for name, layer in module.named_modules():
+                first, first_name = seen.setdefault(id(layer), (stage, name))
+                if first == stage:
+                    continue
+                if layer.training and getattr(layer, "track_running_stats", False):
+                    what = f"{type(layer).__name__} {first_name}".rstrip()
+                    raise _shared_error(what, first, stage, "updates its running statistics")
+                for buffer in buffers_of(layer):
+                    what = f"buffer {f'{first_name}.{buffer}'.removeprefix('.')}"
+                    self._shared.append((weakref.ref(layer), buffer, what, first, stage))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -170,11 +163,11 @@ class SharedBuffers:
         """
         before = self._versions()
         yield
-        for (_, _, name, first, stage), was, now in zip(
+        for (_, _, what, first, stage), was, now in zip(
             self._shared, before, self._versions(), strict=True
         ):
             if now[0] is not was[0] or now[1] != was[1]:
-                raise PartitionError(_shared_message(f"buffer {name}", first, stage, "is written"))
+                raise _shared_error(what, first, stage, "is written")
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
         layers = ((ref(), buffer) for ref, buffer, *_ in self._shared)
@@ -182,20 +175,9 @@ class SharedBuffers:
         return [(b, 0 if b is None or b.is_inference() else version_of(b)) for b in found]
 
 
-def _shared_message(what: str, first: int, stage: int, how: str) -> str:
-    return (
+def _shared_error(what: str, first: int, stage: int, how: str) -> PartitionError:
+    return PartitionError(
         f"the {what} of stage {first} is that of stage {stage} too, and {how} in each call, in "
         "another order than one process; give each stage its own layer, freeze it before (eval()), "
         "or put both uses in one stage"
     )
-
-
-def _shared_layers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, int, str, nn.Module]]:
-    """Layers of several stages: the first stage, another stage, the name in the first, the
-    layer."""
-    seen: dict[int, tuple[int, str]] = {}
-    for stage, module in modules.items():
-        for name, layer in module.named_modules():
-            first, first_name = seen.setdefault(id(layer), (stage, name))
-            if first != stage:
-                yield first, stage, first_name, layer

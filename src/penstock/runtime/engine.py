@@ -18,7 +18,7 @@ from penstock.cause import message_of
 from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
 from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.parallel.shared_params import SharedParams
-from penstock.partition.ties import SharedBuffers, Tie, refuse_shared_statistics
+from penstock.partition.ties import SharedBuffers, Tie
 from penstock.runtime.bound_program import BoundProgram
 from penstock.runtime.comm.agreement import agree, digest
 from penstock.runtime.comm.base import Transport
@@ -61,7 +61,7 @@ class Engine:
 
     Raises:
         ScheduleError: the program is invalid, or the stages do not belong to these ranks.
-        PartitionError: see ``SharedParams`` and ``refuse_shared_statistics``.
+        PartitionError: see ``SharedParams`` and ``SharedBuffers``.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class Engine:
         # By stage of the model, since copies of a stage are equal.
         number = program.placement.model_stage
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
-        refuse_shared_statistics(modules)
         self.shared_buffers = SharedBuffers(modules)
         self._wrapped: dict[int, list[object]] = {}
         self._replicas: dict[int, Replicas | None] = {}

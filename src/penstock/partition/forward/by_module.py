@@ -23,12 +23,16 @@ from torch import nn
 
 from penstock._torch_compat import has_backward_hooks
 from penstock.errors import PartitionError
-from penstock.partition.forward.forward_plan import ForwardPlan, plan_forward
+from penstock.partition.forward.forward_plan import (
+    ForwardPlan,
+    assign_stages,
+    plan_forward,
+    try_cut,
+)
 from penstock.partition.forward.forward_trace import DrawsOnHost, ForwardTrace, ForwardTracer
 from penstock.partition.forward.leaf_modules import LeafModules, NotByModule, find_leaf_modules
 from penstock.partition.forward.module_stage import ModuleStage
 from penstock.partition.forward.placeholder import ValueKind, ValueRef
-from penstock.partition.forward.stage_assignment import assign_stages, try_cut
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, Split, SplitSpec, as_call
@@ -42,13 +46,12 @@ BoundaryTensors: TypeAlias = tuple[TensorMeta, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSplit:
-    """A model cut by module, one module per stage.
+    """A model cut by module.
 
     Args:
         stages: one module per stage.
         names: per stage the names of its leaf modules, and of direct parameters.
-        trace: the trace of the example; None without one.
-        plan: the plan for the example; None without one.
+        trace, plan: the trace of the example and its plan; None without an example.
     """
 
     stages: tuple[ModuleStage, ...]
@@ -168,7 +171,7 @@ def tensors_between(
     Args:
         model: the model.
         blocks: per block the names of its modules, in the order in which they run.
-        example: one microbatch: a tuple of positional arguments, or a dict of keyword arguments.
+        example: one microbatch.
         device: the device of the stages.
 
     Returns:

@@ -14,36 +14,37 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_trace import ForwardTrace, LeafCall, replaced_message
-from penstock.partition.forward.leaf_modules import SharedNames, StageAssignment, stage_of
+from penstock.partition.forward.leaf_modules import (
+    LeafModules,
+    SharedNames,
+    StageAssignment,
+    stage_of,
+)
 from penstock.partition.forward.placeholder import ValueKind, ValueRef
+from penstock.partition.plan import abbreviate
+from penstock.partition.spec import SplitSpec
+from penstock.partition.ties import names_by_tensor
 from penstock.stage.boundary import BoundarySpec
 
-__all__ = ["ForwardPlan", "first_uses", "plan_forward"]
+__all__ = ["ForwardPlan", "assign_stages", "plan_forward", "try_cut"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlan:
-    """The plan of a forward over all stages, for inputs of one shape.
+    """The plan of a forward over all stages, for inputs of one shape."""
 
-    Args:
-        inputs: the model's arguments, ``((args, kwargs),)``.
-        calls: the calls of leaf modules in order.
-        stages: the stage that runs each call.
-        boundary_values: for each boundary the values that cross it, in order.
-        written: the leaves of the inputs that the model writes into.
-        draws: True if the top-level forward draws random numbers.
-    """
-
-    inputs: BoundarySpec
+    inputs: BoundarySpec  # these, calls, written and draws are those of the ForwardTrace
     calls: tuple[LeafCall, ...]
-    stages: tuple[int, ...]
-    boundary_values: tuple[tuple[ValueRef, ...], ...]
-    written: tuple[int, ...] = ()
-    draws: bool = False
+    stages: tuple[int, ...]  # the stage that runs each call
+    boundary_values: tuple[tuple[ValueRef, ...], ...]  # per boundary, in order
+    written: tuple[int, ...]
+    draws: bool
 
     def last_call(self, stage: int) -> int:
         """The last call that ``stage`` runs; -1 for none."""
@@ -94,12 +95,6 @@ def plan_forward(
     A stateless leaf module (an activation, a dropout, a rotary table) runs once, on the first stage
     that has its inputs.
 
-    Args:
-        trace: the trace of the model.
-        assignment: the stage of each leaf module and direct parameter.
-        num_stages: the number of stages.
-        shared: the names of state shared by leaf modules.
-
     Raises:
         PartitionError: a leaf module would run before its inputs are available, or stages would
             miss writes of other stages, draw different random numbers, or lose gradients.
@@ -131,12 +126,6 @@ def plan_forward(
     )
 
 
-def first_uses(trace: ForwardTrace, assignment: StageAssignment, num_stages: int) -> dict[str, int]:
-    """The first stage whose top-level forward uses each parameter."""
-    needed = _Placement(trace, assignment, num_stages).needed
-    return {r.name: min(at) for r, at in needed.items() if r.kind is ValueKind.PARAMETER}
-
-
 class _Placement:
     """A trace with the stages of its calls.
 
@@ -159,7 +148,7 @@ class _Placement:
             self.stages.append(ready if stage is None else stage)
             for ref in call.needs:
                 self.needed.setdefault(ref, set()).add(self.stages[-1])
-        for ref in (*trace.needs, *trace.everywhere):
+        for ref in trace.needs:
             self.needed.setdefault(ref, set()).add(num_stages - 1)
 
     def origin(self, ref: ValueRef) -> int:
@@ -184,8 +173,7 @@ class _Placement:
             )
         return PartitionError(
             f"{leaf} is in stage {stage}, but is called with {after}, which stage {ready} "
-            f"computes; put it into stage {ready} or later, or name modules in the order of their "
-            "calls"
+            "computes; put it there or later, or name modules in the order of their calls"
         )
 
 
@@ -199,26 +187,19 @@ def _refusal(placed: _Placement, ref: ValueRef, at: set[int]) -> str | None:
         case ValueKind.STATE:
             return replaced_message(ref.name)
         case ValueKind.DRAW:
-            # The first stage to run the top-level forward after the draw has the plain model's.
+            # The first stage to run the top-level forward after the draw draws as the plain model.
             first = min({*placed.stages[ref.call :], placed.num_stages - 1})
-            if len(at) > 1:
-                return (
-                    f"the top-level forward draws random numbers ({ref.name}) for values that the "
-                    f"stages {sorted(at)} need, and each would draw its own; use an nn.Dropout "
-                    "module there, which runs once"
-                )
             if at != {first}:
                 return (
                     f"the top-level forward draws random numbers ({ref.name}) in stage {first}, "
-                    f"for values that stage {last} alone needs and would draw anew, others than "
-                    "the plain model's; use an nn.Dropout module there, whose result crosses"
+                    f"for values that the stages {sorted(at)} need, and each would draw its own; "
+                    "use an nn.Dropout module there, which runs once"
                 )
         case ValueKind.WRITE if at != {origin}:
             return (
                 f"{ref.name}, in stage {origin}, writes into the tensor that it is called with "
-                f"(argument {ref.leaf}), which stage {last} computes with and would not see "
-                "written; have it return a new tensor, or cut so that all its users are in one "
-                "stage"
+                f"(argument {ref.leaf}), which stage {last} computes with, unwritten; have it "
+                "return a new tensor, or cut so that all its users are in one stage"
             )
         case ValueKind.OUTPUT if last != origin and placed.trace.calls[ref.call].detached:
             return (
@@ -266,3 +247,121 @@ def _refuse_changes(placed: _Placement) -> None:
                 f"the top-level forward writes into {name}, which lies in stage {stage}, but "
                 f"{where} with it; move that into a module"
             )
+
+
+# --- the stages of leaf modules -----------------------------------------------------------------
+
+
+def assign_stages(
+    leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace | None
+) -> dict[str, int | None]:
+    """Assign a stage to each leaf module and direct parameter, from the user's split.
+
+    cuts               wte  wpe  drop  h.0  h.1  h.2  h.3  ln_f  lm_head
+    [2, 2]              0    0    -     0    0    1    1    1     1
+    ["h.1"]             0    0    -     0    1    1    1    1     1
+    [[...], [...]]      as named; a parameter that is left over is an error
+
+    A stateless leaf module (-) needs no stage. Without a trace, definition order is taken as
+    execution order.
+
+    Raises:
+        PartitionError: a stage is empty, a parameter has no stage, or the cuts are out of order.
+    """
+    with_state = [name for name in leaves.leaves if leaves.has_state(name)]
+    stages: dict[str, int | None] = dict.fromkeys(leaves.leaves)
+    if spec.stages:
+        stages |= _by_names(leaves, spec, with_state)
+    else:
+        stages |= _by_starts(leaves, spec, trace, with_state)
+    unassigned = [name for name in leaves.direct if name not in stages]
+    unassigned += [name for name in with_state if stages[name] is None]
+    if trace is not None and unassigned:
+        # A head that is never called, since a fused loss takes its weight, goes where it is used.
+        needed = _Placement(trace, stages, spec.num_stages).needed
+        uses = {r.name: min(at) for r, at in needed.items() if r.kind is ValueKind.PARAMETER}
+        first = {n: names[0] for names in names_by_tensor(leaves.model).values() for n in names}
+        for name in unassigned:
+            inside = (first[n] for n in first if n == name or n.startswith(f"{name}."))
+            stages[name] = min((uses[each] for each in inside if each in uses), default=None)
+    stages |= {name: 0 for name in leaves.direct if stages.get(name) is None}
+    before = 0
+    for name in with_state:  # an unused module joins the module defined before it
+        at = stages[name]
+        stages[name] = before = before if at is None else at
+    for stage in range(spec.num_stages):
+        if stage not in stages.values():
+            raise PartitionError(
+                f"stage {stage} would hold no parameter; give it modules that have some, or cut "
+                "into fewer stages"
+            )
+    return stages
+
+
+def try_cut(leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace) -> ForwardPlan | None:
+    """The plan of a model cut at these places; None if it can't be cut."""
+    try:
+        assignment = assign_stages(leaves, spec, trace)
+        return plan_forward(trace, assignment, spec.num_stages, leaves.shared)
+    except PartitionError:
+        return None
+
+
+def _by_names(leaves: LeafModules, spec: SplitSpec, with_state: Sequence[str]) -> dict[str, int]:
+    stages: dict[str, int] = {}
+    for stage, names in enumerate(spec.stages):
+        for name in names:
+            for leaf in leaves.under(name):
+                if leaf in with_state or leaf in leaves.direct:
+                    other = stages.setdefault(leaf, stage)
+                    if other != stage:
+                        raise PartitionError(
+                            f"{name} is named in stage {stage}, but is the same module as {leaf}, "
+                            f"which stage {other} has; name it once"
+                        )
+    # A module that occurs several times in a list but is named once stays whole.
+    modules = leaves.leaves
+    by_module = {id(modules[leaf]): at for leaf, at in stages.items() if leaf in modules}
+    again = {leaf: by_module.get(id(modules[leaf])) for leaf in with_state}
+    stages = {leaf: at for leaf, at in again.items() if at is not None} | stages
+    params = dict(leaves.model.named_parameters(remove_duplicate=False))
+    missing = [name for name in leaves.direct if name in params and name not in stages]
+    for leaf in with_state:
+        if leaf not in stages:
+            inside = [f"{leaf}.{name}" for name, _ in modules[leaf].named_parameters()]
+            missing += inside or [leaf]
+    if missing:
+        raise PartitionError(
+            f"no stage holds the parameters {abbreviate(missing)}; name them, or the modules that "
+            f"hold them, in one of the {spec.num_stages} stages"
+        )
+    return stages
+
+
+def _by_starts(
+    leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace | None, with_state: Sequence[str]
+) -> dict[str, int]:
+    order: Mapping[str, int] = (
+        {name: i for i, name in enumerate(leaves.leaves)} if trace is None else trace.first_calls()
+    )
+    starts = spec.begins(order)
+    firsts = [_first_call(leaves, name, order) for name in starts]
+    for (before, first), (name, then) in pairwise(zip(starts, firsts, strict=True)):
+        if then <= first:
+            raise PartitionError(
+                f"a stage is to begin with {before} and the next one with {name}, which does not "
+                "run after it; name them in the order in which they run"
+            )
+    return {
+        name: sum(first <= order[name] for first in firsts) for name in with_state if name in order
+    }
+
+
+def _first_call(leaves: LeafModules, name: str, order: Mapping[str, int]) -> int:
+    called = [order[leaf] for leaf in leaves.under(name) if leaf in order]
+    if not called:
+        raise PartitionError(
+            f"a stage is to begin with {name}, but the model does not call it on the example; "
+            "begin with a module that it calls"
+        )
+    return min(called)

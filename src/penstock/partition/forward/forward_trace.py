@@ -68,52 +68,30 @@ class DrawsOnHost(PartitionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafCall:
-    """One call of a leaf module.
-
-    Args:
-        leaf: the name of the leaf module.
-        needs: the provenance of its arguments.
-        output: the result, and the values that hooks collected inside the module.
-        written: the leaves of the output that later code writes into.
-        writes: the leaves of its arguments that the module writes into.
-        changes: the module's own buffers and attributes that the call changes.
-        detached: True if the result has lost its gradients because the call ran inside an autograd
-            function, such as a reentrant checkpoint.
-    """
+    """One call of a leaf module; leaves are numbered in flattened order."""
 
     leaf: str
-    needs: frozenset[ValueRef]
-    output: BoundarySpec
-    written: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    changes: tuple[str, ...] = ()
-    detached: bool = False
+    needs: frozenset[ValueRef]  # the provenance of its arguments
+    output: BoundarySpec  # the result, and the values that hooks collected inside the module
+    written: tuple[int, ...] = ()  # the leaves of the output that later code writes into
+    writes: tuple[int, ...] = ()  # the leaves of its arguments that the module writes into
+    changes: tuple[str, ...] = ()  # the buffers and attributes of its own that it changes
+    detached: bool = False  # called within an autograd function, such as a reentrant checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardTrace:
-    """A trace of the whole model's forward.
+    """A trace of the whole model's forward."""
 
-    Args:
-        inputs: the model's arguments, ``((args, kwargs),)``.
-        calls: the calls of leaf modules in order.
-        needs: the provenance of the model's output.
-        everywhere: the inputs that every stage receives: all that are not floating point. Masks and
-            positions derive from them, and control flow may depend on them.
-        written: the leaves of the inputs that the model writes into.
-        loss: True if the output has a scalar named ``loss``.
-        changes: the parameters and buffers that the top-level forward writes into.
-        draws: True if the top-level forward draws random numbers.
-    """
-
-    inputs: BoundarySpec
+    inputs: BoundarySpec  # the model's arguments, ((args, kwargs),)
     calls: tuple[LeafCall, ...]
+    # The provenance of the output, and all inputs that are not floating point: every stage
+    # receives these, since masks derive from them, and control flow may depend on them.
     needs: frozenset[ValueRef]
-    everywhere: frozenset[ValueRef]
-    written: tuple[int, ...]
-    loss: bool
-    changes: frozenset[str] = frozenset()
-    draws: bool = False
+    written: tuple[int, ...]  # the leaves of the inputs that the model writes into
+    loss: bool  # True if the output has a scalar named loss
+    changes: frozenset[str]  # the parameters and buffers that the top-level forward writes into
+    draws: bool  # True if the top-level forward draws random numbers
 
     def first_calls(self) -> dict[str, int]:
         """The first call of each leaf module that was called."""
@@ -123,10 +101,6 @@ class ForwardTrace:
 
 class ForwardTracer:
     """Trace one model, for one or several shapes of inputs.
-
-    Args:
-        leaves: the leaf modules of the plain model, on any device.
-        device: the device of the stages.
 
     Attributes:
         captures: True if hooks collect values within the model (see ``huggingface``).
@@ -149,12 +123,7 @@ class ForwardTracer:
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
     ) -> ForwardTrace:
-        """Trace the model.
-
-        Args:
-            args: the model's positional arguments, one microbatch.
-            kwargs: the model's keyword arguments.
-            training: the training mode.
+        """Trace the model, called with one microbatch.
 
         Raises:
             PartitionError: the model can't be traced.
@@ -188,7 +157,7 @@ class ForwardTracer:
         for ref, tensor in tensors.items():
             if tensor.is_floating_point():
                 given[ref.leaf] = PlaceholderTensor.of(ref, on_meta(tensor), self._device)
-            else:  # masks derive from them, and control flow may depend on them
+            else:
                 given[ref.leaf] = tensor.detach().to(self._device, copy=True)
         inputs = TensorVersions(given)
         output, changes = self._run_forward(*unflatten(tree, given))
@@ -199,8 +168,10 @@ class ForwardTracer:
                 replace(call, written=versions.written())
                 for call, versions in zip(self._calls, self._outputs, strict=True)
             ),
-            needs=frozenset(refs_of(flatten(output)[0])).union(*(e.refs for e in self._ops.reads)),
-            everywhere=frozenset(r for r, t in tensors.items() if not t.is_floating_point()),
+            needs=frozenset(refs_of(flatten(output)[0])).union(
+                (ref for ref, tensor in tensors.items() if not tensor.is_floating_point()),
+                *(read.refs for read in self._ops.reads),
+            ),
             written=inputs.written(),
             loss=isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point(),
             changes=changes,
@@ -286,7 +257,7 @@ class ForwardTracer:
                 f"{leaf} puts tensors into its attribute {name}, a container that modules on "
                 "other stages may hold too, where they would not see it; have it return them"
             )
-        output: Any = map_tensors(_hidden, ((found.output, capture_since(marked)),))
+        output: Any = map_tensors(_shape_of, ((found.output, capture_since(marked)),))
         self._calls.append(
             LeafCall(
                 leaf=leaf,
@@ -323,8 +294,7 @@ class ForwardTracer:
         return result
 
 
-def _hidden(tensor: Tensor) -> Tensor:
-    """The shape of a leaf module's output."""
+def _shape_of(tensor: Tensor) -> Tensor:
     return on_meta(tensor.body if type(tensor) is PlaceholderTensor else tensor)
 
 

@@ -48,8 +48,7 @@ class SharedNames:
     """The names of state shared by several leaf modules; holds no module.
 
     Args:
-        inner: a mapping from names of buffers and inner modules of several leaf modules to one
-            canonical name each.
+        inner: from names of shared buffers and inner modules to one canonical name each.
         ties: all names of each parameter and buffer with several names, by the first name.
     """
 
@@ -76,9 +75,9 @@ class LeafModules:
             pipeline plan.
         containers: the modules above them, by name; the model itself is ``""``.
         direct: the parameters and buffers that containers hold themselves.
-        aliases: a mapping from further names of leaf modules to their listed names. A module that
-            occurs several times in a list is a separate leaf module in each place, since its calls
-            can be distinguished and run on several stages.
+        aliases: from further names of leaf modules to their listed names. A module that occurs
+            several times in a list is a separate leaf module in each place, since its calls can be
+            distinguished and run on several stages.
         shared: the names of state shared by several leaf modules.
     """
 

@@ -40,39 +40,29 @@ logger = logging.getLogger("penstock.partition.forward")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeafResult:
-    """The result of one call of a leaf module.
-
-    Args:
-        output: what it returned; its tensors have no meaning but their shapes.
-        changes: the changes of its own state, which have been undone.
-        writes: the leaves of its arguments that it wrote into.
-        fills: True if it changed a list or dict among its arguments.
-    """
+    """The result of one call of a leaf module; its tensors have no meaning but their shapes."""
 
     output: Any
-    changes: StateChanges
-    writes: tuple[int, ...]
-    fills: bool
+    changes: StateChanges  # of its own state, undone since
+    writes: tuple[int, ...]  # the leaves of its arguments that it wrote into
+    fills: bool  # True if it changed a list or dict among its arguments
 
 
 class LeafRunner:
-    """Run the leaf modules of one model.
-
-    Args:
-        leaves: the leaf modules by name, on any device.
-        device: the device of the stages.
-    """
+    """Run the leaf modules of one model for a trace."""
 
     def __init__(self, leaves: Mapping[str, nn.Module], device: torch.device) -> None:
         self._device = device
-        self._copies = {n: copy_with_tensors(leaf, self._placeholder) for n, leaf in leaves.items()}
+
+        def placeholder(tensor: Tensor) -> Tensor:
+            made = PlaceholderTensor(on_meta(tensor), device, Provenance(set()))
+            is_param = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(made, requires_grad=False) if is_param else made
+
+        self._copies = {name: copy_with_tensors(leaf, placeholder) for name, leaf in leaves.items()}
         # Kept until a trace shows that no values are needed: a rank may drop the other stages.
         self._leaves: Mapping[str, nn.Module] = leaves
         self._needs_values = False
-
-    def _placeholder(self, tensor: Tensor) -> Tensor:
-        made = PlaceholderTensor(on_meta(tensor), self._device, Provenance(set()))
-        return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
     def train(self, training: bool) -> None:
         """Set the mode of the copies."""
@@ -90,14 +80,10 @@ class LeafRunner:
         try:
             return self._run(copy, leaves, tree)
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")
             if not self._needs_values:
-                logger.info(
-                    "traced on values: %s can't run on shapes alone (%s: %s)",
-                    leaf,
-                    type(error).__name__,
-                    reason,
-                )
+                reason = next(iter(str(error).splitlines()), "")
+                reason = f"{leaf} can't run on shapes alone ({type(error).__name__}: {reason})"
+                logger.info("traced on values: %s", reason)
         self._needs_values = True
         replay({key: [] for key in marked or ()}, marked)  # what hooks have collected up to there
         own = self._leaves.get(leaf, copy)

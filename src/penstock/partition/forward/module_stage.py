@@ -54,9 +54,8 @@ class ModuleStage(nn.Module):
     """One stage of a model, under the plain model's names.
 
     Args:
-        leaves: the leaf modules of the plain model, whose modules and parameters become the
-            stage's.
-        own: the names of the leaf modules, and of direct parameters, that this stage holds.
+        leaves: the leaf modules of the plain model.
+        own: the names of those, and of direct parameters, that become the stage's.
         index: the index of the stage.
         num_stages: the number of stages.
         make_plan: a function that plans for inputs of new shapes; needed only on the first stage.
@@ -126,8 +125,8 @@ class ModuleStage(nn.Module):
         missing = refs_of(flatten(output)[0])
         if missing:
             raise PartitionError(
-                f"the model's output needs {describe_refs(missing)}, which its trace did not "
-                "show and which is not here; does what it computes depend on values?"
+                f"the model's output needs {describe_refs(missing)}, which is not here and was not "
+                "needed in its trace; what it computes with may not depend on values"
             )
         return output
 
@@ -173,9 +172,7 @@ class _StagePlan:
         whole: the plan of all stages.
         end: the number of calls that the stage needs.
         sent_refs: the values that are sent on.
-        sent: those among them that are outputs, by call and leaf.
-        sends: the calls in ``sent``.
-        received: the received values by call.
+        sent, received: the outputs that are sent on, and that have arrived, by call.
         rerun_until: the number of calls up to which earlier stages also run the top-level forward.
         alone_from: the call from which on only this stage runs it.
     """
@@ -185,13 +182,8 @@ class _StagePlan:
         self.whole = plan
         self.end = len(plan.calls) if is_last else plan.last_call(index) + 1
         self.sent_refs = () if is_last else plan.boundary_values[index]
-        outputs = (ref for ref in self.sent_refs if ref.kind is ValueKind.OUTPUT)
-        self.sent = {(ref.call, ref.leaf): ref for ref in outputs}
-        self.sends = {call for call, _ in self.sent}
-        self.received: dict[int, list[ValueRef]] = {}
-        for ref in plan.boundary_values[index - 1] if index else ():
-            if ref.kind is ValueKind.OUTPUT:
-                self.received.setdefault(ref.call, []).append(ref)
+        self.sent = _outputs_by_call(self.sent_refs)
+        self.received = _outputs_by_call(plan.boundary_values[index - 1] if index else ())
         self.rerun_until = max((plan.last_call(i) + 1 for i in range(index)), default=-1)
         self.alone_from = max(self.rerun_until, 0) if is_last else self.end
         self._device = device
@@ -227,17 +219,20 @@ class _StagePlan:
         return leaves
 
 
+def _outputs_by_call(refs: Sequence[ValueRef]) -> dict[int, list[ValueRef]]:
+    found: dict[int, list[ValueRef]] = {}
+    for ref in refs:
+        if ref.kind is ValueKind.OUTPUT:
+            found.setdefault(ref.call, []).append(ref)
+    return found
+
+
 class _StopForward(BaseException):  # not an Exception, so that no model catches it
     """Stop the model's forward once this stage needs no more of it."""
 
 
 class _StageCallHandler:
-    """Run a stage's own leaf modules, and substitute the results of others.
-
-    Args:
-        index: the index of the stage.
-        device: the device that placeholders claim to be on.
-    """
+    """Run a stage's own leaf modules, and substitute the results of others."""
 
     def __init__(self, index: int, device: torch.device) -> None:
         self.index = index
@@ -248,13 +243,8 @@ class _StageCallHandler:
     def run(self, plan: _StagePlan, values: Values, forward: Callable[[], Any]) -> Any:
         """Run the model's forward for one microbatch, up to this stage's last module.
 
-        Args:
-            plan: the microbatch's plan.
-            values: the values that have arrived; the stage's own values that cross are added.
-            forward: the model's forward.
-
-        Returns:
-            The model's output; None if the forward was left before.
+        Adds the stage's own values that cross to ``values``, the values that have arrived. Returns
+        the model's output, or None if the forward was left before.
         """
         self._plan, self._values, self._next = plan, values, 0
         self._versions = [(list(values), TensorVersions(values.values()))]
@@ -274,10 +264,7 @@ class _StageCallHandler:
     def _check_done(self, plan: _StagePlan) -> None:
         """Check that all own modules ran, and that crossing values were not modified since."""
         if self._next < plan.end:
-            raise self._error(
-                f"{plan.whole.calls[self._next].leaf} was not called, but was in the trace; which "
-                "modules a model calls may not depend on values"
-            )
+            raise self._differs(f"{plan.whole.calls[self._next].leaf} is not called any more")
         for refs, versions in self._versions:
             for i in versions.written():
                 raise self._error(
@@ -286,7 +273,7 @@ class _StageCallHandler:
                 )
 
     def _refuse_hook(self, what: str) -> None:
-        """Refuse a tensor hook where an earlier stage runs the same code: it would run twice."""
+        """Refuse a tensor hook where an earlier stage runs the same code."""
         if self._plan is not None and self._next <= self._plan.rerun_until:
             raise self._error(
                 f"the top-level forward {what}, which earlier stages do too, so that a hook would "
@@ -307,13 +294,13 @@ class _StageCallHandler:
                 "or cut where a checkpoint begins"
             )
         with self._hooks.paused():  # only the top-level forward is watched
-            index, call = self._next, self._expected(plan, leaf)
-            self._next = index + 1
-            if plan.whole.stages[index] == self.index:
+            call = self._expected(plan, leaf)
+            if plan.whole.stages[self._next] == self.index:
                 assert module is not None
-                result = self._run(plan, index, call, module, args, kwargs)
+                result = self._run(plan, call, module, args, kwargs)
             else:
-                result = self._substitute(plan, index, call)
+                result = self._substitute(plan, call)
+            self._next += 1
             if self._random is not None and self._next == plan.rerun_until:
                 set_random_state(self.device, self._random)  # from here on, first run is here
             if self._random is not None and self._next == plan.end:
@@ -322,6 +309,12 @@ class _StageCallHandler:
 
     def _error(self, text: str) -> PartitionError:
         return PartitionError(f"stage {self.index}: {text}")
+
+    def _differs(self, text: str) -> PartitionError:
+        return self._error(
+            f"{text}; stages run by the model's trace: which modules it calls, and what these "
+            "take, return, write and keep, may not depend on values"
+        )
 
     def _expected(self, plan: _StagePlan, leaf: str) -> LeafCall:
         """The traced call expected here."""
@@ -333,16 +326,13 @@ class _StageCallHandler:
         call = calls[self._next] if self._next < len(calls) else None
         if call is None or call.leaf != leaf:
             traced = "nothing more" if call is None else call.leaf
-            raise self._error(
-                f"the model calls {leaf} where its trace called {traced}; which modules a model "
-                "calls may not depend on values"
-            )
+            raise self._differs(f"the model calls {leaf} where its trace called {traced}")
         return call
 
-    def _substitute(self, plan: _StagePlan, index: int, call: LeafCall) -> Any:
+    def _substitute(self, plan: _StagePlan, call: LeafCall) -> Any:
         """The result of another stage's leaf module: received values, and placeholders."""
-        leaves = plan.placeholders(index)
-        for ref in plan.received.get(index, ()):
+        leaves = plan.placeholders(self._next)
+        for ref in plan.received.get(self._next, ()):
             value = self._values[ref]
             self._refuse_detached(value.requires_grad, call.leaf)
             leaves[ref.leaf] = value.clone() if ref.leaf in call.written else value
@@ -351,22 +341,13 @@ class _StageCallHandler:
         return result
 
     def _run(
-        self,
-        plan: _StagePlan,
-        index: int,
-        call: LeafCall,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, plan: _StagePlan, call: LeafCall, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Run an own leaf module, and check that it behaves as in the trace."""
-        given = flatten((args, kwargs))[0]
+        index, given = self._next, flatten((args, kwargs))[0]
         missing = refs_of(given)
         if missing:
-            raise self._error(
-                f"{call.leaf} is called with {describe_refs(missing)}, which its trace did not "
-                "show and which is not here; do its inputs depend on values?"
-            )
+            raise self._differs(f"{call.leaf} is called with {describe_refs(missing)}, not here")
         if self._snapshots.get(call.leaf, (None,))[0] is not module:
             self._snapshots[call.leaf] = module, ModuleSnapshot(module)
         snapshot = self._snapshots[call.leaf][1]
@@ -375,51 +356,36 @@ class _StageCallHandler:
         result = module(*args, **kwargs)
         for i in versions.written():
             if i not in call.writes:
-                raise self._error(
-                    f"{call.leaf} writes into argument {i}, which it did not in its trace; have it "
-                    "return a new tensor instead"
-                )
+                raise self._differs(f"{call.leaf} writes into argument {i}")
         for name in snapshot.fresh_tensors():
             if name not in call.changes:
-                raise self._error(
-                    f"{call.leaf} keeps tensors in its attribute {name}, which it did not in its "
-                    "trace; other stages would not see them; have it return them"
-                )
-        if index in plan.sends and self._has_grad and not torch.is_grad_enabled():
+                raise self._differs(f"{call.leaf} keeps tensors in its attribute {name}")
+        sent = plan.sent.get(index, [])
+        if sent and self._has_grad and not torch.is_grad_enabled():
             takers = (x for x in (*module.parameters(), *given) if isinstance(x, Tensor))
             self._refuse_detached(any(x.requires_grad for x in takers), call.leaf)
         leaves, tree = flatten(((result, capture_since(marked)),))
         if tree != call.output.tree:
-            raise self._error(
-                f"{call.leaf} returned {_shown(tree, leaves)}, in its trace "
-                f"{_shown(call.output.tree, call.output.leaves)}; how many values it returns, and "
-                "in which containers, may not depend on values"
+            traced = _shown(call.output.tree, call.output.leaves)
+            raise self._differs(
+                f"{call.leaf} returned {_shown(tree, leaves)}, in its trace {traced}"
             )
-        self._check_leaves(call, leaves, any_shape=index >= plan.alone_from)
-        crossing = {i: plan.sent[index, i] for i in range(len(leaves)) if (index, i) in plan.sent}
-        self._values.update({ref: leaves[i] for i, ref in crossing.items()})
-        self._versions.append(
-            (list(crossing.values()), TensorVersions(leaves[i] for i in crossing))
-        )
-        if not any(i in call.written for i in crossing):
-            return result
-        for i in crossing:
-            if i in call.written:
-                leaves[i] = leaves[i].clone()
-        return unflatten(tree, leaves)[0][0]
-
-    def _check_leaves(self, call: LeafCall, leaves: Sequence[Any], *, any_shape: bool) -> None:
         for i, (leaf, meta) in enumerate(zip(leaves, call.output.leaves, strict=True)):
             if isinstance(leaf, Tensor) and isinstance(meta, TensorMeta):
+                any_shape = index >= plan.alone_from
                 same = leaf.dtype is meta.dtype and (any_shape or leaf.shape == meta.shape)
             else:
                 same = not isinstance(leaf, Tensor) and leaf == meta
             if not same:
                 got = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
-                raise self._error(
-                    f"output {i} of {call.leaf} is {got}, in its trace {meta}; other stages run by "
-                    "what the trace showed"
-                )
+                raise self._differs(f"output {i} of {call.leaf} is {got}, in its trace {meta}")
+        self._values.update({ref: leaves[ref.leaf] for ref in sent})
+        self._versions.append((sent, TensorVersions(leaves[ref.leaf] for ref in sent)))
+        for ref in sent:
+            if ref.leaf in call.written:
+                leaves[ref.leaf] = leaves[ref.leaf].clone()
+                result = unflatten(tree, leaves)[0][0]
+        return result
 
     def _refuse_detached(self, takes_grad: bool, leaf: str) -> None:
         """Refuse a crossing value whose gradient is lost, unless the model uses no_grad there."""

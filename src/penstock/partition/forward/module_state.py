@@ -52,19 +52,12 @@ def _version(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanges:
-    """Changes of a module's state by one call, by name.
+    """Names of what one call has changed of a module's state."""
 
-    Args:
-        attributes: attributes with new values; equal plain values count as unchanged.
-        filled: the attributes whose containers have received tensors.
-        replaced: parameters and buffers that were replaced by other tensors.
-        written: parameters, buffers and tensors in attributes that were written in place.
-    """
-
-    attributes: tuple[str, ...]
-    filled: tuple[str, ...]
-    replaced: tuple[str, ...]
-    written: tuple[str, ...]
+    attributes: tuple[str, ...]  # with new values, unless plain and equal
+    filled: tuple[str, ...]  # attributes whose containers have received tensors
+    replaced: tuple[str, ...]  # parameters and buffers that are other tensors now
+    written: tuple[str, ...]  # parameters, buffers and tensors in attributes, in place
 
 
 class ModuleSnapshot:
@@ -121,27 +114,22 @@ class ModuleSnapshot:
 
     def changes(self) -> StateChanges:
         """The changes since ``watch_writes``."""
-        attributes: dict[str, None] = {}
-        containers: set[str] = set()
-        for label, now, was in self._before:
-            if not label.endswith("."):
-                containers.add(label)
-                if not _same(now, was):
-                    attributes[label] = None
-                continue
-            for key, value in _items(label, now):
-                if value is not was.get(key) and not _is_equal(value, was.get(key)):
-                    attributes[f"{label}{key}".removeprefix(".")] = None
-        now = self._parameters_and_buffers()
-        names = [*self._tensors, *self.loose]
+        containers = [name for name, _, _ in self._before if not name.endswith(".")]
+        attributes = [name for name, each, was in self._before
+                      if not name.endswith(".") and not _same(each, was)]  # fmt: skip
+        for label, each, was in self._before:
+            if label.endswith("."):
+                attributes += [
+                    f"{label}{key}".removeprefix(".")
+                    for key, value in _items(label, each)
+                    if not _is_equal(value, was.get(key))
+                ]
+        tensors, now = self._tensors, self._parameters_and_buffers()
+        names = [*tensors, *self.loose]
         return StateChanges(
-            attributes=tuple(attributes),
+            attributes=tuple(dict.fromkeys(attributes)),
             filled=tuple(name for name in self.fresh_tensors() if name in containers),
-            replaced=tuple(
-                name
-                for name in {**self._tensors, **now}
-                if now.get(name) is not self._tensors.get(name)
-            ),
+            replaced=tuple(n for n in tensors | now if now.get(n) is not tensors.get(n)),
             written=tuple(names[i] for i in self._versions.written()),
         )
 
@@ -215,7 +203,8 @@ def _same(container: Any, before: Any) -> bool:
 
 
 def _is_equal(value: Any, was: Any) -> bool:
-    return isinstance(value, _PLAIN) and type(value) is type(was) and bool(value == was)
+    plain = isinstance(value, _PLAIN) and type(value) is type(was)
+    return value is was or (plain and bool(value == was))
 
 
 def are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -70,21 +70,12 @@ class ValueKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """A reference to a value in the forward.
-
-    Args:
-        kind: the kind of the value.
-        call: of an output or write, the number of the leaf module's call; of a draw, the number of
-            calls before it; else 0.
-        leaf: of an input or output, the leaf of the tree; of a write, the argument; of a draw, its
-            number; else 0.
-        name: the name of the input, module or parameter.
-    """
+    """A reference to a value in the forward."""
 
     kind: ValueKind
-    call: int
-    leaf: int
-    name: str
+    call: int  # of an output or write; of a draw, the number of calls before it; else 0
+    leaf: int  # of an input or output; of a write, the argument; of a draw, its number; else 0
+    name: str  # of the input, module or parameter
 
     def __str__(self) -> str:
         """``output 0 of encoder.layer.3``."""
@@ -109,7 +100,7 @@ class PlaceholderTensor(Tensor):
     Args:
         body: the meta tensor that operations run on instead.
         device: the device that the placeholder reports.
-        provenance: shared with its views, so that a write to one is recorded for all.
+        provenance: shared with its views.
     """
 
     body: Tensor
@@ -118,9 +109,7 @@ class PlaceholderTensor(Tensor):
     def __new__(
         cls, body: Tensor, device: torch.device, provenance: Provenance
     ) -> PlaceholderTensor:
-        """Create a tensor with ``body``'s shape, dtype and strides."""
-        made: PlaceholderTensor = wrapper_subclass(cls, body, device)
-        return made
+        return wrapper_subclass(cls, body, device)  # type: ignore[no-any-return]
 
     def __init__(self, body: Tensor, device: torch.device, provenance: Provenance) -> None:
         self.body = body
@@ -132,7 +121,6 @@ class PlaceholderTensor(Tensor):
         return cls(body, device, Provenance({ref}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape, dtype and provenance."""
         origin = describe_refs(self.provenance.refs)
         return f"PlaceholderTensor({tuple(self.shape)}, {self.dtype}, from {origin})"
 
@@ -162,11 +150,7 @@ class PlaceholderTensor(Tensor):
 
 
 class NeedsValue(PartitionError):
-    """The top-level forward needs a value that a placeholder's shape does not give.
-
-    Attributes:
-        refs: the values that it depends on.
-    """
+    """The top-level forward needs a value that a placeholder's shape does not give."""
 
     def __init__(self, func: Any, refs: set[ValueRef]) -> None:
         super().__init__(
@@ -191,9 +175,7 @@ class _Overwrites(PartitionError):
 def turn_into_placeholder(tensor: Tensor, refs: set[ValueRef]) -> bool:
     """Turn a tensor into a placeholder in place, for all its references.
 
-    Returns:
-        True on success; False, without any change, if other tensors share its memory, since they
-        would not become placeholders.
+    False, without any change, if other tensors share its memory, which would stay as they are.
     """
     if is_view(tensor) or is_shared(tensor):
         return False
@@ -206,8 +188,7 @@ def turn_into_placeholder(tensor: Tensor, refs: set[ValueRef]) -> bool:
 def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> PlaceholderTensor:
     """A placeholder for the tensor that ``meta`` describes.
 
-    If gradients are enabled, the placeholder requires grad. A backward that reaches it raises,
-    since the gradient would be lost.
+    If gradients are enabled, it requires grad, and a backward that reaches it raises.
     """
     body = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))
     if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
@@ -221,10 +202,7 @@ _anchor = torch.zeros(0, requires_grad=True)
 
 
 class _RefusesGrad(torch.autograd.Function):
-    """Make placeholders that refuse gradients.
-
-    A custom autograd function may take a placeholder, ignore its value, and return a gradient.
-    """
+    """Make placeholders that refuse gradients, as of a function that ignores their values."""
 
     @staticmethod
     def forward(
@@ -244,9 +222,6 @@ class _RefusesGrad(torch.autograd.Function):
 
 class TopLevelOps(TorchDispatchMode):
     """Trace the top-level forward: random draws are placeholders, reads of values are recorded.
-
-    Args:
-        calls: the calls of leaf modules up to now.
 
     Attributes:
         num_draws: the number of random draws.
@@ -287,14 +262,7 @@ class TopLevelOps(TorchDispatchMode):
         ref = ValueRef(ValueKind.DRAW, len(self._calls), self.num_draws, str(func))
         self.num_draws += 1
 
-        def drawn(leaf: Any) -> Any:
-            if type(leaf) is PlaceholderTensor:
-                leaf.provenance.refs.add(ref)
-            elif isinstance(leaf, Tensor):
-                return PlaceholderTensor.of(ref, on_meta(leaf), leaf.device)
-            return leaf
-
-        return optree.tree_map(drawn, result, none_is_leaf=True)
+        return _marked(result, {ref})
 
     def _read(self, error: NeedsValue, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """The result on made-up values: only the last stage may read values, behind all calls.
@@ -309,14 +277,20 @@ class TopLevelOps(TorchDispatchMode):
         leaves, tree = _leaves_of(args, kwargs)
         device = next(leaf.device for leaf in leaves if type(leaf) is PlaceholderTensor)
         given: Any = optree.tree_unflatten(tree, [with_values(leaf, device) for leaf in leaves])
-        result = func(*given[0], **given[1])
+        return _marked(func(*given[0], **given[1]), error.refs)
 
-        def hide(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return PlaceholderTensor(on_meta(leaf), device, Provenance(set(error.refs)))
 
-        return optree.tree_map(hide, result, none_is_leaf=True)
+def _marked(result: Any, refs: set[ValueRef]) -> Any:
+    """An operation's result as placeholders that depend on ``refs`` too."""
+
+    def mark(leaf: Any) -> Any:
+        if type(leaf) is PlaceholderTensor:
+            leaf.provenance.refs |= refs
+        elif isinstance(leaf, Tensor):
+            return PlaceholderTensor(on_meta(leaf), leaf.device, Provenance(set(refs)))
+        return leaf
+
+    return optree.tree_map(mark, result, none_is_leaf=True)
 
 
 def with_values(leaf: Any, device: torch.device) -> Any:

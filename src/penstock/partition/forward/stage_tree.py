@@ -53,7 +53,7 @@ class StageTree:
 
     Args:
         leaves: the model's leaf modules.
-        own: the names of the leaf modules, and of direct parameters, that this stage has.
+        own: the names of those, and of direct parameters, that the stage has.
         handler: the handler of the calls.
         device: the device that placeholders report.
 
@@ -97,23 +97,24 @@ class StageTree:
         self.containers = {name: self.root.get_submodule(name) for name in leaves.containers}
         for container in self.containers.values():
             without_cache(container)
-        # The own name of each tensor that has one, by the tensor and by the first of its names.
-        self._own_names: dict[int | str, str] = {}
-        first_names: dict[int, str] = {}
+        # An own name for the first name of each own tensor.
+        self._own_names: dict[str, str] = {}
+        foreign: dict[int, str] = {}
         # Registries elsewhere in the tree that hold an own tensor, with its name.
         self._tied_places: list[tuple[dict[str, Any], str, str]] = []
         for key, names in names_by_tensor(leaves.model).items():
-            first_names[key] = names[0]
             ours = [name for name in names if is_own(name)]
-            if ours:
-                self._own_names |= {key: ours[0], names[0]: ours[0]}
-                others = (name for name in names if name not in ours)
-                self._tied_places += [(*_registry_of(self.root, name), ours[0]) for name in others]
+            if not ours:
+                foreign[key] = names[0]
+                continue
+            self._own_names[names[0]] = ours[0]
+            others = (name for name in names if name not in ours)
+            self._tied_places += [(*_registry_of(self.root, name), ours[0]) for name in others]
 
         def own_or_placeholder(tensor: Tensor) -> Tensor:
-            if id(tensor) in self._own_names or id(tensor) not in first_names:
+            if id(tensor) not in foreign:
                 return tensor
-            name = first_names[id(tensor)]
+            name = foreign[id(tensor)]
             if name not in self._placeholders:
                 ref = ValueRef(ValueKind.PARAMETER, 0, 0, name)
                 self._placeholders[name] = PlaceholderTensor.of(ref, on_meta(tensor), device)
@@ -164,10 +165,8 @@ class StageTree:
     def sync_modules(self) -> None:
         """Adopt the modules, parameters and training modes that the stage registers now.
 
-        Users may replace or wrap leaf modules at any time.
-
-        Raises:
-            PartitionError: a leaf module is missing, or a container has changed its class.
+        Users may replace or wrap leaf modules at any time; leaf modules must not be missing, and
+        containers keep their classes.
         """
         now: dict[str, nn.Module] = {}
         for path, before in self._registered.items():
@@ -202,8 +201,7 @@ class StageTree:
     def own_tensor(self, name: str) -> Tensor:
         """The stage's current tensor of an own parameter or buffer, by any of its names."""
         registry, last = _registry_of(self._stage, self._own_names.get(name, name))
-        tensor: Tensor = registry[last]
-        return tensor
+        return registry[last]  # type: ignore[no-any-return]
 
     @contextmanager
     def substituted(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -221,12 +219,7 @@ class StageTree:
 
 
 def copy_with_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a module with new parameters and buffers, which can run independently.
-
-    Args:
-        module: the module; compiled submodules run uncompiled in the copy.
-        make: a function that makes a tensor of the copy; called once per tensor.
-    """
+    """An uncompiled copy of a module with new parameters and buffers, each made by ``make``."""
     copies: list[nn.Module] = []
     copy = _copy_tree(module, None, copies)
     for each in copies:
@@ -238,12 +231,9 @@ def copy_with_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn
 
 
 def _copy_tree(module: nn.Module, place: Place | None, copies: list[nn.Module]) -> nn.Module:
-    """Copy a tree of modules; the copies share the original's parameters, buffers and attributes.
+    """Copy a tree of modules, and append the copies to ``copies``.
 
-    Args:
-        module: the root.
-        place: a function that replaces modules; None to copy all.
-        copies: a list that receives the copied modules.
+    Copies share the original's parameters, buffers and attributes. ``place`` replaces modules.
     """
     made: dict[int, nn.Module] = {}
 
@@ -271,10 +261,7 @@ def _replace_tensors(
     """Replace tensors in registries, and in attributes that are lists, tuples or dicts.
 
     Containers are replaced, not mutated, since the original module shares them: ``nn.LSTM`` keeps a
-    list of its weights.
-
-    Returns:
-        The changed places: the mapping, the key, and the old value.
+    list of its weights. Returns the changed places: the mapping, the key, and the old value.
     """
 
     def swapped(value: Any) -> Any:
@@ -303,11 +290,7 @@ def _replace_tensors(
 
 
 def _registry_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The registry of a parameter or buffer, found through wrappers, and its key there.
-
-    Raises:
-        PartitionError: the parameter or buffer is missing.
-    """
+    """The registry of a parameter or buffer, found through wrappers, and its key there."""
     *path, last = name.split(".")
     holder: nn.Module | None = unwrapped(module)
     for part in path:
