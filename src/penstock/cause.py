@@ -13,8 +13,8 @@ import json
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ __all__ = [
     "as_error",
     "cause_of",
     "default_group",
+    "failures_over",
     "key_of",
     "message_of",
     "own_group",
@@ -50,27 +51,16 @@ class Cause:
     Args:
         kind: the exception's class name; the public base class's for a subclass of Penstock's own.
         message: the exception's message.
-        rank: the pipeline rank that raised it.
-        processes: the processes (global ranks) of that pipeline, by rank.
-        stage, microbatch, action: the place of the failure, if available.
+        where: the place of the failure.
+        processes: the processes (global ranks) of the pipeline, by rank.
         traceback: the original traceback; empty without an exception.
     """
 
     kind: str
     message: str
-    rank: int
+    where: Where
     processes: tuple[int, ...]
-    stage: int | None
-    microbatch: int | None
-    action: str | None
     traceback: str
-
-    @property
-    def where(self) -> Where:
-        """The place of the failure."""
-        return Where(
-            rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action
-        )
 
 
 def message_of(error: BaseException) -> str:
@@ -98,11 +88,8 @@ def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause
     return Cause(
         kind=next(public, type(error).__name__),
         message=_abbreviated(message),
-        rank=rank,
+        where=replace(where, rank=rank),
         processes=tuple(processes),
-        stage=where.stage,
-        microbatch=where.microbatch,
-        action=where.action,
         traceback=_abbreviated(trace),
     )
 
@@ -115,14 +102,10 @@ def _abbreviated(text: str) -> str:
 
 
 def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
-    """Make the exception that a rank raises for another rank's failure.
+    """Make the exception that a rank of these processes raises for another rank's failure.
 
     Usage errors (``BoundaryError``, ``ScheduleError``, ``PartitionError``) keep their type, so that
     every rank raises the same type. A failure of user code becomes a ``PeerError``.
-
-    Args:
-        cause: the failure.
-        processes: the processes of the pipeline that raises the exception now.
     """
     shared = (errors.BoundaryError, errors.ScheduleError, errors.PartitionError)
     kind = next((kind for kind in shared if kind.__name__ == cause.kind), PeerError)
@@ -133,7 +116,7 @@ def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
         listed = ", ".join(map(str, cause.processes))
         message = f"in another replica's pipeline (processes {listed}): {message}"
     if cause.traceback:
-        message += f"\n\nThe original traceback, on rank {cause.rank}:\n{cause.traceback}"
+        message += f"\n\nThe original traceback, on rank {cause.where.rank}:\n{cause.traceback}"
     error = kind(message)
     error.where = cause.where
     return error
@@ -184,16 +167,9 @@ def key_of(group: dist.ProcessGroup, name: str) -> str:
 # --- the list of failures ------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Failure:
-    """An entry of a ``FailureLog``.
-
-    Args:
-        place: its index in the list.
-        call: the failed call: a schedule's number, or a note.
-        cause: the failure.
-        read_at: the time at which this process first read it (``time.monotonic``, s).
-    """
+class Failure(NamedTuple):
+    """An entry of a ``FailureLog``: its index there, the failed call (a schedule's number, or a
+    note), its cause, and the time at which this process first read it (``time.monotonic``, s)."""
 
     place: int
     call: str
@@ -217,11 +193,6 @@ class FailureLog:
         self._store = store
         self._key = key
         self._entries: list[Failure | None] = []
-
-    @classmethod
-    def over(cls, group: dist.ProcessGroup, store: Any = None) -> FailureLog:
-        """The failures of ``group``, over its own connection to the store by default."""
-        return cls(store or store_of(group), key_of(group, "failed"))
 
     def append(self, call: str, cause: Cause) -> Failure:
         """Append ``cause`` unless the list has a failure of ``call``; returns the first one."""
@@ -254,8 +225,14 @@ def _parsed(place: int, data: bytes) -> Failure | None:
     if entry is None:
         return None
     call, fields = entry
-    cause = Cause(**{**fields, "processes": tuple(fields["processes"])})
-    return Failure(place, call, cause, time.monotonic())
+    fields["where"], fields["processes"] = Where(**fields["where"]), tuple(fields["processes"])
+    return Failure(place, call, Cause(**fields), time.monotonic())
+
+
+def failures_over(group: dist.ProcessGroup, store: Any = None) -> FailureLog:
+    """The failures of ``group``, over its own connection to the store by default."""
+    store = store_of(group) if store is None else store
+    return FailureLog(store, key_of(group, "failed"))
 
 
 # Group name → the place of this process's note.
@@ -265,11 +242,7 @@ _notes: dict[str, int] = {}
 @contextlib.contextmanager
 def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Publish exceptions raised in this block so that peers stop waiting; cleared by the next
-    success.
-
-    Args:
-        group: the pipeline's group; None if there are no other ranks.
-    """
+    success. ``group`` is None if there are no other ranks."""
     try:
         yield
     except BaseException as error:
@@ -278,7 +251,7 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
             with contextlib.suppress(RuntimeError, dist.DistError):
                 withdraw_note(group)
                 cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
-                note = FailureLog.over(group).append(f"{NOTE}/{group.rank()}", cause)
+                note = failures_over(group).append(f"{NOTE}/{group.rank()}", cause)
                 _notes[group.group_name] = note.place
         raise
     if group is not None:
@@ -290,4 +263,4 @@ def withdraw_note(group: dist.ProcessGroup) -> None:
     place = _notes.pop(group.group_name, None)
     if place is not None:
         with contextlib.suppress(RuntimeError, dist.DistError):
-            FailureLog.over(group).withdraw(place)
+            failures_over(group).withdraw(place)

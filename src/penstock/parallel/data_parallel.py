@@ -57,10 +57,8 @@ class Replicas:
         self.groups = _distinct(group for part in self._parts for group in part.groups)
 
     def share_buffers(self) -> None:
-        """Broadcast the first replica's buffers if the wrapper's forward would.
-
-        Called once per step, after ``begin`` and before the first forward.
-        """
+        """Broadcast the first replica's buffers if the wrapper's forward would; once per step,
+        after ``begin``."""
         for part in self._parts:
             part.share_buffers()
 
@@ -89,8 +87,7 @@ def replicas_of(module: nn.Module) -> Replicas | None:
     """Find the replication or sharding of ``module`` or its submodules; None without any.
 
     Raises:
-        StageError: a wrapper is unsupported: FSDP1, or DDP with mixed precision, a communication
-            hook or sparse embeddings.
+        StageError: a wrapper is unsupported: FSDP1, or DDP with mixed precision.
     """
     found = _find(module)
     return found[0] if len(found) == 1 else Replicas(found) if found else None
@@ -134,7 +131,6 @@ class _Ddp(Replicas):
         if not self.groups:
             self._ddp = self._ddp or _torch_compat.ddp_within(self._module)
             self.groups = (self._ddp.process_group,)
-            _refuse_sparse(self._module if self._is_composable else self._ddp.module)
         ddp = self._ddp
         if _torch_compat.has_comm_hook(ddp):
             raise StageError(
@@ -172,15 +168,6 @@ class _Ddp(Replicas):
             # under no_sync(), nor between evaluations.
             self._ddp.require_forward_param_sync = self._synced and self._trains
             _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
-
-
-def _refuse_sparse(module: nn.Module) -> None:
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-            raise StageError(
-                f"the embedding {name!r} of a stage in DDP has sparse gradients, which are not "
-                "reduced; make it with sparse=False"
-            )
 
 
 class _Fsdp(Replicas):
@@ -238,8 +225,8 @@ def average_grads(
 ) -> None:
     """Average the gradients of ``params`` over ``group`` by coalesced in-place all-reduces.
 
-    A gradient that is missing on all ranks stays None. A gradient that is missing on some ranks
-    counts as zero on these ranks.
+    A gradient that is missing on all ranks stays None; one that is missing on some counts as zero
+    there.
 
     Args:
         params: the parameters, in the same order on every rank.
@@ -294,13 +281,11 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iter
         [[3, 4], [9], [1]]
     """
     bucket: list[T] = []
-    total = 0
     for item in items:
-        if bucket and total + size(item) > limit:
+        if bucket and sum(map(size, bucket)) + size(item) > limit:
             yield bucket
-            bucket, total = [], 0
+            bucket = []
         bucket.append(item)
-        total += size(item)
     if bucket:
         yield bucket
 
@@ -309,10 +294,8 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iter
 
 
 class ReplicaStep:
-    """A manual step of a replicated stage, up to its single reduction.
-
-    A schedule determines the last backward of a step itself. For a manually driven stage the user
-    marks the last backward, calls the reduction, or does both.
+    """A manual step of a replicated stage, up to its single reduction: the user marks the last
+    backward, calls the reduction, or does both.
 
     Attributes:
         due: whether the backward that completes the step reduces the gradients.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from penstock._torch_compat import has_grad_hooks
 from penstock.errors import PartitionError, StageError
 from penstock.parallel.data_parallel import in_buckets
+from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.placement import Placement
@@ -47,21 +47,14 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """A shared parameter or buffer, with all its copies.
+    """A shared parameter or buffer, with all its copies."""
 
-    Args:
-        key: the number of its group and its name in the group; the same on every rank.
-        label: the name of the first local copy, for messages.
-        ranks: the ranks with a copy, in ascending order.
-        home: the rank of the first stage, which broadcasts its value.
-        tensors: this process's distinct tensors, in stage order.
-    """
-
+    # The number of its group and its name in the group, the same on every rank.
     key: tuple[int, str]
-    label: str
-    ranks: tuple[int, ...]
-    home: int
-    tensors: tuple[Tensor, ...]
+    label: str  # the name of the first local copy, for messages
+    ranks: tuple[int, ...]  # with a copy, in ascending order
+    home: int  # the rank of the first stage, which broadcasts its value
+    tensors: tuple[Tensor, ...]  # this process's distinct ones, in stage order
 
     @property
     def local(self) -> Tensor:
@@ -101,10 +94,10 @@ class SharedParams:
         self._transport = transports[0] if len(transports) < placement.num_ranks else None
         # By stage, the shared names: of each tie, then of each stage's copies.
         self._groups = [_names_by_stage(tie, placement) for tie in ties]
-        self._num_ties = len(ties)
-        size, copies = placement.num_model_stages, placement.num_directions
-        if copies > 1:
-            self._groups += [dict.fromkeys(range(i, copies * size, size), "") for i in range(size)]
+        self._num_ties, size = len(ties), placement.num_model_stages
+        if placement.num_directions > 1:
+            copies = (range(i, placement.num_stages, size) for i in range(size))
+            self._groups += [dict.fromkeys(stages, "") for stages in copies]
         self._params: list[nn.Parameter] = []
         # By id of a parameter: True if sums over ranks count it on this rank.
         self._counted: dict[int, bool] = {}
@@ -139,31 +132,27 @@ class SharedParams:
         """Log the gradient sums, in the process of the first stage."""
         for group in self._groups[: self._num_ties]:
             if min(group) in self._stages:
+                first_copies = [i for i in sorted(group) if self._placement.direction_of(i) == 0]
+                names = " and ".join(f"{group[stage]} of stage {stage}" for stage in first_copies)
                 ranks = " and ".join(map(str, self._ranks_of(group)))
-                is_spread = self._transport is not None and " " in ranks
-                _log.info(
-                    "%s are one parameter: %s",
-                    " and ".join(
-                        f"{group[stage]} of stage {stage}"
-                        for stage in sorted(group)
-                        if self._placement.direction_of(stage) == 0
-                    ),
-                    f"gradients summed across ranks {ranks}" if is_spread else "placed together",
-                )
+                how = f"gradients summed across ranks {ranks}"
+                if self._transport is None or " " not in ranks:
+                    how = "placed together"
+                _log.info("%s are one parameter: %s", names, how)
 
     # --- finding the copies ------------------------------------------------------------------
 
     def _find_params(self) -> None:
         """Find the parameters, and find them again if a stage replaced them, as sharding does."""
         params = [param for stage in self._stages.values() for param in stage.submod.parameters()]
-        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
+        if [*map(id, params)] == [*map(id, self._params)]:
             return
-        self._shared = list(self._find())
-        self._params = params
+        self._params, self._shared = params, list(self._find())
         self._counted = dict.fromkeys(map(id, params), True)
         for shared in self._shared:
-            for place, tensor in enumerate(shared.tensors if shared.is_summed else ()):
-                self._counted[id(tensor)] = place == 0 and self._is_home(shared)
+            if shared.is_summed:
+                self._counted |= dict.fromkeys(map(id, shared.tensors), False)
+                self._counted[id(shared.tensors[0])] = self._is_home(shared)
 
     def _is_home(self, shared: _Shared) -> bool:
         return self._transport is None or self._transport.rank == shared.home
@@ -220,23 +209,24 @@ class SharedParams:
         gathered = [json.dumps(mine).encode()]
         if self._transport is not None:
             gathered = self._transport.all_gather_bytes(gathered[0])
-        first: dict[tuple[int, str], tuple[str, str]] = {}
-        present: dict[tuple[int, str], set[int]] = {}
+        # By key: the description and label of the first copy, and the ranks that have one.
+        copies: dict[tuple[int, str], tuple[str, str, set[int]]] = {}
         for rank, data in enumerate(gathered):
             for number, name, kind, label in json.loads(data):
-                first_kind, first_label = first.setdefault((number, name), (kind, label))
-                present.setdefault((number, name), set()).add(rank)
-                if kind != first_kind:
+                first = copies.setdefault((number, name), (kind, label, set()))
+                first[2].add(rank)
+                if kind != first[0]:
                     raise PartitionError(
-                        f"{first_label} ({first_kind}) and {label} ({kind}) can't be shared: "
-                        "shapes, dtypes or shards differ"
+                        f"{first[1]} ({first[0]}) and {label} ({kind}) can't be shared: shapes, "
+                        "dtypes or shards differ"
                     )
-        for (number, name), ranks in present.items() if self._transport is not None else ():
+        for (number, name), (_, label, ranks) in copies.items():
             group = self._groups[number]
-            if lacking := sorted({*self._ranks_of(group)} - ranks):
+            lacking = sorted({*self._ranks_of(group)} - ranks)
+            if lacking and self._transport is not None:
                 raise PartitionError(
-                    f"{first[number, name][1]} is shared with rank {lacking[0]}, whose stage has "
-                    f"no {name!r} in {group}; the modules must have the same parameters and buffers"
+                    f"{label} is shared with rank {lacking[0]}, whose stage has no {name!r} in "
+                    f"{group}; the modules must have the same parameters and buffers"
                 )
 
     # --- a step ------------------------------------------------------------------------------
@@ -329,13 +319,7 @@ def owner_of(param: Tensor) -> SharedParams | None:
 
 
 def _names_by_stage(tie: Tie, placement: Placement) -> dict[int, str]:
-    """The names of a tie in all copies of the model, by stage.
-
-    Example:
-        >>> from penstock.schedule.placement import bidirectional
-        >>> _names_by_stage({0: "embed.weight", 1: "head.weight"}, bidirectional(2))
-        {0: 'embed.weight', 2: 'embed.weight', 1: 'head.weight', 3: 'head.weight'}
-    """
+    """The names of a tie in all copies of the model, by stage."""
     if not isinstance(tie, Mapping):
         raise PartitionError(
             f"a tie is {tie!r}; expected a dict, from each stage that holds the parameter to its "
@@ -368,10 +352,9 @@ def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str,
     try:
         within = unwrapped(module).get_submodule(name)
     except AttributeError:
-        shown = ", ".join([*params][:6]) + (", …" if len(params) > 6 else "")
         raise PartitionError(
             f"stage {stage} has neither a parameter nor a module {name!r}; its parameters are: "
-            f"{shown or 'none'}"
+            f"{abbreviate([*params])}"
         ) from None
     return dict(named_plainly(within, buffers=buffers))
 

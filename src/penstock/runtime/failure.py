@@ -25,10 +25,10 @@ from penstock.cause import (
     NOTE,
     Cause,
     Failure,
-    FailureLog,
     as_error,
     cause_of,
     default_group,
+    failures_over,
     key_of,
     store_of,
 )
@@ -36,7 +36,7 @@ from penstock.errors import PeerError, PenstockError, Where
 from penstock.runtime.watchdog import BackgroundCall, Peers, Wait, Watchdog, poll
 from penstock.schedule.messages import runs_of
 
-__all__ = ["NO_SCHEDULE", "Calls", "ErrorStore", "FailureReporter", "calls_over", "report_uncaught"]
+__all__ = ["NO_SCHEDULE", "Calls", "ErrorStore", "calls_over", "report_uncaught"]
 
 T = TypeVar("T")
 
@@ -55,19 +55,12 @@ MAX_ANSWER_S = 10.0
 
 @dataclass(slots=True)
 class Calls:
-    """This process's calls over one group. Every rank makes the same calls in the same order.
-
-    Args:
-        count: the number of calls begun.
-        name: the latest call.
-        collectives: the number of collectives over all ranks that this process entered.
-        failed: the calls whose failures were raised in this process.
-    """
+    """This process's calls over one group. Every rank makes the same calls in the same order."""
 
     count: int = 0
-    name: str = ""
-    collectives: int = 0
-    failed: set[str] = field(default_factory=set)
+    name: str = ""  # of the latest call
+    collectives: int = 0  # over all ranks, entered by this process
+    failed: set[str] = field(default_factory=set)  # whose failures were raised in this process
 
     def begin(self, name: str) -> None:
         """Count another call."""
@@ -79,6 +72,8 @@ class Calls:
 _calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 # By store, with weak keys. A second connection takes seconds if torch waits for a name server.
 _second_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# Those of the main thread, to which an uncaught exception is written at exit.
+_error_stores: WeakSet[ErrorStore] = WeakSet()
 
 
 def calls_over(group: dist.ProcessGroup) -> Calls:
@@ -87,7 +82,10 @@ def calls_over(group: dist.ProcessGroup) -> Calls:
 
 
 class ErrorStore:
-    """The failures that end the calls of one schedule.
+    """The failures of one schedule: publishes this rank's, and finds the first cause.
+
+        this rank fails by itself      its own error is the cause, unless another one came first
+        its wait broke, or timed out   the peer's cause; a generic PeerError without one
 
     Args:
         group: the pipeline's process group.
@@ -113,12 +111,17 @@ class ErrorStore:
             if store not in _second_connections:
                 _second_connections[store] = store.clone()
             store = _second_connections[store]
+        else:
+            _error_stores.add(self)
         self._store = store
-        self._group = group
+        self._name = str(number)
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._processes = tuple(dist.get_process_group_ranks(group))
         self._calls = calls_over(group)
+        self._count_key = key_of(group, "collectives")
         # Each list with the name of this schedule in it; the pipeline's takes precedence.
-        self._logs = [(FailureLog.over(group, store), str(number))]
-        self._logs += [(FailureLog.over(g, store), f"replicas/{number}") for g in replicas]
+        self._logs = [(failures_over(group, store), self._name)]
+        self._logs += [(failures_over(g, store), f"replicas/{number}") for g in replicas]
         num_readers = (default_group() or group).size()
         self.interval_s = len(self._logs) * num_readers / MAX_REQUESTS_PER_S
         # Never retried after a loss, since torch logs a page per failed request.
@@ -126,6 +129,7 @@ class ErrorStore:
 
     def write(self, cause: Cause) -> Cause:
         """Publish ``cause`` unless another one was first; returns the first cause."""
+        self._calls.failed.add(self._name)
 
         def append() -> Cause:
             (own, name), *others = self._logs
@@ -137,11 +141,9 @@ class ErrorStore:
         return self._request(append) or cause
 
     def read(self, waited_s: float = math.inf) -> Failure | None:
-        """The failure that ends this schedule's call.
+        """The failure that ends this schedule's call, after a wait of ``waited_s`` seconds.
 
-        Args:
-            waited_s: the duration of this rank's wait so far. Only a longer one ends by a note,
-                whose rank may retry, or by a failure in another call over the group.
+        Only a longer wait ends by a note, whose rank may retry, or by a failure in another call.
         """
         return self._request(lambda: self._find(waited_s))
 
@@ -162,74 +164,52 @@ class ErrorStore:
                 return failure
         if OTHER_CALLS_S <= waited_s < math.inf:
             # By these counts, the ranks that wait find those that stay away.
-            self._store.set(self._count_key(self._group.rank()), str(self._calls.collectives))
+            self._store.set(f"{self._count_key}/{self._rank}", str(self._calls.collectives))
         return None
 
-    def _count_key(self, rank: int) -> str:
-        return key_of(self._group, f"collectives/{rank}")
-
-    def read_absent(self) -> list[int]:
+    def _find_absent(self) -> list[int]:
         """The ranks that have not entered this rank's current collective."""
-
-        def is_absent(rank: int) -> bool:
-            key = self._count_key(rank)
-            count = int(self._store.get(key)) if self._store.check([key]) else 0
-            return rank != self._group.rank() and count < self._calls.collectives
-
-        return self._request(lambda: [*filter(is_absent, range(self._group.size()))]) or []
+        keys = {r: f"{self._count_key}/{r}" for r in range(self._num_ranks) if r != self._rank}
+        present = {r: int(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
+        return [rank for rank in keys if present.get(rank, 0) < self._calls.collectives]
 
     def _request(self, request: Callable[[], T]) -> T | None:
-        if self.is_lost:
-            return None
-        try:
-            return request()
-        except (RuntimeError, dist.DistError):
-            self.is_lost = True
-            return None
+        if not self.is_lost:
+            try:
+                return request()
+            except (RuntimeError, dist.DistError):
+                self.is_lost = True
+        return None
 
-
-class FailureReporter:
-    """Publishes one rank's failures, and finds the first cause of failed calls.
-
-        this rank fails by itself      its own error is the cause, unless another one came first
-        its wait broke, or timed out   the peer's cause; a generic PeerError without one
-
-    Args:
-        group: the pipeline's process group.
-        number: the schedule's number over that group.
-        errors: the schedule's error store.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, number: int, errors: ErrorStore) -> None:
-        self._number = str(number)
-        self._rank = group.rank()
-        self._processes = tuple(dist.get_process_group_ranks(group))
-        self._calls = calls_over(group)
-        self.errors = errors
-        _reporters.add(self)
+    def _query(self, request: Callable[[], T | None]) -> T | None:
+        """A request that may stay without an answer."""
+        call = BackgroundCall(request)
+        if call.is_done(within_s=MAX_ANSWER_S):
+            return call.value
+        self.is_lost = True
+        return None
 
     def error_to_raise(
         self, error: BaseException, wait: Wait | None, watchdog: Watchdog
     ) -> PenstockError | None:
-        """Publish ``error``, or find the first cause.
+        """Publish the exception that ended a call, or find the first cause.
 
         Args:
-            error: the exception that ended the call on this rank.
+            error: the exception.
             wait: the interrupted wait, if any.
             watchdog: the wait's watchdog, already stopped.
 
         Returns:
             The exception to raise instead; None to raise ``error`` itself.
         """
-        self.errors.is_lost |= watchdog.store_is_lost
-        failure = self._query(lambda: self.errors.read(0.0))
+        self.is_lost |= watchdog.store_is_lost
+        failure = self._query(lambda: self.read(0.0))
         if failure is None and wait is not None and not watchdog.timed_out:
             # A peer closes its connections a moment before its cause can be read.
-            interval_s = self.errors.interval_s
             failure = poll(
-                lambda: self._query(self.errors.read),
-                for_s=2.0 + 2 * interval_s,
-                every_s=max(0.05, interval_s),
+                lambda: self._query(self.read),
+                for_s=2.0 + 2 * self.interval_s,
+                every_s=max(0.05, self.interval_s),
             )
         if failure is not None:
             self._calls.failed.add(failure.call)
@@ -239,62 +219,50 @@ class FailureReporter:
                 error = self._broken_wait(error, wait, watchdog)
             cause = cause_of(error, self._rank, self._processes)
         # A cause that was found is published too, to this rank's replicas.
-        self._calls.failed.add(self._number)
-        first = self._query(lambda: self.errors.write(cause)) or cause
+        first = self._query(lambda: self.write(cause)) or cause
         if failure is not None or first != cause:
             return as_error(first, self._processes)
         return error if isinstance(error, PeerError) else None
-
-    def report_crash(self, error: BaseException) -> None:
-        """Publish the exception that ends this process, unless this schedule failed before."""
-        if self._number not in self._calls.failed and not self.errors.is_lost:
-            self._calls.failed.add(self._number)
-            self.errors.write(cause_of(error, self._rank, self._processes))
-
-    def _query(self, request: Callable[[], T]) -> T | None:
-        call = BackgroundCall(request)
-        if call.is_done(within_s=MAX_ANSWER_S):
-            return call.value
-        self.errors.is_lost = True
-        return None
 
     def _broken_wait(self, error: BaseException, wait: Wait, watchdog: Watchdog) -> PeerError:
         _, peer = wait
         name = peer.value if isinstance(peer, Peers) else f"rank {peer}"
         if watchdog.timed_out:
-            absent = self._query(self.errors.read_absent) if peer is Peers.ALL_RANKS else None
-            if absent and (len(absent) == 1 or len(absent) < len(self._processes) - 1):
+            absent = []
+            if peer is Peers.ALL_RANKS:
+                absent = self._query(lambda: self._request(self._find_absent)) or []
+            if absent and (len(absent) == 1 or len(absent) < self._num_ranks - 1):
                 name = f"rank{'s' if len(absent) > 1 else ''} {runs_of(absent)}"
             reports = "and no rank reports a failure"
-            if self.errors.is_lost:
+            if self.is_lost:
                 reports = "nor does the store that joins the ranks answer"
             message = (
                 f"no word from {name} within {watchdog.timeout_s:g} s, {reports}; pass a longer "
                 "timeout_s if a step may take so long"
             )
-        elif self.errors.is_lost:
+        elif self.is_lost:
             message = (
                 "the store that joins the ranks is gone; the process that holds it (the group's "
                 f"rank 0, most often) may have died. This rank was waiting for {name} ({error})"
             )
+        elif peer is Peers.REPLICAS:
+            message = f"a collective over {name} failed; one of them may have died ({error})"
         else:
-            what = f"a collective over {name} failed; one of them"
-            if peer is not Peers.REPLICAS:
-                what = f"the connection to {name} broke; its process"
-            message = f"{what} may have died"
+            advice = ""
             if self._calls.failed:
-                message += (
+                advice = (
                     ", or it broke when another schedule over this process group failed: then "
                     "make stages over a new one (torch.distributed.new_group), on every rank"
                 )
-            message += f" ({error})"
+            message = f"the connection to {name} broke; its process may have died{advice} ({error})"
         raised = PeerError(message, where=Where(rank=self._rank))
         raised.__cause__ = error
         return raised
 
-
-# This process's live reporters, which publish an uncaught exception at exit.
-_reporters: WeakSet[FailureReporter] = WeakSet()
+    def report_crash(self, error: BaseException) -> None:
+        """Publish the exception that ends this process, unless this schedule failed before."""
+        if self._name not in self._calls.failed:
+            self.write(cause_of(error, self._rank, self._processes))
 
 
 @atexit.register
@@ -304,14 +272,14 @@ def report_uncaught() -> None:
         rank 0   step ── optimizer ── step ── waits for rank 1 ───────────┐
         rank 1   step ── optimizer raises, nobody catches it ── publishes ┘
 
-    Runs at exit, when the interpreter has stored the exception in ``sys``. An interactive prompt
-    stores exceptions there too, but continues.
+    Runs at exit. The interpreter has stored the exception in ``sys``; so does an interactive
+    prompt, which continues.
     """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or hasattr(sys, "ps1") or sys.flags.interactive:
         return
-    for reporter in list(_reporters):
+    for errors in list(_error_stores):
         # No thread can start at exit, so a hanging request ends by the store's own timeout.
-        reporter.report_crash(error)
-        if reporter.errors.is_lost:
+        errors.report_crash(error)
+        if errors.is_lost:
             return

@@ -54,17 +54,11 @@ class Model(Protocol):
     """A ``penstock.Pipeline``, or any ``nn.Module``: this process's tensors by the plain model's
     names."""
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters."""
-        ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """The parameters and buffers."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """Load parameters and buffers."""
-        ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
 
 def save(
@@ -79,8 +73,7 @@ def save(
     ranks have, the first rank's are written.
 
     Args:
-        path: a folder that all ranks reach, made if missing. A checkpoint in it is replaced as
-            soon as this one is complete.
+        path: a folder that all ranks reach, made if missing.
         model: a pipeline, or a plain module.
         optimizer: of the model's parameters; left out if None.
         keep: by name, whether to write a parameter or buffer; frozen ones may be left out.
@@ -102,9 +95,7 @@ def save(
         (True, True)
     """
     with collective_call(group, "save()", (PartitionError, OSError)):
-        optim = _on_all_ranks(
-            group, lambda: None if optimizer is None else optimizer_state(model, optimizer)
-        )
+        optim = _on_all_ranks(group, lambda: _NamedOptimizer(model, optimizer)).state()
         tensors = _on_all_ranks(group, model.state_dict)
         # A plain module is no stage, and may be the same on every rank.
         stages: dict[str, int] = getattr(type(model), "parameter_stages", lambda _: {})(model)
@@ -117,7 +108,7 @@ def save(
             )
         refuse_common(names_in_common(named))
         state = {"model": {name: value for name, value in tensors.items() if keep(name)}}
-        _write(path, state if optim is None else {**state, "optim": optim}, group)
+        _write(path, state if optimizer is None else {**state, "optim": optim}, group)
 
 
 def load(
@@ -159,31 +150,21 @@ def load(
         metadata = _on_all_ranks(group, lambda: _metadata(path))
         before = _on_all_ranks(group, model.state_dict)
         state: dict[str, Any] = {"model": {name: t for name, t in before.items() if keep(name)}}
-        settings: dict[str, Any] = {}
-
-        def prepare() -> None:
-            saved: Mapping[str, object] = metadata.state_dict_metadata
-            faults = _faults(saved, {f"model.{name}": t for name, t in state["model"].items()})
-            if optimizer is not None:
-                for name, _, params in _named_params(model, optimizer):
-                    for key in (f"param_groups.{name}.{setting}" for setting in _settings(params)):
-                        settings[key] = _empty(saved.get(f"optim.{key}"))
-                state["optim"] = _empty_state(metadata, model, optimizer)
-                faults += _faults(saved, {f"optim.{key}": None for key in settings})
-            _refuse(path, faults)
-
-        def check_settings() -> None:
-            if optimizer is not None:
-                _refuse(path, _conflicts(model, optimizer, settings))
-
-        _on_all_ranks(group, prepare)
+        named = _on_all_ranks(group, lambda: _NamedOptimizer(model, optimizer))
+        saved: Mapping[str, object] = metadata.state_dict_metadata
+        settings = {name: _empty(saved.get(f"optim.{name}")) for name in named.settings}
+        wanted = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+        wanted |= {f"optim.{name}": None for name in settings}
+        _on_all_ranks(group, lambda: _refuse(path, _faults(saved, wanted)))
         # Reading into the model overwrites it, so that all checks come before.
         _read(path, {"optim": settings}, group)
-        _on_all_ranks(group, check_settings)
+        _on_all_ranks(group, lambda: _refuse(path, named.conflicts(settings)))
+        if optimizer is not None:
+            state["optim"] = named.empty_state(metadata)
         _read(path, state, group)
         model.load_state_dict({**before, **state["model"]})
         if optimizer is not None:
-            _fill_optimizer(model, optimizer, {**state["optim"], **settings})
+            named.fill(optimizer, {**state["optim"], **settings})
 
 
 def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -206,53 +187,97 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
         >>> optimizer_state(layer, sgd)["param_groups.weight.lr"]
         0.5
     """
-    flat: dict[str, Any] = {}
-    for name, param, group in _named_params(model, optimizer):
-        state = optimizer.state.get(param, {})
-        flat.update({f"state.{name}.{key}": value for key, value in state.items()})
-        flat.update({f"param_groups.{name}.{key}": group[key] for key in _settings(group)})
-    return flat
+    return _NamedOptimizer(model, optimizer).state()
 
 
 # --- the optimizer -------------------------------------------------------------------------------
 
 
-def _named_params(
-    model: Model, optimizer: torch.optim.Optimizer
-) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """Each parameter of the optimizer with its name and its group, in the optimizer's order."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-    if num_foreign := sum(id(param) not in names for param, _ in params):
-        raise PartitionError(
-            f"{num_foreign} of the optimizer's {len(params)} parameters are none of the model's; "
-            "make the optimizer from the parameters of this model or pipeline"
-        )
-    return [(names[id(param)], param, group) for param, group in params]
+class _NamedOptimizer:
+    """An optimizer's parameters, in its order, and settings by the model's names; none for None.
 
+    Raises a PartitionError if the optimizer has a parameter that the model has not.
+    """
 
-def _settings(group: Mapping[str, Any]) -> list[str]:
-    """The names of a group's settings, such as ``lr``."""
-    return [key for key in group if key not in ("params", "param_names")]
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
+        names = {id(param): name for name, param in model.named_parameters()}
+        groups = [] if optimizer is None else optimizer.param_groups
+        params = [(param, group) for group in groups for param in group["params"]]
+        if num_foreign := sum(id(param) not in names for param, _ in params):
+            raise PartitionError(
+                f"{num_foreign} of the optimizer's {len(params)} parameters are none of the "
+                "model's; make the optimizer from the parameters of this model or pipeline"
+            )
+        self._states = {} if optimizer is None else optimizer.state
+        self._params = [(names[id(param)], param) for param, _ in params]
+        # By flat name: the parameter's name, its group, and the name of a setting, such as ``lr``.
+        self.settings: dict[str, tuple[str, dict[str, Any], str]] = {
+            f"param_groups.{names[id(param)]}.{key}": (names[id(param)], group, key)
+            for param, group in params
+            for key in group
+            if key not in ("params", "param_names")
+        }
 
+    def state(self) -> dict[str, Any]:
+        """The flat state; see ``optimizer_state``."""
+        flat = {name: group[key] for name, (_, group, key) in self.settings.items()}
+        for name, param in self._params:
+            state = self._states.get(param, {})
+            flat.update({f"state.{name}.{key}": value for key, value in state.items()})
+        return flat
 
-def _empty_state(
-    metadata: Metadata, model: Model, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Tensors to read the saved state into, since an optimizer that took no step has none. Items
-    of lists and dicts in the state are saved one by one."""
-    params = {name: param for name, param, _ in _named_params(model, optimizer)}
-    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
-    empty: dict[str | int, Any] = {}
-    for key, meta in metadata.state_dict_metadata.items():
-        _, *within = paths.get(key, ("optim", key.removeprefix("optim.")))
-        name, _, _ = str(within[0]).removeprefix("state.").rpartition(".")
-        if key.startswith("optim.state.") and name in params:
-            place = empty
-            for step in within[:-1]:
-                place = place.setdefault(step, {})
-            place[within[-1]] = _empty(meta, params[name])
-    return {str(entry): _with_lists(value) for entry, value in empty.items()}
+    def empty_state(self, metadata: Metadata) -> dict[str, Any]:
+        """Tensors to read the saved state into, since an optimizer that took no step has none.
+        Items of lists and dicts in the state are saved one by one."""
+        params = dict(self._params)
+        paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
+        empty: dict[str | int, Any] = {}
+        for key, meta in metadata.state_dict_metadata.items():
+            _, *within = paths.get(key, ("optim", key.removeprefix("optim.")))
+            name, _, _ = str(within[0]).removeprefix("state.").rpartition(".")
+            if key.startswith("optim.state.") and name in params:
+                place = empty
+                for step in within[:-1]:
+                    place = place.setdefault(step, {})
+                place[within[-1]] = _empty(meta, params[name])
+        return {str(entry): _with_lists(value) for entry, value in empty.items()}
+
+    def conflicts(self, values: Mapping[str, Any]) -> list[str]:
+        """Parameters of one group that were saved with different settings."""
+        first: dict[tuple[int, str], tuple[str, Any]] = {}
+        faults = []
+        for flat, (name, group, key) in self.settings.items():
+            other_name, other = first.setdefault((id(group), key), (name, values[flat]))
+            if values[flat] != other:
+                faults.append(
+                    f"{key} is {other} for {other_name} and {values[flat]} for {name}, which are "
+                    "in one group of this optimizer; make its groups as those of the one that was "
+                    "saved"
+                )
+        return faults
+
+    def fill(self, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]) -> None:
+        """Load the state by the optimizer's own ``load_state_dict``, which may convert it."""
+        states: dict[str, dict[str, Any]] = {}
+        for key, value in flat.items():
+            if key.startswith("state."):
+                name, _, entry = key.removeprefix("state.").rpartition(".")
+                states.setdefault(name, {})[entry] = value
+        loaded = optimizer.state_dict()
+        groups = loaded["param_groups"]
+        loaded["state"] = {}
+        used: set[str] = set()
+        indices = (index for group in groups for index in group["params"])
+        for index, (name, _) in zip(indices, self._params, strict=True):
+            if name in states:
+                # Copies of a shared parameter have one name, but each a state of its own.
+                state = deepcopy(states[name]) if name in used else states[name]
+                loaded["state"][index] = state
+                used.add(name)
+        by_id = dict(zip(map(id, optimizer.param_groups), groups, strict=True))
+        for name, (_, group, key) in self.settings.items():
+            by_id[id(group)][key] = flat[name]
+        optimizer.load_state_dict(loaded)
 
 
 def _with_lists(value: Any) -> Any:
@@ -270,50 +295,6 @@ def _empty(meta: object, param: Tensor | None = None) -> Tensor | None:
         # On the parameter's device, and sharded as it is.
         return torch.empty_like(param, dtype=meta.properties.dtype, requires_grad=False)
     return torch.empty(meta.size, dtype=meta.properties.dtype)
-
-
-def _conflicts(
-    model: Model, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
-) -> list[str]:
-    """Parameters of one group that were saved with different settings."""
-    first: dict[tuple[int, str], tuple[str, Any]] = {}
-    faults = []
-    for name, _, group in _named_params(model, optimizer):
-        for key in _settings(group):
-            value = settings[f"param_groups.{name}.{key}"]
-            other_name, other = first.setdefault((id(group), key), (name, value))
-            if value != other:
-                faults.append(
-                    f"{key} is {other} for {other_name} and {value} for {name}, which are in one "
-                    "group of this optimizer; make its groups as those of the one that was saved"
-                )
-    return faults
-
-
-def _fill_optimizer(
-    model: Model, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]
-) -> None:
-    """Load the state by the optimizer's own ``load_state_dict``, which may convert it."""
-    states: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        if key.startswith("state."):
-            name, _, entry = key.removeprefix("state.").rpartition(".")
-            states.setdefault(name, {})[entry] = value
-    names = iter([name for name, _, _ in _named_params(model, optimizer)])
-    used: set[str] = set()
-    loaded = optimizer.state_dict()
-    loaded["state"] = {}
-    for group in loaded["param_groups"]:
-        for position, index in enumerate(group["params"]):
-            name = next(names)
-            if name in states:
-                # Copies of a shared parameter have one name, but each a state of its own.
-                state = states[name]
-                loaded["state"][index] = deepcopy(state) if name in used else state
-                used.add(name)
-            if position == 0:
-                group.update({key: flat[f"param_groups.{name}.{key}"] for key in _settings(group)})
-    optimizer.load_state_dict(loaded)
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -391,37 +372,49 @@ class _Writer(FileSystemWriter):
 
 
 def _write(path: Folder, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    # Of tensors that several ranks have, the first rank writes all: replicas' statistics differ,
-    # and one replica's mean does not go with another one's variance.
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    try:
-        with _quietly():
-            save_by_name(
-                state,
-                storage_writer=_Writer(path),
-                planner=planner,
-                process_group=group,
-                no_dist=not _is_distributed(),
-            )
-    except CheckpointException as error:
-        raise OSError(
-            f"checkpoint {path} was not written ({_summary(error)}); one that was there is there "
-            "still"
-        ) from error
+    def failure(faults: str) -> OSError:
+        return OSError(
+            f"checkpoint {path} was not written ({faults}); one that was there is there still"
+        )
+
+    with _dcp(failure):
+        save_by_name(
+            state,
+            storage_writer=_Writer(path),
+            # Of tensors that several ranks have, the first rank writes all: replicas' statistics
+            # differ, and one replica's mean does not go with another one's variance.
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=group,
+            no_dist=not _is_distributed(),
+        )
 
 
 def _read(path: Folder, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Overwrite ``state`` by the checkpoint's."""
+
+    def failure(faults: str) -> PartitionError:
+        return PartitionError(
+            f"checkpoint {path} can't be read ({faults}); some of it may have been loaded: load "
+            "another one, or make the model anew"
+        )
+
+    with _dcp(failure):
+        load_by_name(state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed())
+
+
+@contextlib.contextmanager
+def _dcp(failure: Callable[[str], Exception]) -> Iterator[None]:
+    """A context for DCP without its warnings of a single process and of an overwritten checkpoint,
+    and with one line per failed rank in place of its tracebacks."""
     try:
-        with _quietly():
-            load_by_name(
-                state, checkpoint_id=path, process_group=group, no_dist=not _is_distributed()
-            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+            yield
     except CheckpointException as error:
-        raise PartitionError(
-            f"checkpoint {path} can't be read ({_summary(error)}); some of it may have been "
-            "loaded: load another one, or make the model anew"
-        ) from error
+        failures = sorted(error.failures.items())[:_SHOWN]
+        faults = (f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures)
+        raise failure("; ".join(fault.partition("\n")[0] for fault in faults)) from error
 
 
 def _metadata(path: Folder) -> Metadata:
@@ -446,21 +439,3 @@ def _metadata(path: Folder) -> Metadata:
     cut = [file for file, length in lengths.items() if found[file] < length]
     _refuse(path, [f"{file} has {found[file]} bytes, expected {lengths[file]}" for file in cut])
     return metadata
-
-
-def _summary(error: CheckpointException) -> str:
-    """The failure of each rank, without torch's tracebacks."""
-    failures = []
-    for rank, (failed, _) in sorted(error.failures.items())[:_SHOWN]:
-        first_line, _, _ = str(failed).partition("\n")
-        failures.append(f"rank {rank}: {type(failed).__name__}: {first_line}")
-    return "; ".join(failures)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without DCP's warnings of a single process and of an overwritten checkpoint."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield

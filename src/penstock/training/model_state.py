@@ -128,8 +128,8 @@ class ModelState:
         """Names of different tensors in several stages of this process."""
         tensors: dict[str, set[int]] = {}
         for module in self._distinct().values():
-            for name, value in module.state_dict(keep_vars=True).items():
-                tensors.setdefault(plain_name(module, name), set()).add(id(value))
+            for _, plain, value in _named_values(module):
+                tensors.setdefault(plain, set()).add(id(value))
         return sorted(n for n, ids in tensors.items() if len(ids) > 1 and n not in self._tied_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -140,56 +140,54 @@ class ModelState:
                 nothing was loaded; or stages have a name in common.
         """
         refuse_common(self._common_names())
-        sources = [self._sources(state_dict, stage) for stage in self._stages]
-        current = [stage.submod.state_dict() for stage in self._stages]
-        faults = self._unfit_names(state_dict, sources) or [
-            f"{source} has shape {tuple(state_dict[source].shape)}, expected "
-            f"{tuple(own[name].shape)}"
-            for names, own in zip(sources, current, strict=True)
-            for name, source in names.items()
-            if _has_shape(own[name]) and _has_shape(state_dict[source])
-            if state_dict[source].shape != own[name].shape
-        ]
+        current = [_named_values(stage.submod) for stage in self._stages]
+        stages = zip(self._stages, current, strict=True)
+        sources = [self._sources(state_dict, stage, named) for stage, named in stages]
+        used = {source for names in sources for source in names.values()}
+        known = used.union(*((name, plain) for named in current for name, plain, _ in named))
+        missing = sorted(used - set(state_dict))
+        unknown = [] if self._names is None else sorted(set(state_dict) - known - self._names)
+        faults = [f"it lacks {abbreviate(missing)}"] if missing else []
+        faults += [f"it has {abbreviate(unknown)}, unknown here"] if unknown else []
+        for names, named in zip(sources, current, strict=True) if not faults else ():
+            for name, _, own in named:
+                value = state_dict[names[name]]
+                if _has_shape(own) and _has_shape(value) and own.shape != value.shape:
+                    was, expected = tuple(value.shape), tuple(own.shape)
+                    faults.append(f"{names[name]} has shape {was}, expected {expected}")
         if faults:
             raise PartitionError(
                 f"the state does not fit the model: {'; '.join(faults[:4])}"
                 f"{'; …' if faults[4:] else ''}; nothing was loaded: load the state of a model "
                 "like this one, or add and leave out what differs"
             )
-        for stage, names, own in zip(self._stages, sources, current, strict=True):
+        for stage, names, named in zip(self._stages, sources, current, strict=True):
             stage.submod.load_state_dict(
-                {name: _sharded_like(own[name], state_dict[at]) for name, at in names.items()}
+                {name: _sharded_like(own, state_dict[names[name]]) for name, _, own in named}
             )
 
-    def _sources(self, state_dict: Mapping[str, Any], stage: Stage) -> dict[str, str]:
+    def _sources(
+        self, state_dict: Mapping[str, Any], stage: Stage, named: Sequence[tuple[str, str, Any]]
+    ) -> dict[str, str]:
         """For each name of a stage, the name of its value in a state: its own, the plain one, or
         that of a shared tensor's other places; the plain one if there is none."""
-        own = stage.submod.state_dict(keep_vars=True)
         aliases: dict[int, list[str]] = {}
-        for name, value in own.items():
-            aliases.setdefault(id(value), []).append(plain_name(stage.submod, name))
+        for _, plain, value in named:
+            aliases.setdefault(id(value), []).append(plain)
         index = self._model_stage(stage.stage_index)
         sources = {}
-        for name, value in own.items():
-            plain = plain_name(stage.submod, name)
+        for name, plain, value in named:
             same = aliases[id(value)] if isinstance(value, Tensor) else []
             tied = [other for alias in same for other in all_names(self._ties, index, alias)]
-            known = (each for each in (name, plain, *same, *tied) if each in state_dict)
-            sources[name] = next(known, plain)
+            candidates = (each for each in (name, plain, *same, *tied) if each in state_dict)
+            sources[name] = next(candidates, plain)
         return sources
 
-    def _unfit_names(
-        self, state_dict: Mapping[str, Any], sources: Sequence[Mapping[str, str]]
-    ) -> list[str]:
-        used = {source for names in sources for source in names.values()}
-        known = used | {name for names in sources for name in names}
-        known |= {
-            plain_name(s.submod, name) for s in self._stages for name in s.submod.state_dict()
-        }
-        missing = sorted(used - set(state_dict))
-        unknown = [] if self._names is None else sorted(set(state_dict) - known - self._names)
-        faults = [f"it lacks {abbreviate(missing)}"] if missing else []
-        return faults + ([f"it has {abbreviate(unknown)}, unknown here"] if unknown else [])
+
+def _named_values(module: nn.Module) -> list[tuple[str, str, Any]]:
+    """A module's state: names in the module, names without wrappers, and values."""
+    state = module.state_dict(keep_vars=True)
+    return [(name, plain_name(module, name), value) for name, value in state.items()]
 
 
 def names_in_common(parameter_stages: Iterable[Mapping[str, int]]) -> list[str]:

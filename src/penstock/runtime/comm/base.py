@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -93,8 +94,8 @@ class Transport(ABC):
         """Register peers for tensor exchange before the next call; both peers must register."""
 
     def allow_unbounded_sends(self, allowed: bool) -> None:
-        """Allow unlimited sends in flight. While receives are posted late, because their metadata
-        is unknown, waiting for a send could block both peers."""
+        """Allow unlimited sends in flight: while receives are posted late, waiting for a send could
+        block both peers."""
 
     def drain(self) -> None:
         """Wait until all sends have completed."""
@@ -162,14 +163,11 @@ class RecvQueue:
         transport: this rank's connection.
         peer: the rank that sends.
         device: the device of the receive buffers.
-
-    Attributes:
-        deferred: the deferred receives, oldest first.
     """
 
     def __init__(self, transport: Transport, peer: int, device: torch.device) -> None:
         self.peer = peer
-        self.deferred: deque[_DeferredReceive] = deque()
+        self.deferred: deque[_DeferredReceive] = deque()  # oldest first
         self._transport = transport
         self._device = device
 
@@ -189,19 +187,15 @@ class RecvQueue:
         receive.posted = self._transport.receive(self.peer, metas, self._device)
 
 
+@dataclass(slots=True)
 class _DeferredReceive:
-    """A receive that waits for its metadata, or for an earlier receive."""
-
-    __slots__ = ("_queue", "metas_of", "posted", "state")
-
-    def __init__(self, queue: RecvQueue, metas_of: MetasOf, state: MicrobatchState) -> None:
-        self._queue = queue
-        self.metas_of = metas_of
-        self.state = state
-        self.posted: PendingReceive | None = None
+    queue: RecvQueue
+    metas_of: MetasOf
+    state: MicrobatchState
+    posted: PendingReceive | None = None
 
     def wait(self) -> Sequence[Tensor]:
         """Post this receive and the ones before it, and wait for the tensors."""
         while self.posted is None:
-            self._queue.post_next()
+            self.queue.post_next()
         return self.posted.wait()

@@ -3,9 +3,8 @@
     GlooTransport   tensors on the CPU    the user's group, or a gloo group of the same ranks
     NcclTransport   tensors on CUDA       two NCCL groups, and a gloo group for the control plane
 
-A failure leaves no rank hanging. During longer waits a watchdog reads the error store
-(``runtime/failure.py``) and aborts the wait if another rank has failed. Torch cannot interrupt a
-blocked wait, so that each transport implements ``abort``.
+During waits a watchdog reads the error store (``runtime/failure.py``), and aborts the wait by the
+transport's ``abort`` if another rank has failed.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from penstock.cause import key_of, store_of, withdraw_note
 from penstock.errors import PenstockError
 from penstock.runtime.comm.agreement import pack_header, unpack_headers
 from penstock.runtime.comm.base import Transport, empty_tensors
-from penstock.runtime.failure import ErrorStore, FailureReporter, calls_over
+from penstock.runtime.failure import ErrorStore, calls_over
 from penstock.runtime.watchdog import Peers, Watchdog
 from penstock.stage.boundary import TensorMeta
 
@@ -54,39 +54,29 @@ WIRE_DTYPES = frozenset(
 )
 
 
+@dataclass(slots=True)
 class InFlightSends:
-    """The possibly incomplete sends of this step to one peer, with references to their tensors.
+    """The possibly incomplete sends of this step to one peer, with references to their tensors."""
 
-    Attributes:
-        sends: message number within the step, work and tensor of each send, oldest first.
-        num_bytes: the total size of the tensors.
-        num_messages: the number of messages of this step.
-    """
-
-    __slots__ = ("num_bytes", "num_messages", "sends")
-
-    def __init__(self) -> None:
-        self.sends: deque[tuple[int, Any, Tensor]] = deque()
-        self.num_bytes = self.num_messages = 0
+    # Message number within the step, work and tensor of each send, oldest first.
+    sends: deque[tuple[int, Any, Tensor]] = field(default_factory=deque)
+    num_bytes: int = 0
+    num_messages: int = 0
 
 
+@dataclass(slots=True)
 class PostedReceive:
     """A receive posted over a process group."""
 
-    __slots__ = ("_peer", "_tensors", "_transport", "_works")
-
-    def __init__(
-        self, transport: C10dTransport, peer: int, tensors: Sequence[Tensor], works: Sequence[Any]
-    ) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._tensors = tensors
-        self._works = works
+    transport: C10dTransport
+    peer: int
+    tensors: Sequence[Tensor]
+    works: Sequence[Any]
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for the tensors."""
-        self._transport.wait_for_message(self._works, self._tensors, self._peer)
-        return self._tensors
+        self.transport.wait_for_message(self.works, self.tensors, self.peer)
+        return self.tensors
 
 
 class C10dTransport(Transport):
@@ -124,7 +114,7 @@ class C10dTransport(Transport):
         self._calls = calls_over(group)
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
-        self._failures = FailureReporter(group, number, ErrorStore(group, number))
+        self._errors = ErrorStore(group, number)
         self._watchdog = Watchdog(timeout_s, self.abort)
         # Torch's timeout of the user's group; the watchdog acts earlier.
         self._limit: tuple[timedelta, ...] = (
@@ -179,7 +169,7 @@ class C10dTransport(Transport):
             wait = ((), Peers.REPLICAS) if is_broken else None
         elif not isinstance(error, RuntimeError):
             wait = None  # Ctrl-C may reach a waiting rank
-        return self._failures.error_to_raise(error, wait, self._watchdog)
+        return self._errors.error_to_raise(error, wait, self._watchdog)
 
     def _is_broken_wait(self, error: BaseException | None) -> bool:
         """True if ``error`` is a wait ended by the watchdog or by a process's death."""
@@ -189,7 +179,7 @@ class C10dTransport(Transport):
         groups = tuple(group for group in groups if group.size() > 1)
         if groups != self._replicas:
             self._replicas = groups
-            self._failures.errors = ErrorStore(self._group, self.number, groups)
+            self._errors = ErrorStore(self._group, self.number, groups)
             self._watch(groups)
 
     def _watch(self, replicas: Sequence[dist.ProcessGroup]) -> None:
@@ -199,7 +189,7 @@ class C10dTransport(Transport):
     def _await_all_ranks(self) -> None:
         """Wait, watched, until every rank is about to create a group; torch's wait is unwatched."""
         store, key = store_of(self._group), key_of(self._group, f"{self.number}/here")
-        errors = self._failures.errors
+        errors = self._errors
         store.add(key, 1)
         end = time.monotonic() + self._watchdog.timeout_s
         while store.add(key, 0) < self.num_ranks:
@@ -307,22 +297,22 @@ class C10dTransport(Transport):
 
     def _recv_bytes(self, peer: int, length: int) -> bytes:
         tensor = torch.empty(length, dtype=torch.uint8, device="cpu")
-        self._recv_control(peer, tensor, METADATA_TAG)
-        return bytes(tensor.tolist())
+        return bytes(self._recv_control(peer, tensor, METADATA_TAG))
 
-    def _recv_control(self, peer: int, tensor: Tensor, tag: int) -> None:
+    def _recv_control(self, peer: int, tensor: Tensor, tag: int) -> list[int]:
         self.wait_for((self.post(lambda: self._control.recv([tensor], peer, tag), peer),), peer)
+        numbers: list[int] = tensor.tolist()
+        return numbers
 
     def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
         # Passed from rank to rank like the first microbatch, so that no rank waits for later ranks.
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         before, after = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
         if self.rank != root:
-            self._recv_control(before, tensor, RELAY_TAG)
+            numbers = self._recv_control(before, tensor, RELAY_TAG)
         if after != root:
             self._send_control(after, tensor, RELAY_TAG)
-        shared: list[int] = tensor.tolist()
-        return shared
+        return list(numbers)
 
     def collect(self, start: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
         """Run a collective over all ranks, started by ``start``, on ``tensors``."""
@@ -361,8 +351,7 @@ _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakK
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for CPU tensors; a collective call.
 
-    All calls over ``group`` share the control group. So ranks in different calls exchange headers
-    and detect the difference.
+    All calls over ``group`` share it, so that ranks in different calls detect the difference.
     """
     if _torch_compat.takes_cpu_tensors(group):
         return group

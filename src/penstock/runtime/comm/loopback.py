@@ -32,17 +32,15 @@ class _Edge:
     ints: deque[list[int]] = field(default_factory=deque)
 
 
+@dataclass(slots=True)
 class _LoopbackReceive:
-    __slots__ = ("_edge", "_number")
-
-    def __init__(self, edge: _Edge, number: int) -> None:
-        self._edge = edge
-        self._number = number
+    edge: _Edge
+    number: int
 
     def wait(self) -> Sequence[Tensor]:
-        if self._number not in self._edge.tensors:
-            raise InternalError(f"message {self._number} is waited for before it is sent")
-        return self._edge.tensors.pop(self._number)
+        if self.number not in self.edge.tensors:
+            raise InternalError(f"message {self.number} is waited for before it is sent")
+        return self.edge.tensors.pop(self.number)
 
 
 class LoopbackTransport(Transport):

@@ -140,15 +140,12 @@ class NcclTransport(C10dTransport):
         self.abort_groups((*replicas, self._up, self._down))
 
     def abort_groups(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
-        """Abort groups after the previous step has ended on the device, or after a timeout.
-
-        Concurrently, since NCCL frees a communicator only when no other communicator's kernel is
-        running.
-        """
+        """Abort groups after the previous step has ended on the device, or after a timeout."""
         streams, last = self._streams, self._last_step
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
                 poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
+        # Concurrently: NCCL frees a communicator only when no other one's kernel is running.
         made = [group for group in groups if group is not None]
         threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in made]
         for thread in threads:

@@ -79,7 +79,7 @@ def process_group(
     Args:
         group: the user's group, if any.
         device: the stages' device.
-        ranks: the requested number of ranks, if any.
+        ranks: the number of ranks that the user passed, if any.
 
     Raises:
         ScheduleError: ``ranks`` differs from the number of processes.
@@ -135,7 +135,7 @@ def collective_call(
     Args:
         group: the ranks; all processes if None.
         call: the call's name in messages; the same on every rank.
-        shared_errors: exceptions that all ranks raise together, so that no peer is left waiting.
+        shared_errors: exceptions that all ranks raise together.
 
     Raises:
         PenstockError: another rank failed, or is in another call.
@@ -155,16 +155,8 @@ _gathered: list[Tensor] = []
 
 
 def all_gather_ints(group: dist.ProcessGroup, call: str, number: int) -> list[int]:
-    """Gather every rank's integer, by rank, over a group that handles CPU tensors.
-
-    Args:
-        group: the ranks.
-        call: the call's name in messages; the same on every rank.
-        number: this rank's integer, of 127 bits.
-
-    Raises:
-        PenstockError: another rank failed, or is in another call.
-    """
+    """Gather every rank's integer (127 bits), by rank, over a group that handles CPU tensors;
+    arguments and exceptions as of ``collective_call``."""
     header = pack_header(number, call)
     parts = [torch.empty_like(header) for _ in range(group.size())]
     _gathered[:] = [header, *parts]
@@ -205,12 +197,8 @@ def _transport(
 
 
 def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) -> str:
-    """Broadcast the text, or the PenstockError, of ``make`` on the first rank.
-
-    Args:
-        group: the ranks; None if all ranks are in this process.
-        make: called only on the first rank, since its result may differ between ranks.
-    """
+    """Broadcast the text, or the PenstockError, of ``make`` on the first rank, since its result
+    may differ between ranks; ``group`` is None if all ranks are in this process."""
     if group is None:
         return make()
     shared: list[Any] = [None, None]
