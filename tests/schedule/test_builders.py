@@ -1,7 +1,7 @@
 """Every builder: the laws that hold for all of them, and what single ones promise beside."""
 
 from collections import Counter
-from itertools import product
+from itertools import groupby, product
 from random import Random
 
 import pytest
@@ -297,6 +297,25 @@ def test_any_group_from_ranks_to_microbatches_works(
         assert peak <= min(virtual * microbatches, most)
         if rest == group:
             assert peak == min(virtual * microbatches, most)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "group", "sizes"),
+    [
+        (4, 9, None, [5, 4]),
+        (4, 16, 6, [6, 6, 4]),
+        (4, 14, 6, [5, 5, 4]),
+        (4, 7, 6, [6, 1]),
+        (2, 10, 3, [3, 3, 2, 2]),
+    ],
+)
+def test_leftover_microbatches_are_grouped_as_documented(
+    ranks: int, microbatches: int, group: int | None, sizes: list[int]
+) -> None:
+    options = {} if group is None else {"group": group}
+    program = build("interleaved-1f1b", ranks=ranks, microbatches=microbatches, **options)
+    forwards = [a.stage for a in program.actions() if a.op is Op.FORWARD and a.stage % ranks == 0]
+    assert [len(list(run)) for stage, run in groupby(forwards) if stage == 0] == sizes
 
 
 @pytest.mark.parametrize(

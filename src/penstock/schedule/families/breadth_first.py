@@ -65,7 +65,7 @@ def looped_bfs(*, ranks: int, microbatches: int, virtual: int) -> Program:
 def forward_only(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """Forwards alone, as an evaluation runs them."""
     placement = looped(ranks, virtual)
-    groups = even_groups(microbatches=microbatches, group=ranks)
+    groups = even_groups(microbatches, ranks=ranks)
     order = looped_order(virtual=virtual, groups=groups)
     steps = (chunks(Op.FORWARD, order, stages=placement.stages_of(rank)) for rank in range(ranks))
     return program_of("forward-only", placement, microbatches, steps)

@@ -72,13 +72,13 @@ def phased(phases: Phases, *, stages: Sequence[int]) -> list[Step]:
     return steps
 
 
-def even_groups(*, microbatches: int, group: int) -> tuple[int, ...]:
-    """The sizes of the groups of microbatches per loop: as even as possible, none below ``group``.
+def even_groups(microbatches: int, *, ranks: int, number: int | None = None) -> tuple[int, ...]:
+    """The sizes of ``number`` groups of microbatches per loop, as even as possible.
 
-    A group smaller than the number of ranks leaves ranks idle at each turn of the loop, so leftover
-    microbatches are spread over the other groups.
+    By default as many as leave no group below ``ranks``: a smaller group leaves ranks idle at each
+    turn of the loop.
     """
-    number = max(1, microbatches // group)
+    number = number or max(1, microbatches // ranks)
     size, larger = divmod(microbatches, number)
     return (size + 1,) * larger + (size,) * (number - larger)
 

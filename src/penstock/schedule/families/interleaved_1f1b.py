@@ -51,7 +51,7 @@ def interleaved_1f1b(
             f"a whole number from {ranks} to {microbatches} (the microbatches), or leave it out"
         )
     if group is None:
-        groups = even_groups(microbatches=microbatches, group=ranks)
+        groups = even_groups(microbatches, ranks=ranks)
     else:
         groups = _groups(ranks, microbatches, group)
     placement = looped(ranks, virtual)
@@ -67,5 +67,5 @@ def _groups(ranks: int, microbatches: int, group: int) -> tuple[int, ...]:
         return (group,) * full + (rest,) * (rest > 0)
     number = full + 1
     if microbatches >= number * ranks:
-        return even_groups(microbatches=microbatches, group=microbatches // number)
+        return even_groups(microbatches, ranks=ranks, number=number)
     return (group,) * number

@@ -1,4 +1,4 @@
-"""1F1B and eager 1F1B: after a warm-up, a rank runs one forward and one backward in turn.
+"""1F1B, eager 1F1B and Seq1F1B: after a warm-up, one forward and one backward in turn.
 
 1F1B, P = 3, M = 4 (tF = tB = tW = 1):
 
@@ -16,19 +16,36 @@ Eager 1F1B, P = 3, M = 4, with twice the warm-up, so that messages travel while 
 
 With messages that take tC each, 2tC ≤ T = tF + tB + tW, its bubble is (P - 1) T + 2(P - 1) tC; in
 1F1B each microbatch waits for its messages. Rank r holds min(M, 2(P - r) - 1) activations at its
-peak. Any P ≥ 1, M ≥ 1.
+peak.
+
+Seq1F1B, P = 3, M = 2, over k = 2 chunks of each sequence; F2 and F3 are the chunks of microbatch 1.
+Backwards run from the last chunk to the first, since a chunk's keys and values are used by all
+chunks after it:
+
+    rank 0  F0 F1 F2 F3 .. .. .. .. B1 -- .. B0 -- .. B3 -- B2 --
+    rank 1  .. F0 F1 F2 .. .. B1 -- F3 B0 -- .. B3 -- B2 -- .. ..
+    rank 2  .. .. F0 F1 B1 -- F2 B0 -- F3 B3 -- B2 -- .. .. .. ..
+
+Bubble (P - 1)(tF + tB + tW) of a chunk, which is 1F1B's divided by k; rank r holds
+min(Mk, P - r + k - 1) chunks at its peak. Any P ≥ 1, M ≥ 1, k ≥ 2.
 
 Source: 1F1B: arXiv:2007.01045 (DAPPLE), sec. 3; arXiv:1806.03377 (PipeDream), sec. 3.2, with a
-flush. Eager 1F1B: arXiv:2211.05322 (overlapping-friendly 1F1B).
+flush. Eager 1F1B: arXiv:2211.05322 (overlapping-friendly 1F1B). Seq1F1B: arXiv:2406.03488, sec. 3.
 """
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import alternating
+from dataclasses import replace
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
+from penstock.schedule.families.common import alternate, alternating, chunks, program_of
+from penstock.schedule.family import refuse_sizes
+from penstock.schedule.messages import is_count
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
-__all__ = ["eager_1f1b", "one_f_one_b"]
+__all__ = ["eager_1f1b", "one_f_one_b", "seq1f1b"]
 
 
 def one_f_one_b(*, ranks: int, microbatches: int) -> Program:
@@ -44,3 +61,37 @@ def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
 def _with_warmup(name: str, ranks: int, microbatches: int, per_rank: int) -> Program:
     warmups = [per_rank * (ranks - 1 - rank) for rank in range(ranks)]
     return alternating(name, linear(ranks), microbatches, groups=(microbatches,), warmups=warmups)
+
+
+def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
+    """1F1B over chunks of sequences, for causal models: a smaller bubble, less memory.
+
+    Args:
+        splits: k, the number of chunks per sequence.
+
+    Raises:
+        ScheduleError: ``splits`` is not a whole number from 2 on.
+    """
+    if not is_count(splits, 2):
+        raise ScheduleError(
+            f"seq1f1b: splits={splits!r} must be a whole number from 2 on; 1f1b is the schedule "
+            "of whole sequences"
+        )
+    refuse_sizes("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits)
+    order = [(0, chunk) for chunk in range(microbatches * splits)]
+    reverse = [
+        (0, microbatch * splits + chunk)
+        for microbatch in range(microbatches)
+        for chunk in reversed(range(splits))
+    ]
+    steps = (
+        alternate(
+            chunks(Op.FORWARD, order, stages=(rank,)),
+            chunks(Op.FULL_BACKWARD, reverse, stages=(rank,)),
+            warmup=ranks - 2 - rank + splits,
+        )
+        for rank in range(ranks)
+    )
+    return replace(
+        program_of("seq1f1b", linear(ranks), microbatches * splits, steps), num_splits=splits
+    )

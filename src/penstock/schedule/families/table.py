@@ -19,13 +19,11 @@ from penstock.schedule.families.dualpipe import nearest as nearest_dualpipe
 from penstock.schedule.families.generalized_interleaved import gis, gis_h
 from penstock.schedule.families.hanayo import hanayo
 from penstock.schedule.families.interleaved_1f1b import interleaved_1f1b
-from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
+from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b, seq1f1b
 from penstock.schedule.families.pipe_offload import po_f, po_h
-from penstock.schedule.families.seq1f1b import seq1f1b
 from penstock.schedule.families.v_patterns import one_f_one_b_v, v_half, v_min, v_zb
 from penstock.schedule.families.zb_capped import zb_1p, zb_2p
-from penstock.schedule.families.zbv import zbv
-from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2, zbv
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.program import Program
 
