@@ -51,12 +51,10 @@ def phased(phases: Phases, *, stages: Sequence[int]) -> list[Step]:
     started: Counter[tuple[bool, int]] = Counter()
     waiting: deque[Chunk] = deque()
 
-    def following(text: str) -> Action:
-        op = Op(text[0])
+    def following(op: Op, loop: int) -> Action:
         if op is Op.WEIGHT_GRAD:
             loop, microbatch = waiting.popleft()
         else:
-            loop = int(text[1])
             microbatch = started[op is Op.FORWARD, loop]
             started[op is Op.FORWARD, loop] += 1
         if op is Op.INPUT_GRAD:
@@ -65,9 +63,12 @@ def phased(phases: Phases, *, stages: Sequence[int]) -> list[Step]:
 
     steps: list[Step] = []
     for times, pattern in phases:
-        cells = [cell.split("+") for cell in pattern.split()]
+        cells = [
+            [(Op(text[0]), int(text[1:] or 0)) for text in cell.split("+")]
+            for cell in pattern.split()
+        ]
         for cell in cells * times:
-            parts = tuple(map(following, cell))
+            parts = tuple(following(op, loop) for op, loop in cell)
             steps.append(parts[0] if len(parts) == 1 else Overlap(parts=parts))
     return steps
 
