@@ -69,7 +69,7 @@ def test_outputs_of_a_registered_class_are_merged() -> None:
     assert torch.equal(output.value, expected)
 
 
-def test_an_object_of_an_unknown_class_goes_whole_to_every_microbatch() -> None:
+def test_an_object_of_an_unknown_class_is_replicated() -> None:
     plain = Scaled(DIM, DIM)
     module = copy.deepcopy(plain)
     x, target, scale = torch.randn(4, DIM), torch.randn(4, DIM), Unknown(torch.rand(2, 1))
@@ -107,7 +107,7 @@ class Masked(nn.Linear):
         return mask @ super().forward(x_BTD)
 
 
-def test_a_pipeline_gives_whole_what_its_spec_says() -> None:
+def test_a_pipeline_replicates_tensors_whose_spec_is_none() -> None:
     """The mask has as many rows as the batch, and the positions have one."""
     plain = Masked(DIM, DIM)
     pipe = Pipeline(

@@ -52,7 +52,7 @@ def loss(output: Any, target: Batch) -> Tensor:
     return F.mse_loss(output.x / output.rows, target.x * target.rows)
 
 
-def test_what_is_set_beside_the_fields_is_the_microbatches_own() -> None:
+def test_attributes_beside_the_fields_are_rebuilt() -> None:
     plain = Counts(DIM, DIM)
     module = copy.deepcopy(plain)
     schedule = ScheduleGPipe(PipelineStage(module, 0, 1, CPU), 2, loss)
@@ -123,7 +123,7 @@ def changed(batch: Batch, **values: Any) -> Batch:
         ),
     ],
 )
-def test_what_a_constructor_can_not_make_again_is_refused(value: Any, why: str) -> None:
+def test_a_dataclass_that_its_constructor_cannot_rebuild_is_refused(value: Any, why: str) -> None:
     said = rf"a {type(value).__name__} can't be split, moved or sent: .*{why}.*; use a dict, or reg"
     with pytest.raises(BoundaryError, match=said):
         split_tree(value, 2)

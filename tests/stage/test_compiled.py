@@ -1,4 +1,4 @@
-"""Compiled layers in stages whose weight gradients are put off: whole graphs, right gradients."""
+"""Compiled layers in stages whose weight gradients are deferred: full graphs, right gradients."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_compiled_layer_stays_one_graph(
     assert_same(found, gradients(plain, (x_plain,)))
 
 
-def test_what_a_compiled_layer_takes_is_in_grad_after_the_input_gradient(graphs: Graphs) -> None:
+def test_parameters_of_a_compiled_layer_get_their_gradient_in_i(graphs: Graphs) -> None:
     """Compiled parts in I, the others in W; hooks once."""
     fired: list[str] = []
     module = nn.Sequential(in_place(Block(), graphs), nn.Linear(8, 8))

@@ -1,4 +1,4 @@
-"""Weight gradients put off by operation: the same gradients as an ordinary backward's."""
+"""Weight gradients deferred by operation: the same gradients as an ordinary backward's."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_gradients_of_plain_autograd(case: Case, steps: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_gradients_wait_for_w_but_for_those_told(case: Case) -> None:
+def test_only_the_named_gradients_come_before_w(case: Case) -> None:
     assert in_i(*case.make()) == case.in_i

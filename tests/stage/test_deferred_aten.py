@@ -1,4 +1,4 @@
-"""Captured stages put off what modules put off: the same rules, the same numbers."""
+"""Captured stages defer the operations that modules defer: the same formulas and numbers."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_hooks_of_parameters_run_once_with_w() -> None:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_hook_sees_the_gradient_of_the_whole_microbatch(twice: bool) -> None:
+def test_a_hook_sees_the_gradient_of_all_uses(twice: bool) -> None:
     linear = nn.Linear(3, 3)
     module, t = nn.Sequential(linear, linear) if twice else linear, x(4, 3)
     seen: list[Tensor] = []
@@ -214,7 +214,7 @@ def test_the_parameters_of_a_custom_function_are_found() -> None:
 
 
 class Squared(nn.Module):
-    """Uses its weight in a custom function, which can't be seen, and in an operation put off."""
+    """Uses its weight in a custom function, which can't be seen, and in a deferred operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Squared(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved-zb"])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_hooks_see_the_whole_gradient_of_an_undeferred_parameter_once(
+def test_hooks_see_the_full_gradient_of_an_undeferred_parameter_once(
     schedule: str, microbatches: int
 ) -> None:
     """From the first microbatch on, in whose forward the parameter is found."""
@@ -370,8 +370,8 @@ def test_an_input_changed_after_the_forward_is_refused() -> None:
         work.accumulate()
 
 
-def test_second_derivatives_of_what_a_transform_is_given_are_refused() -> None:
-    """The results lie outside of the transform, where weights were put off."""
+def test_second_derivatives_inside_a_transform_are_refused() -> None:
+    """The results lie outside of the transform, where weights were deferred."""
     linear, t = nn.Linear(3, 1), x(2, 3)
     with pytest.raises(CannotDeferError, match="create_graph"), DeferredGrads():
         out = linear(t).square()
@@ -423,7 +423,7 @@ def test_a_gradient_taken_of_the_output_is_not_counted() -> None:
     assert torch.equal(linear.weight.grad, t.sum(0, keepdim=True))
 
 
-def test_nothing_is_held_after_w_and_no_graph_after_i() -> None:
+def test_w_frees_the_records_and_i_the_graph() -> None:
     class Held(torch.autograd.Function):
         alive = 0
 

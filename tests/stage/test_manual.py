@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_plain_model(num_stages: int, full: bool) -> 
 
 
 class Doubled(torch.autograd.Function):
-    """An operation whose weight gradient can't be put off by itself; it counts its backwards."""
+    """An operation whose weight gradient can't be deferred by itself; it counts its backwards."""
 
     num_backwards = 0
 
@@ -117,7 +117,7 @@ class Double(nn.Module):
         return out
 
 
-def test_where_nobody_waits_for_input_gradients_the_backward_is_left_to_w() -> None:
+def test_a_stage_that_sends_no_gradients_back_runs_its_backward_in_w() -> None:
     modules = [nn.Sequential(Double(), nn.Tanh()) for _ in range(2)]
     expected = plain_grads(modules)
     first, last = stages = make_stages(modules)
@@ -359,7 +359,7 @@ def test_a_backward_through_a_graph(full: bool, by: str) -> None:
     torch.testing.assert_close(grads_of(modules), expected, rtol=0, atol=0)
 
 
-def test_weights_that_a_forward_put_off_are_handed_over() -> None:
+def test_a_graph_backward_accumulates_deferred_weight_gradients() -> None:
     """Also where the backward is not the one that goes with the forward."""
     modules = make_modules(2)
     expected = plain_grads(modules)[2:]
@@ -367,7 +367,7 @@ def test_weights_that_a_forward_put_off_are_handed_over() -> None:
     for mb, (x, target) in enumerate(microbatches()):
         loss = nn.functional.mse_loss(run_forward(stages, mb, x), target)
         graph = {"stage_output": loss, "output_grads": None, "input_values": []}
-        with pytest.raises(StageError, match=r"put its weight gradients off.*backward_one_chunk\("):
+        with pytest.raises(StageError, match=r"has deferred its weight grad.*backward_one_chunk\("):
             last.backward_maybe_with_nosync("input", graph)
         last.backward_maybe_with_nosync("full", graph)
         with pytest.raises(StageError, match="'backward done'"):
@@ -375,7 +375,7 @@ def test_weights_that_a_forward_put_off_are_handed_over() -> None:
     torch.testing.assert_close(grads_of(modules[1:]), expected, rtol=0, atol=0)
 
 
-def test_what_waits_for_its_weights_is_not_handed_over() -> None:
+def test_a_graph_backward_leaves_other_microbatches_in_flight_alone() -> None:
     """One microbatch is at its input gradient where a backward of another one runs by the graph."""
     modules = make_modules(2)
     _, last = stages = make_stages(modules)
@@ -403,7 +403,7 @@ def test_a_stage_without_backward_computes_no_gradients(stage: PipelineStage) ->
     assert all(p.grad is None for p in stage.submod.parameters())
 
 
-def test_the_last_stages_outputs_are_kept_where_asked_for() -> None:
+def test_outputs_of_the_last_stage_are_kept_on_request() -> None:
     stages = make_stages(make_modules(2))
     made = [run_forward(stages, mb, x) for mb, (x, _) in enumerate(microbatches())]
     assert stages[0].output_chunks == []
@@ -473,7 +473,7 @@ def test_the_last_stage_wants_a_loss(stage: PipelineStage) -> None:
         stage.backward_one_chunk(0)
 
 
-def test_what_has_not_come_or_gone(middle: PipelineStage) -> None:
+def test_missing_inputs_and_gradients_are_named(middle: PipelineStage) -> None:
     with pytest.raises(StageError, match="no input has come; run get_fwd_recv_ops"):
         middle.forward_one_chunk(0, ())
     with pytest.raises(StageError, match=r"nothing to send; run forward_one_chunk\(\) first"):
@@ -581,7 +581,7 @@ def test_a_group_that_is_none_or_of_others(group: Any, said: str) -> None:
         Pipeline([nn.Linear(1, 1)], n_microbatches=1, group=group)
 
 
-def test_static_shapes_are_held_to() -> None:
+def test_static_shapes_are_checked() -> None:
     example = torch.empty(2, DIM, device="meta")
     first, last = make_stages(make_modules(2), input_args=example, output_args=(example,))
     assert [(t.shape, t.device.type) for t in first.get_outputs_meta()] == [((2, DIM), "meta")]

@@ -54,7 +54,7 @@ class Lazy:
         return self.value * 2
 
 
-def test_what_torch_is_told_of_a_class_counts() -> None:
+def test_a_class_is_opened_as_registered_with_torch() -> None:
     value = torch.ones(2)
     assert flatten(Static(value, "table"))[0] == [value]
     assert flatten([Tagged((1, 2), "tag"), 3])[0] == [1, 2, 3]
@@ -89,20 +89,20 @@ class Rooted:
         self.sizes = {"value": self.value.shape, "first": [self.value[:1]]}
 
 
-def test_what_points_back_points_to_the_new_one() -> None:
+def test_self_references_point_to_the_rebuilt_dataclass() -> None:
     leaves, tree = flatten(Rooted(torch.ones(2)))
     made: Any = optree.tree_unflatten(tree, leaves)
     assert made.me is made and made.parts[0] is made
     assert torch.equal(made.sizes["first"][0], torch.ones(1))
 
 
-def test_what_is_computed_again_does_not_cross() -> None:
+def test_cached_properties_do_not_cross() -> None:
     lazy = Lazy(torch.ones(2))
     assert torch.equal(lazy.double, torch.full((2,), 2.0))
     assert len(flatten(lazy)[0]) == 1
 
 
-def test_a_context_that_can_not_be_told() -> None:
+def test_a_context_that_cannot_be_encoded() -> None:
     spec = describe(Tagged(torch.ones(2), test_contexts_are_compared))
     with pytest.raises(
         BoundaryError, match=r"a Tagged can't cross .* context that holds a function"
@@ -110,7 +110,7 @@ def test_a_context_that_can_not_be_told() -> None:
         spec.encode()
 
 
-def test_what_is_told_is_the_same_tree() -> None:
+def test_a_decoded_spec_is_the_encoded_one() -> None:
     spec = describe([Tagged({"b": torch.ones(2), "a": 1}, ("x", None, 2.5))])
     decoded = BoundarySpec.decode(spec.encode())
     assert (decoded.encode(), decoded.leaves) == (spec.encode(), spec.leaves)
@@ -136,6 +136,6 @@ class Name(str):
         (object(), "a object, .* tensors, numbers, strings, None and containers"),
     ],
 )
-def test_leaves_that_can_not_cross(value: Any, said: str) -> None:
+def test_leaves_that_cannot_cross(value: Any, said: str) -> None:
     with pytest.raises(BoundaryError, match=f"output 1 is {said}"):
         describe((torch.ones(2), value))

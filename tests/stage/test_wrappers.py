@@ -48,7 +48,7 @@ def test_names_are_those_of_the_plain_module(inside: str, outside: str) -> None:
     assert [plain_name(wrapped, name) for name in wrapped.state_dict()] == [*plain.state_dict()]
 
 
-def test_what_is_no_wrapper_is_left_as_it_is() -> None:
+def test_other_modules_are_not_unwrapped() -> None:
     inner = nn.Linear(2, 2)
     outer = nn.Sequential(inner)
     assert unwrapped(outer) is outer

@@ -33,7 +33,7 @@ def test_the_plain_loop_is_the_loop_that_it_says() -> None:
     assert result.metrics == (None, None)
 
 
-def test_the_plain_loop_passes_on_what_it_is_given() -> None:
+def test_the_plain_loop_passes_arguments_on() -> None:
     def loss_fn(output: Tensor, target: Tensor, weight: float) -> tuple[Tensor, dict[str, float]]:
         return F.mse_loss(output, target) * weight, {"rows": float(len(output))}
 
@@ -154,6 +154,6 @@ def test_names_must_be_the_same() -> None:
         assert_same(snap(w=ONE, v=ONE), snap(w=ONE), partial=True)
 
 
-def test_all_differences_are_told() -> None:
+def test_all_differences_are_listed() -> None:
     with pytest.raises(AssertionError, match=r"(?s)2 differences.*gradient of w.*gradient of v"):
         assert_same(snap(w=ONE, v=None), snap(w=None, v=ONE))

@@ -53,7 +53,7 @@ def full_backward(stage_output: Any, output_grads: Any, input_values: Sequence[A
 
 
 def input_backward(
-    stage_outputs_or_loss: Sequence[Tensor],
+    stage_outputs_or_loss: Tensor | Sequence[Tensor],
     output_grads: Sequence[Tensor | None] | None,
     input_values: Sequence[Any],
     weights: Iterable[Parameter],
@@ -74,10 +74,11 @@ def input_backward(
     Raises:
         StageError: the numbers of outputs and gradients differ.
     """
-    outputs = stage_outputs_or_loss
+    given = stage_outputs_or_loss
+    outputs = [given] if isinstance(given, Tensor) else list(given)
     if output_grads is None:
         output_grads = [torch.ones_like(out) for out in outputs]
-    pairs = list(_paired(list(outputs), output_grads))
+    pairs = list(_paired(outputs, output_grads))
     leaves = {id(v): v for v in input_values if isinstance(v, Tensor) and v.requires_grad}
     params = [weight for weight in weights if weight.requires_grad]
     wanted: list[Tensor] = [*leaves.values(), *params]

@@ -295,37 +295,26 @@ class PipelineStage(ExchangingStage):
             StageError: ``backward_type`` is unknown, an argument is missing, or ``"input"`` is
                 requested although ``forward_one_chunk`` has deferred weight gradients.
         """
-        weights = self.submod.parameters()
+        arguments = _arguments(backward_type, bwd_kwargs)
+        if backward_type == "input" and (deferred := self._deferred()):
+            raise self._error(
+                deferred[0],
+                "forward_one_chunk() has deferred its weight gradients, so that the graph does not "
+                "lead to them; run backward_one_chunk(full_backward=False), or pass "
+                "defers_weights=False to PipelineStage",
+            )
         groups: list[dict[str, Any]] | None = None
         self._replica_step.begin(self.submod)
         with self._no_sync():
-            match backward_type:
-                case "weight":
-                    (param_groups,) = _taken(backward_type, bwd_kwargs, "param_groups")
-                    grads = weight_backward(weights, param_groups)
-                case "full" | "input":
-                    names = ("stage_output", "output_grads", "input_values")
-                    output, output_grads, values = _taken(backward_type, bwd_kwargs, *names)
-                    if backward_type == "input":
-                        groups = []
-                        for state in self._deferred():
-                            raise self._error(
-                                state,
-                                "forward_one_chunk() has put its weight gradients off, so that the "
-                                "graph does not lead to them; run backward_one_chunk("
-                                "full_backward=False), or pass defers_weights=False to "
-                                "PipelineStage",
-                            )
-                    # The graph of sharded parameters does not lead to the registered parameters.
-                    if backward_type == "full" or self._replica_step.is_sharded:
-                        grads = full_backward(output, output_grads, values)
-                    else:
-                        outputs = (output,) if isinstance(output, Tensor) else output
-                        grads, groups = input_backward(outputs, output_grads, values, weights)
-                case _:
-                    raise StageError(
-                        f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'"
-                    )
+            if backward_type == "weight":
+                grads = weight_backward(self.submod.parameters(), *arguments)
+            # The graph of sharded parameters does not lead to the registered parameters.
+            elif backward_type == "full" or self._replica_step.is_sharded:
+                grads = full_backward(*arguments)
+                groups = [] if backward_type == "input" else None
+            else:
+                output, received, inputs = arguments
+                grads, groups = input_backward(output, received, inputs, self.submod.parameters())
         self._replica_step.due |= last_backward
         if backward_type != "input":
             for state in self._deferred():
@@ -384,11 +373,17 @@ class PipelineStage(ExchangingStage):
             raise no_attribute(self, name, OF_STAGE)
 
 
-def _taken(backward_type: str, bwd_kwargs: dict[str, Any], *names: str) -> tuple[Any, ...]:
-    for name in names:
+_OF_GRAPH = ("stage_output", "output_grads", "input_values")
+_ARGUMENTS = {"full": _OF_GRAPH, "input": _OF_GRAPH, "weight": ("param_groups",)}
+
+
+def _arguments(backward_type: str, bwd_kwargs: dict[str, Any]) -> list[Any]:
+    if backward_type not in _ARGUMENTS:
+        raise StageError(f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'")
+    for name in _ARGUMENTS[backward_type]:
         if name not in bwd_kwargs:
             raise StageError(
                 f"a backward of type {backward_type!r} takes {name!r}, but was given "
                 f"{sorted(bwd_kwargs)}"
             )
-    return tuple(bwd_kwargs[name] for name in names)
+    return [bwd_kwargs[name] for name in _ARGUMENTS[backward_type]]

@@ -42,8 +42,8 @@ class CopyStreams:
         back                             └ 0 ┘
 
     ``record_stream`` would let the host, which runs ahead, allocate new memory for each offload.
-    Instead the tensors are released at the next offload, after the compute stream has been told to
-    wait for the copy: a stage that computes faster than it copies waits, and holds no more memory.
+    Instead the tensors are released at the next offload, after the compute stream has been made
+    to wait for the copy: a stage that computes faster than it copies waits for memory.
 
     Args:
         streams: those of the device.
@@ -53,7 +53,7 @@ class CopyStreams:
         self._streams = streams
         self._out, self._back = streams.new(), streams.new()
         # Tensors being copied to the host, the event of the copy, and the stream that made them.
-        self._leaving: tuple[Sequence[Tensor], Event, Stream] | None = None
+        self._offloading: tuple[Sequence[Tensor], Event, Stream] | None = None
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         """Start to copy bytes to the host; the event marks the end of the copy."""
@@ -62,20 +62,20 @@ class CopyStreams:
         hosts = [streams.pinned(each.numel()) for each in tensors]
         streams.follow(self._out, current)
         event = self._copy(tensors, hosts, self._out)
-        self._leaving = (tensors, event, current)
+        self._offloading = (tensors, event, current)
         return hosts, event
 
     def _release(self) -> None:
-        if self._leaving is not None:
-            _, copied, made_on = self._leaving
+        if self._offloading is not None:
+            _, copied, made_on = self._offloading
             self._streams.wait(made_on, copied)
-            self._leaving = None
+            self._offloading = None
 
     def to_device(
         self, hosts: Sequence[Tensor], offloaded: Event, device: torch.device
     ) -> tuple[list[Tensor], Event]:
         """Start to copy bytes back; the event marks the end of the copy."""
-        if self._leaving is not None and self._leaving[1] is offloaded:
+        if self._offloading is not None and self._offloading[1] is offloaded:
             self._release()  # no later offload would release them
         streams = self._streams
         tensors = [torch.empty(each.numel(), dtype=torch.uint8, device=device) for each in hosts]
@@ -126,7 +126,7 @@ class ActivationOffload:
 
     Args:
         device: where the stage computes.
-        stays: tensors whose memory is referenced elsewhere.
+        resident: tensors whose memory is referenced elsewhere.
         copy_streams: the streams for copies; None where the device has no streams.
 
     Example:
@@ -145,12 +145,12 @@ class ActivationOffload:
     def __init__(
         self,
         device: torch.device,
-        stays: Iterable[Tensor],
+        resident: Iterable[Tensor],
         copy_streams: CopyStreams | None = None,
     ) -> None:
         self._device = device
         self._copy_streams = copy_streams
-        self._stays = {_address(t) for t in stays if type(t) in _PLAIN}
+        self._resident = {_address(t) for t in resident if type(t) in _PLAIN}
         self._storages: dict[int, _Storage] = {}
         self._saved: list[ref[_Saved]] = []
 
@@ -162,7 +162,7 @@ class ActivationOffload:
         if not _is_as_in_memory(tensor) or tensor.device != self._device:
             return tensor
         address = _address(tensor)
-        if address == 0 or address in self._stays:
+        if address == 0 or address in self._resident:
             return tensor
         if address not in self._storages:
             self._storages[address] = _Storage(tensor.untyped_storage())

@@ -223,7 +223,7 @@ class Stage:
     def _leaves_all_to_w(self, state: MicrobatchState) -> bool:
         """True if no gradient is sent back, as on the first stage.
 
-        W then runs the whole backward, which costs less than two halves, and I does nothing.
+        W then runs the full backward, which costs less than two halves, and I does nothing.
         """
         return self.defers_weights and not state.leaves and not state.in_sequence
 

@@ -40,7 +40,7 @@ def refuse(what: str) -> NoReturn:
     """Refuse a call that needs the autograd graph from a stage's results to its parameters."""
     raise CannotDeferError(
         f"the module or its loss calls {what}, which needs the graph that leads to the "
-        "parameters, and weight gradients put off by operation have none; pass "
+        "parameters, and weight gradients deferred by operation have none; pass "
         "defers_weights=False to this PipelineStage, or set it (pipe.stages[i].defers_weights = "
         "False), or use a schedule with full backwards"
     )

@@ -406,6 +406,8 @@ twin_of = functools.cache(without_override_check)
 
 def substitute(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run ``func`` with proxies in place of the weights."""
+    if not deferrable_now():
+        return func(*args, **kwargs)
 
     def swap(value: Any) -> Any:
         if isinstance(value, Tensor):

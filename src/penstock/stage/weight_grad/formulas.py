@@ -76,11 +76,6 @@ def batched_matmul_grads(saved: Tensor, _: Any, weights: Weights, grad: Tensor) 
     return _with_bias(saved.transpose(1, 2).bmm(grad), weights, grad)
 
 
-def einsum_grads(saved: Tensor, equation: str, weights: Weights, grad: Tensor) -> WeightGrads:
-    """The weight's part of a two-operand einsum; ``equation`` maps (x, gradient) to it."""
-    return (torch.einsum(equation, saved, grad),)
-
-
 def conv_grads(
     saved: Tensor, options: tuple[Any, ...], weights: Weights, grad: Tensor
 ) -> WeightGrads:

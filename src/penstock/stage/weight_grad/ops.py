@@ -7,7 +7,6 @@ which is right for any operation. Handlers run thousands of times per step: chea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from penstock.stage.weight_grad.formulas import (
     Weight,
     batched_matmul_grads,
     conv_grads,
-    einsum_grads,
     embedding_grads,
     left_matmul_grads,
     linear_grads,
@@ -154,36 +152,6 @@ def product(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> 
     return generic(deferred, func, args, kwargs)
 
 
-def einsum(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.einsum("btk,nk->btn", x, w)``: two operands, each index in two of the three terms."""
-    equation, operands = args[0], args[1] if func is aten.einsum.default else args[1:]
-    if not isinstance(equation, str) or len(operands) != 2 or autocast_enabled():
-        return generic(deferred, func, args, kwargs)
-    at = 0 if deferred.weight(operands[1]) is None else 1
-    x, w = operands[1 - at], operands[at]
-    weights = weights_of(deferred, x, w)
-    *terms, result = equation.replace(" ", "").replace("->", ",").split(",")
-    if weights is None or len(terms) != 2 or not is_linear_in_each(terms, result, at, operands):
-        return generic(deferred, func, args, kwargs)
-    given = (x, w.detach()) if at else (w.detach(), x)
-    backward = f"{terms[1 - at]},{result}->{terms[at]}"
-    return deferred.record(torch.einsum(equation, *given), einsum_grads, weights, x, backward)
-
-
-def is_linear_in_each(terms: list[str], result: str, at: int, operands: Sequence[Tensor]) -> bool:
-    """True if the gradient of operand ``at`` is an einsum too, and no index is broadcast."""
-    sizes: dict[str, int] = {}
-    return (
-        not any("." in term or len(set(term)) != len(term) for term in (*terms, result))
-        and set(terms[at]) <= set(terms[1 - at]) | set(result)
-        and all(
-            sizes.setdefault(index, size) == size
-            for term, operand in zip(terms, operands, strict=True)
-            for index, size in zip(term, operand.shape, strict=False)
-        )
-    )
-
-
 # --- convolutions --------------------------------------------------------------------------------
 
 # Function → (spatial dimensions, transposed).
@@ -231,21 +199,6 @@ def conv(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any
     )
     y = func(x, detached, None if b is None else b.detach(), **given)
     return deferred.record(y, conv_grads, weights, x, backward_options)
-
-
-# --- norms and embeddings ------------------------------------------------------------------------
-
-
-def norm(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``F.layer_norm`` and the like, whose weight gradients are not deferred.
-
-    The kernel of the input's gradient computes them too. Deferred, they would read the same tensors
-    again and keep these until W, to save I a small sum. A proxy receives them in I.
-    """
-    if type(args[0]) is not Tensor or deferred.weight(args[0]) is not None:
-        return generic(deferred, func, args, kwargs)
-    run = substitute if deferrable_now() else passed
-    return run(deferred, func, args, kwargs)
 
 
 def embedding(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -334,11 +287,12 @@ _register(product, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 _register(product, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
 _register(product, aten.matmul.default, aten.mm.default, aten.bmm.default)
 _register(product, aten.addmm.default, aten.baddbmm.default)
-_register(einsum, torch.einsum, aten.einsum.default)
 _register(conv, *CONVS)
-_register(norm, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm)
-_register(norm, aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default)
-_register(norm, aten.batch_norm.default, aten.instance_norm.default)
+# The kernel of the input's gradient computes the weights' too. Deferred, they would read the same
+# tensors again and keep these until W, to save I a small sum.
+_register(substitute, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm)
+_register(substitute, aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default)
+_register(substitute, aten.batch_norm.default, aten.instance_norm.default)
 _register(embedding, torch.embedding, aten.embedding.default)
 _register(differentiate, torch.autograd.grad)
 _register(backward, torch.autograd.backward, Tensor.backward)
