@@ -26,20 +26,10 @@ Grads: TypeAlias = tuple[Tensor | None, ...]
 
 
 def full_backward(stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> Grads:
-    """Run the full backward of a stage.
+    """Run the full backward of a stage; returns the gradient of each input, or None.
 
-    Args:
-        stage_output: a tensor, or a tuple, list or dict of outputs, nested in any depth; values
-            that are not tensors, or require no grad, are skipped.
-        output_grads: gradients in the same structure. None means no gradient, or 1.0 for a scalar
-            tensor.
-        input_values: the stage's inputs.
-
-    Returns:
-        The gradient of each input, or None. The inputs' ``.grad`` is reset to None.
-
-    Raises:
-        StageError: gradients and outputs differ in structure.
+    The outputs are a tensor, or tuples, lists and dicts of any values, and the gradients have the
+    same structure. None means no gradient, or 1.0 for a scalar tensor.
     """
     pairs = list(_paired(stage_output, output_grads))
     if pairs:
@@ -60,19 +50,9 @@ def input_backward(
 ) -> tuple[Grads, list[dict[str, Any]]]:
     """Run I: compute all gradients, and accumulate those of the inputs.
 
-    Detaches the outputs in place where possible, so that the graph is freed.
-
-    Args:
-        stage_outputs_or_loss: the stage's outputs, or its loss.
-        output_grads: the gradient of each output, or None; None instead of the list means ones.
-        input_values: the stage's inputs, whose gradients also accumulate into ``.grad``.
-        weights: the parameters whose gradients W accumulates.
-
-    Returns:
-        The gradient of each input, or None; and the parameter groups for ``weight_backward``.
-
-    Raises:
-        StageError: the numbers of outputs and gradients differ.
+    Detaches the outputs in place where possible, so that the graph is freed. Without
+    ``output_grads`` they are ones. Returns the gradient of each input, or None, and the groups for
+    ``weight_backward``.
     """
     given = stage_outputs_or_loss
     outputs = [given] if isinstance(given, Tensor) else list(given)
@@ -99,19 +79,9 @@ def input_backward(
 
 
 def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, Any]]) -> Grads:
-    """Run W: accumulate the weight gradients that ``input_backward`` has held back.
+    """Run W: accumulate the gradients in the groups of ``input_backward``; returns each ``.grad``.
 
     Hooks on the weights run once, here.
-
-    Args:
-        weights: the parameters given to ``input_backward``.
-        param_groups: the groups returned by ``input_backward``; emptied.
-
-    Returns:
-        The ``.grad`` of each weight.
-
-    Raises:
-        StageError: the groups have been used already.
     """
     for group in param_groups:
         if "grads" not in group:

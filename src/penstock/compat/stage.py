@@ -131,11 +131,10 @@ class PipelineStage(ExchangingStage):
 
         Args:
             fwd_chunk_id: the microbatch.
-            args: positional arguments of the first stage. Ignored on later stages, whose inputs
-                come from ``get_fwd_recv_ops`` or ``set_local_fwd_input``.
+            args: positional arguments of the first stage. The inputs of later stages come from
+                ``get_fwd_recv_ops`` or ``set_local_fwd_input``.
             kwargs: keyword arguments.
-            save_forward_output: whether ``output_chunks`` keeps the last stage's output. Sent
-                outputs are never kept.
+            save_forward_output: whether ``output_chunks`` keeps the last stage's output.
 
         Returns:
             The module's output.
@@ -182,9 +181,9 @@ class PipelineStage(ExchangingStage):
             bwd_chunk_id: the microbatch.
             loss: the microbatch's loss, on the last stage.
             full_backward: False leaves the weight gradients to ``backward_weight_one_chunk``.
-            last_backward: whether no further forward follows in the step. If True, the backward
-                that completes the gradients of all microbatches reduces the gradients of replicas
-                (DDP, FSDP2). If False, ``perform_reduce_grad`` reduces them.
+            last_backward: whether no further forward follows in the step. The backward that
+                completes all gradients then reduces those of replicas (DDP, FSDP2); else call
+                ``perform_reduce_grad``.
 
         Raises:
             StageError: the forward has not run, or the backward has already run.
@@ -285,11 +284,11 @@ class PipelineStage(ExchangingStage):
             bwd_kwargs: ``stage_output`` (the outputs, or the loss), ``output_grads`` and
                 ``input_values``; for ``"weight"`` the ``param_groups`` that ``"input"`` returned.
             last_backward: whether this backward, with its weight gradients, completes the step's
-                gradients. If True, the gradients of replicas are then reduced.
+                gradients; those of replicas are then reduced.
 
         Returns:
-            The gradients of the inputs (of the weights for ``"weight"``). For ``"input"`` also
-            the parameter groups for ``"weight"``.
+            The gradients of the inputs (of the weights for ``"weight"``); for ``"input"`` also the
+            parameter groups.
 
         Raises:
             StageError: ``backward_type`` is unknown, an argument is missing, or ``"input"`` is
@@ -352,12 +351,9 @@ class PipelineStage(ExchangingStage):
                     param.grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Average the gradients over the replicas, once after a step's last backward.
+        """Average the gradients over the replicas, unless ``last_backward=True`` has, and scale.
 
-        A no-op if a backward with ``last_backward=True`` has already averaged the gradients.
-
-        Args:
-            grad_scale_factor: the divisor of the gradients (see ``scale_grads``).
+        Call it once after a step's last backward. ``scale_grads`` divides by the factor.
         """
         self._replica_step.end(reduce=True)
         self.scale_grads(grad_scale_factor)

@@ -8,11 +8,8 @@ For the batch's own mean pass divisible batches (``drop_last=True``), or sum in 
     tensors in any pytree (see ``stage/pytree.py``)    split
     a BlockMask of flex attention                      split along its batch dimension, if not 1
     a PackedSequence                                   refused: its rows do not lie together
-    all else, tensors without dimensions               given to every microbatch as it is
-
-An object of a class outside the pytree registry is replicated to every microbatch, including its
-tensors. Register a class whose tensors have the batch's rows with
-``torch.utils._pytree.register_pytree_node``.
+    all else: tensors without dimensions, objects of   given to every microbatch as it is
+    classes that are not registered with torch's pytree
 """
 
 from __future__ import annotations
@@ -268,8 +265,7 @@ def split_args_kwargs_into_chunks(
     """Split a call's arguments into microbatches.
 
     Args:
-        args: positional arguments; any trees of tensors and values (see the module's table).
-        kwargs: keyword arguments, likewise.
+        args, kwargs: the arguments; any trees of tensors and values (see the module's table).
         chunks: number of microbatches.
         args_chunk_spec: per argument its ``TensorChunkSpec``, or a tree of them that begins like
             it; where that is None, the value is given to every microbatch as it is. Without a

@@ -323,13 +323,7 @@ def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """The pairs of tensors, by index, that share a storage.
-
-    Example:
-        >>> h = torch.zeros(2, 6)
-        >>> sharing_memory([h, h[:, :2], h.clone()])
-        ((0, 1),)
-    """
+    """The pairs of tensors, by index, that share a storage."""
     if len(tensors) < 2:
         return ()
     plain = [(i, t) for i, t in enumerate(tensors) if type(t) is Tensor and not t.is_meta]

@@ -44,9 +44,6 @@ class CopyStreams:
     ``record_stream`` would let the host, which runs ahead, allocate new memory for each offload.
     Instead the tensors are released at the next offload, after the compute stream has been made
     to wait for the copy: a stage that computes faster than it copies waits for memory.
-
-    Args:
-        streams: those of the device.
     """
 
     def __init__(self, streams: DeviceStreams) -> None:
@@ -124,22 +121,8 @@ class _Saved:
 class ActivationOffload:
     """The saved tensors of one microbatch in one stage.
 
-    Args:
-        device: where the stage computes.
-        resident: tensors whose memory is referenced elsewhere.
-        copy_streams: the streams for copies; None where the device has no streams.
-
-    Example:
-        >>> x = torch.ones(3, requires_grad=True)
-        >>> offload = ActivationOffload(torch.device("cpu"), [x])
-        >>> with offload.collecting():
-        ...     y = (x * 2).exp().sum()
-        >>> offload.offload()
-        12
-        >>> offload.reload()
-        >>> y.backward()
-        >>> torch.equal(x.grad, 2 * (x * 2).exp())
-        True
+    ``resident`` are tensors whose memory is referenced elsewhere; ``copy_streams`` is None where
+    the device has no streams.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def flatten(
         BoundaryError: the class of a dataclass, or of a mapping of tensors, can't rebuild it.
     """
     leaves, tree = optree.tree_flatten(value, is_leaf, namespace=NAMESPACE)
-    new = [cls for cls in {type(leaf) for leaf in leaves} - _registered if _is_container(cls)]
+    new = [cls for cls in {type(leaf) for leaf in leaves} - _makers.keys() if _is_container(cls)]
     if not new:
         return leaves, tree
     for cls in new:
@@ -176,7 +176,7 @@ class _Outline:
 
 # Its type wants a Collection; optree takes any class.
 _register_node: Any = optree.register_pytree_node
-_registered: set[type[Any]] = set()
+# The registered classes, with the functions that make their containers.
 _makers: dict[type[Any], _Make] = {}
 # True while unflatten makes outlines.
 _outlining: ContextVar[bool] = ContextVar("outlining", default=False)
@@ -204,7 +204,6 @@ def _register(cls: type[Any]) -> None:
         return _makers[cls](children, context.value)
 
     _register_node(cls, flatten_node, unflatten_node, namespace=NAMESPACE)
-    _registered.add(cls)
 
 
 def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
@@ -333,8 +332,10 @@ class _Leaf:
     index: int
 
 
-# Classes that this process has sent, by name: found again without a look into their modules.
-_seen_classes: dict[str, type[Any]] = {}
+# Builtin classes, and those that this process has sent, found without a look into their modules.
+_seen_classes: dict[str, type[Any]] = {
+    f"{cls.__module__}:{cls.__qualname__}": cls for cls in (tuple, list, dict, OrderedDict)
+}
 
 
 def encode_tree(tree: optree.PyTreeSpec) -> Any:
@@ -352,27 +353,26 @@ def encode_tree(tree: optree.PyTreeSpec) -> Any:
 
 
 def _encode(node: Any) -> Any:
-    match node:
-        case None:
-            return None
-        case _Leaf(index):
-            return index
-        case _Outline(cls, context, children):
-            head = {"class": _class_name(cls), "context": _encode_context(cls, context)}
-            return head | {"items": [_encode(child) for child in children]}
-        case tuple() if hasattr(node, "_fields") or optree.is_structseq(node):
-            return {"class": _class_name(type(node)), "items": [_encode(x) for x in node]}
-        case tuple() | list() if type(node) in (tuple, list):
-            return {"kind": type(node).__name__, "items": [_encode(x) for x in node]}
-        case dict() if type(node) in (dict, OrderedDict):
-            for key in node:
-                if type(key) not in (str, int):
-                    raise BoundaryError(
-                        f"dict key {key!r} can't cross between stages; use str or int keys"
-                    )
-            items = [_encode(value) for value in node.values()]
-            return {"kind": type(node).__name__, "keys": list(node), "items": items}
-    raise _not_sent(type(node))
+    if node is None:
+        return None
+    if isinstance(node, _Leaf):
+        return node.index
+    if isinstance(node, _Outline):
+        context = _encode_context(node.cls, node.context)
+        items = [_encode(child) for child in node.children]
+        return {"class": _class_name(node.cls), "context": context, "items": items}
+    cls = type(node)
+    if cls in (dict, OrderedDict):
+        for key in node:
+            if type(key) not in (str, int):
+                raise BoundaryError(
+                    f"dict key {key!r} can't cross between stages; use str or int keys"
+                )
+        items = [_encode(value) for value in node.values()]
+        return {"class": _class_name(cls), "keys": list(node), "items": items}
+    if cls in (tuple, list) or hasattr(node, "_fields") or optree.is_structseq(node):
+        return {"class": _class_name(cls), "items": [_encode(item) for item in node]}
+    raise _not_sent(cls)
 
 
 def _not_sent(cls: type[Any]) -> BoundaryError:
@@ -410,21 +410,19 @@ def _decode(node: Any) -> Any:
         return None
     if isinstance(node, int):
         return object()  # optree treats a bare object as a leaf
+    cls, items = _find_class(node["class"]), [_decode(item) for item in node["items"]]
     if "keys" in node:
-        made = zip(node["keys"], map(_decode, node["items"]), strict=True)
-        return OrderedDict(made) if node["kind"] == "OrderedDict" else dict(made)
-    items = [_decode(item) for item in node["items"]]
-    if "kind" in node:
-        return tuple(items) if node["kind"] == "tuple" else items
-    cls = _find_class(node["class"])
+        return cls(zip(node["keys"], items, strict=True))
     if "context" in node:
-        if cls not in _registered:
+        if cls not in _makers:
             _register(cls)
         tree, leaves = node["context"]
         context = unflatten(decode_tree(tree), [decode_plain(leaf) for leaf in leaves])
         return _Outline(cls, context, items)
-    # tuple.__new__: the class's own __new__ may check its items, which are none yet.
-    return cls(items) if optree.is_structseq_class(cls) else tuple.__new__(cls, items)
+    if cls in (tuple, list) or optree.is_structseq_class(cls):
+        return cls(items)
+    # The class's own __new__ may check its items, which are none yet.
+    return tuple.__new__(cls, items)
 
 
 def _make_outlined(context: _Context, children: Sequence[Any]) -> Any:
@@ -447,15 +445,13 @@ def _find_class(name: str) -> type[Any]:
     for part in path.split("."):
         found = getattr(found, part, None)
     is_tuple = hasattr(found, "_fields") or optree.is_structseq_class(found)
-    if not isinstance(found, type) or not (
-        is_tuple or _is_container(found) or found in _registered
-    ):
-        raise BoundaryError(
-            f"a stage sends a {name}, a class that this rank can't find; define it at the top "
-            "level of a module that every rank imports, and register it there, where it is "
-            "registered with torch's pytree"
-        )
-    return found
+    if isinstance(found, type) and (is_tuple or _is_container(found) or found in _makers):
+        return found
+    raise BoundaryError(
+        f"a stage sends a {name}, a class that this rank can't find; define it at the top level of "
+        "a module that every rank imports, and register it there, where it is registered with "
+        "torch's pytree"
+    )
 
 
 _register_node(

@@ -29,29 +29,13 @@ _LATE = "this forward wrote into {}, and the first one did not; don't recompute 
 
 
 class Recomputer:
-    """Makes the recompute contexts of one stage.
-
-    Args:
-        device: the device whose generator is restored, beside the CPU's.
-
-    Attributes:
-        written_buffers: the buffers that the forward writes into; None before the first forward.
-        writes_inputs: whether it writes into its inputs; likewise.
-
-    Example:
-        >>> module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
-        >>> context = Recomputer(torch.device("cpu")).record(module)
-        >>> first = module(torch.eye(2))
-        >>> context.close()
-        >>> with context:
-        ...     second = module(torch.eye(2))
-        >>> torch.equal(first, second), module[0].num_batches_tracked.item()
-        (True, 1)
-    """
+    """Makes the recompute contexts of one stage."""
 
     def __init__(self, device: torch.device) -> None:
         self.devices = tuple(dict.fromkeys((torch.device("cpu"), device)))
         self._module: nn.Module | None = None
+        # The buffers that the forward writes into, and whether it writes into its inputs; None
+        # before the first forward.
         self.written_buffers: set[_Place] | None = None
         self.writes_inputs: bool | None = None
 

@@ -324,14 +324,7 @@ def _nothing() -> None:
 
 
 def alias(leaf: Tensor) -> Tensor:
-    """A differentiable alias of ``leaf`` that may be written into.
-
-    Example:
-        >>> leaf = torch.tensor([-1.0, 2.0], requires_grad=True)
-        >>> alias(leaf).relu_().sum().backward()
-        >>> leaf.grad
-        tensor([0., 1.])
-    """
+    """A differentiable alias of ``leaf`` that may be written into."""
     made: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
     return made
 

@@ -13,14 +13,13 @@ outcome says so: a test of hangs can't hang.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,8 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
     # cheap fork of it.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
-    with tempfile.TemporaryDirectory() as folder, _free_port() as port:
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_main, args=(work, rank, num_ranks, port, folder, args))
             for rank in range(num_ranks)
@@ -114,26 +114,21 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
 def _await(processes: list[Any], folder: Path, deadline: float) -> None:
     """Wait until all processes have ended, and signal to them when all ranks have finished."""
     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-        ended = [_outcome_path(folder, r).exists() for r in range(len(processes))]
+        ended = [(folder / f"{r}.pt").exists() for r in range(len(processes))]
         if all(e or not p.is_alive() for e, p in zip(ended, processes, strict=True)):
             (folder / OVER).touch()
         time.sleep(0.01)
 
 
-def _outcome_path(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.pt"
-
-
-@contextlib.contextmanager
-def _free_port() -> Iterator[int]:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    yield port
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def _read(folder: Path, rank: int, exit_code: int | None) -> Outcome:
-    path = _outcome_path(folder, rank)
+    path = folder / f"{rank}.pt"
     if exit_code is None or not path.exists():
         message = "still running at the deadline" if exit_code is None else "died"
         return Outcome(
@@ -155,20 +150,20 @@ def _main(
         GLOO_SOCKET_IFNAME="lo",
     )
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    outcome: dict[str, Any] = {"value": None, "error_type": None, "message": ""}
+    value, error_type, message = None, None, ""
     start = time.monotonic()
     try:
-        outcome["value"] = work(rank, num_ranks, *args)
+        value = work(rank, num_ranks, *args)
     except Exception as error:
-        outcome["error_type"] = type(error).__name__
-        outcome["message"] = f"{error}\n{traceback.format_exc()}"
+        error_type, message = type(error).__name__, f"{error}\n{traceback.format_exc()}"
+    outcome = {"value": value, "error_type": error_type, "message": message}
     outcome["elapsed_s"] = time.monotonic() - start
-    path = _outcome_path(Path(folder), rank)
+    path = Path(folder) / f"{rank}.pt"
     torch.save(outcome, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
     # Rank 0 hosts the store, so it stays alive until the other ranks have read their values.
     waited = time.monotonic()
     while not (Path(folder) / OVER).exists() and time.monotonic() - waited < MAX_STAY_S:
         time.sleep(0.01)
-    if outcome["error_type"] is None:
+    if error_type is None:
         dist.destroy_process_group()

@@ -61,6 +61,7 @@ def accumulate(records: list[Record]) -> None:
     for weight in weights:
         if type(weight) is Expression:
             through_graph |= {id(weight), *weight.leaves}
+    summed = through_graph | {key for key, count in uses.items() if count > 1}
     del weights
     sums: dict[int, Tensor] = {}
     parameters: list[Any] = []
@@ -69,6 +70,12 @@ def accumulate(records: list[Record]) -> None:
     num_numbers = 0
     while records:
         used, parts = _contribution(records.pop())
+        if summed.isdisjoint(map(id, used)):
+            if parts:
+                parameters += used
+                totals += parts
+                num_numbers += parts[0].numel()  # a bias is never larger
+            used = ()
         for index, weight in enumerate(used):
             key = id(weight)
             uses[key] -= 1

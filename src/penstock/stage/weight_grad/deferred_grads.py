@@ -439,12 +439,6 @@ def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) 
     Their hooks run in I. If other uses of such a parameter were deferred, its hooks would run
     twice: leave these to autograd altogether, by ``DeferredGrads(undeferred)``. It walks the graph
     of the outputs, so call it once, after the first forward.
-
-    Example:
-        >>> p = torch.nn.Parameter(torch.ones(2))
-        >>> find_undeferred([p * 2], [p])
-        [Parameter containing:
-        tensor([1., 1.], requires_grad=True)]
     """
     tensors = (out for out in outputs if isinstance(out, Tensor) and out.requires_grad)
     stack: list[Node] = [get_gradient_edge(out).node for out in tensors]
