@@ -23,20 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "Plan",
-    "StageCosts",
-    "abbreviate",
-    "check_format",
-    "did_you_mean",
-    "prefixes",
-    "read_file",
-    "read_record",
-    "read_table",
-    "read_value",
-    "rules_refused",
-    "split_by_counts",
-    "toml_path",
-]
+    "Plan", "StageCosts", "abbreviate", "did_you_mean", "prefixes", "read_document", "read_file",
+    "read_record", "read_table", "read_value", "rules_refused", "split_by_counts", "toml_path",
+]  # fmt: skip
 
 FORMAT = 1
 T = TypeVar("T")
@@ -98,23 +87,22 @@ class Plan:
         object.__setattr__(self, "costs", tuple(self.costs))
         if not self.stages:
             raise PartitionError("the plan has no stages; name the modules of each")
-        holder: dict[str, int] = {}
+        stage_of: dict[str, int] = {}
         for stage, names in enumerate(self.stages):
             if not names:
                 raise PartitionError(f"stage {stage} of the plan is empty; name its modules")
             for name in names:
-                if name in holder:
+                if name in stage_of:
                     raise PartitionError(
-                        f"the plan names {name} in stage {holder[name]} and again in stage "
+                        f"the plan names {name} in stage {stage_of[name]} and again in stage "
                         f"{stage}; name each module once"
                     )
-                holder[name] = stage
-        for name in holder:
-            above = next((prefix for prefix in prefixes(name) if prefix in holder), None)
-            if above is not None:
+                stage_of[name] = stage
+        for name, parent in ((each, prefix) for each in stage_of for prefix in prefixes(each)):
+            if parent in stage_of:
                 raise PartitionError(
-                    f"the plan names {name} (stage {holder[name]}) and {above} (stage "
-                    f"{holder[above]}), which holds it; name either"
+                    f"the plan names {name} (stage {stage_of[name]}) and {parent} (stage "
+                    f"{stage_of[parent]}), which holds it; name either"
                 )
         if self.costs and len(self.costs) != len(self.stages):
             raise PartitionError(
@@ -127,16 +115,11 @@ class Plan:
         return len(self.stages)
 
     def stage_of(self, name: str) -> int | None:
-        """The stage that holds a module, parameter or buffer; None if no stage holds it.
-
-        Args:
-            name: the qualified name in the plain model.
-        """
+        """The stage that holds a module, parameter or buffer, by its qualified name in the plain
+        model; None if no stage holds it."""
         wanted = {name, *prefixes(name)}
-        for stage, names in enumerate(self.stages):
-            if not wanted.isdisjoint(names):
-                return stage
-        return None
+        holders = (i for i, names in enumerate(self.stages) if not wanted.isdisjoint(names))
+        return next(holders, None)
 
     def check(self, model: nn.Module) -> None:
         """Check the plan against a model: every name exists, every parameter is in a stage.
@@ -161,30 +144,26 @@ class Plan:
             known.add(name)
             names.setdefault(id(param), []).append(name)
         unknown = [name for stage in self.stages for name in stage if name not in known]
-        left = [
+        missing = [
             each[0] for each in names.values() if all(self.stage_of(name) is None for name in each)
         ]
-        parts = []
+        faults = []
         if unknown:
-            parts.append(f"it names {abbreviate(unknown)}, which the model lacks")
-        if left:
-            parts.append(f"no stage holds the parameters {abbreviate(left)}")
-        if parts:
+            faults.append(f"it names {abbreviate(unknown)}, which the model lacks")
+        if missing:
+            faults.append(f"no stage holds the parameters {abbreviate(missing)}")
+        if faults:
             name = type(model).__name__
             made_for = f"for a {self.model}" if self.model not in ("", name) else "elsewhere"
             raise PartitionError(
-                f"the plan, made {made_for}, does not fit this {name}: {'; '.join(parts)}; make "
+                f"the plan, made {made_for}, does not fit this {name}: {'; '.join(faults)}; make "
                 "it anew with `penstock split`, or correct its names"
             )
 
     # --- files ---------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a ``.toml`` file.
-
-        Raises:
-            PartitionError: the suffix is not ``.toml``.
-        """
+        """Write the plan to a ``.toml`` file; another suffix raises a PartitionError."""
         toml_path(path).write_text(self.to_toml(), encoding="utf-8")
 
     @classmethod
@@ -230,11 +209,9 @@ class Plan:
         Raises:
             PartitionError: an entry is missing, unknown, or of another type.
         """
-        plan = read_table(data, "the plan", {"penstock_plan", "model", "made", "stage"})
-        check_format(plan.get("penstock_plan", FORMAT), FORMAT, "the plan", "make it")
-        listed = plan.get("stage")
-        if not isinstance(listed, (list, tuple)):
-            raise PartitionError("the plan has no list of stages; write [[stage]] for each")
+        texts, listed = read_document(
+            data, "penstock_plan", FORMAT, texts=("model", "made"), records="stage", default=FORMAT
+        )
         stages, costs = [], []
         for index, item in enumerate(listed):
             where = f"stage {index} of the plan"
@@ -243,12 +220,7 @@ class Plan:
             stages.append(read_value(table.pop("modules", None), "names", f"modules of {where}"))
             if table:
                 costs.append(read_record(StageCosts, table, where))
-        return cls(
-            stages=tuple(stages),
-            model=read_value(plan.get("model", ""), "str", "model of the plan"),
-            made=read_value(plan.get("made", ""), "str", "made of the plan"),
-            costs=tuple(costs),
-        )
+        return cls(stages=tuple(stages), costs=tuple(costs), **texts)
 
 
 def toml_path(path: str | Path) -> Path:
@@ -271,16 +243,7 @@ def rules_refused(rule: str) -> PartitionError:
 
 
 def read_file(path: Path, read: Callable[[str], T], what: str) -> T:
-    """Apply ``read`` to the text of a file.
-
-    Args:
-        path: the file.
-        read: the parser.
-        what: the kind of file and its origin, for the message about a missing one.
-
-    Raises:
-        PartitionError: the file is missing, unreadable, or refused by ``read``.
-    """
+    """Apply ``read`` to the text of a file; ``what`` is its kind and origin, if it is missing."""
     try:
         return read(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
@@ -328,12 +291,27 @@ def read_record(cls: type[T], table: Mapping[str, Any], where: str) -> T:
         raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
 
 
-def check_format(value: object, expected: int, what: str, hint: str) -> None:
-    """Refuse a file of another format version."""
-    if value != expected or isinstance(value, bool):
+def read_document(
+    data: object,
+    key: str,
+    version: int,
+    *,
+    texts: Sequence[str],
+    records: str,
+    default: int | None = None,
+) -> tuple[dict[str, str], Sequence[Any]]:
+    """The texts and the records of a file, whose version stands under ``key``."""
+    where = f"the {key.removeprefix('penstock_')}"
+    table = read_table(data, where, {key, records, *texts})
+    found = table.get(key, default)
+    if found != version or isinstance(found, bool):
         raise PartitionError(
-            f"{what} has format {value!r}, this version reads {expected}; {hint} anew"
+            f"{where} has format {found!r}, this version reads {version}; make it anew"
         )
+    listed = table.get(records)
+    if not isinstance(listed, (list, tuple)):
+        raise PartitionError(f"{where} has no list of {records.removesuffix('s')}s; make it anew")
+    return {n: read_value(table.get(n, ""), "str", f"{n} of {where}") for n in texts}, listed
 
 
 # --- names --------------------------------------------------------------------------------------

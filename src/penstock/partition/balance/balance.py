@@ -79,34 +79,34 @@ class Terms:
 
     def __post_init__(self) -> None:
         num, placement, limit = self.num_stages, self.placement, self.memory_limit
-        flights, is_step = self.in_flight, self.objective is SplitObjective.STEP
+        flights, per = self.in_flight, "rank" if self.shares_ranks else "stage"
         _require(num >= 1, f"num_stages is {num}, expected at least 1")
-        fine = self.bandwidth is None or self.bandwidth > 0
-        _require(fine, f"bandwidth is {self.bandwidth}, expected bytes per second > 0, or None")
+        is_fine = self.bandwidth is None or self.bandwidth > 0
+        _require(is_fine, f"bandwidth is {self.bandwidth}, expected bytes per second > 0, or None")
         for name in ("latency_s", "state_factor"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}, expected a number ≥ 0")
-        fine = (self.microbatches is None and not is_step) or (self.microbatches or 0) >= 1
         _require(
-            fine,
+            (self.microbatches is None and self.objective is SplitObjective.BOTTLENECK)
+            or (self.microbatches or 0) >= 1,
             f'microbatches is {self.microbatches}, expected at least 1; with objective="step" say '
             "how many a step has",
         )
+        placed = num if placement is None else placement.num_model_stages
         _require(
-            placement is None or placement.num_model_stages == num,
-            f"the placement is one of {placement and placement.num_model_stages} stages, but "
-            f"num_stages is {num}",
+            placed == num,
+            f"the placement is one of {placed} stages, but num_stages is {num}",
         )
-        per = "rank" if self.shares_ranks else "stage"
-        if isinstance(limit, Sequence) and len(limit) != self.num_ranks:
-            raise PartitionError(
-                f"memory_limit has {len(limit)} numbers for {self.num_ranks} {per}s; give one per "
-                f"{per}, or one for all"
-            )
-        fine = all(each > 0 for each in self.limits)
-        _require(fine, f"memory_limit is {limit}, expected bytes > 0")
-        fine = flights is None or (len(flights) == num and min(flights) >= 0)
-        _require(fine, f"in_flight is {flights}, expected {num} numbers ≥ 0, one per stage")
+        given = len(limit) if isinstance(limit, Sequence) else self.num_ranks
+        _require(
+            given == self.num_ranks,
+            f"memory_limit has {given} numbers for {self.num_ranks} {per}s; give one per {per}, or "
+            "one for all",
+        )
+        is_fine = all(each > 0 for each in self.limits)
+        _require(is_fine, f"memory_limit is {limit}, expected bytes > 0")
+        is_fine = flights is None or (len(flights) == num and min(flights) >= 0)
+        _require(is_fine, f"in_flight is {flights}, expected {num} numbers ≥ 0, one per stage")
 
     @property
     def num_ranks(self) -> int:
@@ -168,8 +168,8 @@ def balance(
     """Find the best split of a chain of blocks into stages.
 
     With one stage on each rank the split is optimal. With several, the problem is NP-hard: up to
-    about thirty blocks on four ranks the split is proven optimal. Larger problems get a good split,
-    within 2 % of the optimum wherever it is known. ``is_proven`` tells them apart.
+    about thirty blocks on four ranks the split is proven optimal (``is_proven``), larger problems
+    get a split within 2 % of the optimum wherever it is known.
 
     Args:
         costs: a profile, the costs of its blocks, or one number per block, in order.
@@ -190,9 +190,6 @@ def balance(
         microbatches: microbatches per step; required by ``"step"``.
         slack: with several stages on a rank, the relative loss of the objective that is accepted
             for more even stages. Even stages suit schedules that wait for the slowest stage.
-
-    Returns:
-        The split. If ``is_proven``, no split has a lower objective, except for ``slack``.
 
     Raises:
         PartitionError: there are more stages than blocks, or no split fits the memory limit; the
@@ -246,11 +243,10 @@ def weigh(
 def _blocks_of(costs: BlockTimes) -> Sequence[BlockCosts]:
     if isinstance(costs, Profile):
         return costs.blocks
+    named = ((each, (f"block {i}",)) for i, each in enumerate(costs))
     return [
-        each
-        if isinstance(each, BlockCosts)
-        else BlockCosts(modules=(f"block {i}",), forward_s=each)  # type: ignore[arg-type]
-        for i, each in enumerate(costs)
+        each if isinstance(each, BlockCosts) else BlockCosts(modules=name, forward_s=each)  # type: ignore[arg-type]
+        for each, name in named
     ]
 
 
@@ -275,14 +271,12 @@ def _chain_of(blocks: Sequence[BlockCosts], terms: Terms) -> Chain:
 
 def _own_ends(chain: Chain, terms: Terms) -> list[int]:
     """The ends of stages with one rank per stage."""
-    pace = least_bottleneck(chain)
+    pace, free = least_bottleneck(chain), (math.inf,) * chain.num_stages
     if pace is None:
         # The same search, minimizing the share of its limit that a stage fills instead of its time.
-        shares = tuple(
-            tuple(held / limit for held in prefix)
-            for prefix, limit in zip(chain.held, chain.limits, strict=True)
-        )
-        free, none = (math.inf,) * chain.num_stages, (0.0,) * (chain.num_blocks + 1)
+        limited = zip(chain.held, chain.limits, strict=True)
+        shares = tuple(tuple(held / limit for held in prefix) for prefix, limit in limited)
+        none = (0.0,) * (chain.num_blocks + 1)
         share = least_bottleneck(replace(chain, loads=shares, crossings=none, limits=free))
         assert share is not None, "a split into stages of any size"
         raise _no_room(chain, terms, "the least that works", share)
@@ -342,11 +336,10 @@ def _no_room(chain: Chain, terms: Terms, known: str, share: float) -> PartitionE
     """The error for an infeasible memory limit; ``share`` times the limit would be feasible."""
     # Convert shares back to bytes, which are whole numbers up to rounding errors.
     least = [math.ceil(limit * share * (1 - 4 * sys.float_info.epsilon)) for limit in terms.limits]
-    given, works = f"{[round(limit) for limit in terms.limits]}", f"{least}"
-    if len(set(terms.limits)) == 1:
-        given, works = f"{terms.limits[0]:.0f}", f"{least[0]}"
+    given = [round(limit) for limit in terms.limits]
+    shown, works = (each if len(set(given)) > 1 else each[0] for each in (given, least))
     return PartitionError(
         f"no split of {chain.num_blocks} blocks into {chain.num_stages} stages keeps to "
-        f"memory_limit={given} bytes with {list(terms.flights)} microbatches in flight; {known} is "
+        f"memory_limit={shown} bytes with {list(terms.flights)} microbatches in flight; {known} is "
         f"{works}; or make more stages, or smaller microbatches, or recompute activations"
     )

@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.partition.plan import (
     Plan,
     StageCosts,
     abbreviate,
-    check_format,
+    read_document,
     read_file,
     read_record,
     read_table,
@@ -33,15 +34,11 @@ __all__ = ["LEAST_SAMPLE", "BlockCosts", "BlockKind", "Profile", "repeat_layers"
 
 FORMAT = 1
 LEAST_SAMPLE = 3
+TEXTS = ("model", "machine", "example")
 NUMBERS = (
-    "forward_s",
-    "input_grad_s",
-    "weight_grad_s",
-    "activation_bytes",
-    "parameters",
-    "parameter_bytes",
-    "sent_bytes",
-)
+    "forward_s", "input_grad_s", "weight_grad_s", "activation_bytes", "parameters",
+    "parameter_bytes", "sent_bytes",
+)  # fmt: skip
 
 
 class BlockKind(Enum):
@@ -184,7 +181,7 @@ class Profile:
     def to_json(self) -> str:
         """The profile as JSON."""
         blocks = [dataclasses.asdict(block) | {"kind": block.kind.value} for block in self.blocks]
-        texts = {"model": self.model, "machine": self.machine, "example": self.example}
+        texts = {name: getattr(self, name) for name in TEXTS}
         return json.dumps({"penstock_profile": FORMAT, **texts, "blocks": blocks}, indent=2) + "\n"
 
     @classmethod
@@ -195,30 +192,21 @@ class Profile:
             PartitionError: the text is not JSON, or no profile.
         """
         try:
-            found = json.loads(text)
+            data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PartitionError(f"not JSON: {error}") from error
-        texts = ("model", "machine", "example")
-        data = read_table(found, "the profile", {"penstock_profile", "blocks", *texts})
-        check_format(data.get("penstock_profile"), FORMAT, "the profile", "measure")
-        blocks = data.get("blocks")
-        if not isinstance(blocks, list):
-            raise PartitionError("the profile has no list of blocks; measure anew")
-        read = {
-            name: read_value(data.get(name, ""), "str", f"{name} of the profile") for name in texts
-        }
-        return cls(blocks=tuple(_block_from(b, f"block {i}") for i, b in enumerate(blocks)), **read)
+        texts, blocks = read_document(
+            data, "penstock_profile", FORMAT, texts=TEXTS, records="blocks"
+        )
+        return cls(
+            blocks=tuple(_block_from(b, f"block {i}") for i, b in enumerate(blocks)), **texts
+        )
 
 
 def _stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
-    return StageCosts(
-        time_s=sum(block.time_s for block in blocks),
-        parameters=sum(block.parameters for block in blocks),
-        parameter_bytes=sum(block.parameter_bytes for block in blocks),
-        activation_bytes=sum(block.activation_bytes for block in blocks),
-        sent_bytes=blocks[-1].sent_bytes,
-        sends=blocks[-1].sends,
-    )
+    summed = ("time_s", "parameters", "parameter_bytes", "activation_bytes")
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in blocks) for name in summed}
+    return StageCosts(**sums, sent_bytes=blocks[-1].sent_bytes, sends=blocks[-1].sends)
 
 
 def _block_from(data: object, where: str) -> BlockCosts:
@@ -239,9 +227,8 @@ def _block_from(data: object, where: str) -> BlockCosts:
 def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Profile:
     """Extend a profile to a model whose trunks are longer than the measured ones.
 
-        measured     E  0  1  2  L          three layers, of a model made with three
-        the whole    E  0  1  1  1  2  L    the first and the last, which hold what opens or ends a
-                                            trunk, and those between again and again
+        measured    E  0  1  2  L          the first and the last layer stay so, and those between
+        long        E  0  1  1  1  2  L    are repeated in turn
 
     Args:
         measured: the profile of the short model.
