@@ -45,15 +45,10 @@ class NotByModule(PartitionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedNames:
-    """The names of state shared by several leaf modules; holds no module.
+    """The names of state shared by several leaf modules; holds no module."""
 
-    Args:
-        inner: from names of shared buffers and inner modules to one canonical name each.
-        ties: all names of each parameter and buffer with several names, by the first name.
-    """
-
-    inner: dict[str, str]
-    ties: dict[str, tuple[str, ...]]
+    inner: dict[str, str]  # one canonical name for each name of a shared buffer or inner module
+    ties: dict[str, tuple[str, ...]]  # all names of tensors with several, by the first
 
     def shared_name(self, name: str) -> str | None:
         """The canonical name of a leaf module's buffer or attribute; None if not shared."""
@@ -70,21 +65,14 @@ class SharedNames:
 class LeafModules:
     """The leaf modules and containers of a model.
 
-    Args:
-        leaves: the leaf modules by name, in definition order, or in the order of the model's own
-            pipeline plan.
-        containers: the modules above them, by name; the model itself is ``""``.
-        direct: the parameters and buffers that containers hold themselves.
-        aliases: from further names of leaf modules to their listed names. A module that occurs
-            several times in a list is a separate leaf module in each place, since its calls can be
-            distinguished and run on several stages.
-        shared: the names of state shared by several leaf modules.
+    A module that occurs several times in a list is a separate leaf module in each place, since its
+    calls can be distinguished and run on several stages.
     """
 
-    leaves: dict[str, nn.Module]
-    containers: dict[str, nn.Module]
-    direct: tuple[str, ...]
-    aliases: dict[str, str]
+    leaves: dict[str, nn.Module]  # in definition order, or that of the model's own pipeline plan
+    containers: dict[str, nn.Module]  # the modules above them; the model itself is ""
+    direct: tuple[str, ...]  # the parameters and buffers that containers hold themselves
+    aliases: dict[str, str]  # from further names of leaf modules to their listed names
     shared: SharedNames
 
     @property

@@ -1,8 +1,8 @@
 """Run leaf modules while a model is traced without its values.
 
 on shapes      a copy whose parameters are placeholders
-on values      if that fails: the module itself, with copies of its buffers, on small numbers;
-               of one on the meta device a copy with small numbers, for as long as it runs
+on values      if that fails: a copy with the module's own parameters, or with small numbers
+               where it has none, called with small numbers
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from penstock._torch_compat import buffers_of
 from penstock.partition.forward.module_state import (
     ModuleSnapshot,
     StateChanges,
@@ -87,27 +86,23 @@ class LeafRunner:
         self._needs_values = True
         replay({key: [] for key in marked or ()}, marked)  # what hooks have collected up to there
         own = self._leaves.get(leaf, copy)
-        params = [*own.parameters(), *own.buffers()]
-        has_values = not any(t.is_meta or type(t) is PlaceholderTensor for t in params)
-        device = params[0].device if has_values and params else self._device
-        if not has_values:
+        device = next((p.device for p in own.parameters() if not p.is_meta), self._device)
+
+        def with_value(tensor: Tensor) -> Tensor:
             # Any values like those at initialization will do: only the result's shape matters.
-            # Released after the call: a single module fits in memory if the model does not.
-            own = copy_with_tensors(own, lambda t: with_values(t, device)).train(copy.training)
-        return self._run(own, [with_values(each, device) for each in leaves], tree)
+            has_value = not tensor.is_meta and type(tensor) is not PlaceholderTensor
+            is_kept = has_value and isinstance(tensor, nn.Parameter)
+            return tensor if is_kept else with_values(tensor, device)
+
+        # Released after the call: a single module fits in memory if the model does not.
+        module = copy_with_tensors(own, with_value).train(copy.training)
+        return self._run(module, [with_values(each, device) for each in leaves], tree)
 
     def _run(self, module: nn.Module, leaves: Sequence[Any], tree: optree.PyTreeSpec) -> LeafResult:
         versions = TensorVersions(leaves)
         given = unflatten(tree, leaves)
         snapshot = ModuleSnapshot(module)
-        copies: dict[int, Tensor] = {}
         try:
-            for each in module.modules():
-                for name, buffer in buffers_of(each).items():
-                    if buffer is not None:
-                        if id(buffer) not in copies:
-                            copies[id(buffer)] = buffer.clone()
-                        buffers_of(each)[name] = copies[id(buffer)]
             snapshot.watch_writes()
             output = module(*given[0], **given[1])
             changes = snapshot.changes()

@@ -63,12 +63,8 @@ class StateChanges:
 class ModuleSnapshot:
     """A snapshot of attributes, parameters, buffers and hooks of a module and its submodules.
 
-    Args:
-        module: the module.
-
     Attributes:
-        loose: the tensors in attributes other than parameters and buffers, as of
-            ``watch_writes``.
+        loose: the tensors in attributes other than parameters and buffers, by ``watch_writes``.
     """
 
     def __init__(self, module: nn.Module) -> None:

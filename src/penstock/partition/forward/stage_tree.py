@@ -153,14 +153,19 @@ class StageTree:
             object.__setattr__(stage, name, vars(tree)[name])
         made[id(leaves.model)] = stage
         self._stage = stage
-        self._registered = {name: made[id(m)] for name, m in leaves.containers.items()}
-        # The current own leaf modules, by container and name within it.
-        self._current: dict[tuple[str, str], tuple[str, nn.Module]] = {}
-        for path, module in leaves.containers.items():
-            for name, child in children(module):
-                leaf = leaves.leaf_at(f"{path}.{name}".removeprefix("."))
-                if leaf is not None and leaf in self._own:
-                    self._current[path, name] = leaf, child
+        # Per container its registered copy, and the current own leaf modules in it.
+        self._registered = {
+            path: (
+                made[id(module)],
+                {
+                    name: (leaf, child)
+                    for name, child in children(module)
+                    if (leaf := leaves.leaf_at(f"{path}.{name}".removeprefix(".")) or "")
+                    in self._own
+                },
+            )
+            for path, module in leaves.containers.items()
+        }
 
     def sync_modules(self) -> None:
         """Adopt the modules, parameters and training modes that the stage registers now.
@@ -168,33 +173,32 @@ class StageTree:
         Users may replace or wrap leaf modules at any time; leaf modules must not be missing, and
         containers keep their classes.
         """
-        now: dict[str, nn.Module] = {}
-        for path, before in self._registered.items():
+        for path, (before, own) in self._registered.items():
             container = self.containers[path]
             container.training = self._stage.training
             if before is None:
                 continue
-            now[path] = module = self._stage.get_submodule(path)
-            if type(module) is not type(before):
+            now = self._stage.get_submodule(path)
+            if type(now) is not type(before):
                 raise PartitionError(
                     f"{path} of this stage's module was replaced, but it is cut: the code of the "
                     f"model's own {type(before).__name__} runs; put other modules in the places of "
                     "its parts, or cut the model after the change"
                 )
-            container.training = module.training
-            for registry, registered in zip(registries(container), registries(module), strict=True):
+            container.training = now.training
+            for registry, registered in zip(registries(container), registries(now), strict=True):
                 registry.update(registered)
-        for (path, name), (leaf, known) in self._current.items():
-            child = children_of(now[path]).get(name)
-            if child is known:
-                continue
-            if child is None:
-                raise PartitionError(
-                    f"{leaf} is gone from this stage's module, and the model calls it; put a "
-                    "module in its place, such as torch.nn.Identity()"
-                )
-            children_of(self.containers[path])[name] = _reporting(child, leaf, child, self._handler)
-            self._current[path, name] = leaf, child
+            for name, (leaf, known) in own.items():
+                child = children_of(now).get(name)
+                if child is None:
+                    raise PartitionError(
+                        f"{leaf} is gone from this stage's module, and the model calls it; put a "
+                        "module in its place, such as torch.nn.Identity()"
+                    )
+                if child is not known:
+                    made = _reporting(child, leaf, child, self._handler)
+                    children_of(container)[name] = made
+                    own[name] = leaf, child
         for registry, key, name in self._tied_places:
             registry[key] = self.own_tensor(name)
 
