@@ -60,7 +60,7 @@ def test_autocast_within_the_forward() -> None:
     assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDED)
 
 
-def test_what_crosses_is_found_anew_under_autocast() -> None:
+def test_boundary_values_are_traced_again_under_autocast() -> None:
     model, x = NetBase(), torch.ones(2, DIM)
     first, second = split_by_module(model, [2, 2], (x,)).stages
     assert torch.equal(second(*first(x)), model(x))

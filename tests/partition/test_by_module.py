@@ -138,7 +138,7 @@ def test_the_order_of_calls_decides_with_an_example() -> None:
     assert torch.equal(second(*first(torch.ones(2, DIM))), model(torch.ones(2, DIM)))
 
 
-def test_what_crosses_is_what_is_needed() -> None:
+def test_needed_values_cross() -> None:
     split = split_by_module(odd_model("Skips"), [1, 1, 2], batch("Skips"))
     assert split.plan is not None
     crossing = [[str(source) for source in boundary] for boundary in split.plan.boundary_values]
@@ -186,7 +186,7 @@ def test_nothing_of_the_model_changes() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_rank_lets_go_of_what_others_hold() -> None:
+def test_a_rank_releases_modules_of_other_stages() -> None:
     model = odd_model("NetBase")
     split = split_by_module(model, [2, 2], batch("NetBase"))
     first, second = split.stages
@@ -198,7 +198,7 @@ def test_a_rank_lets_go_of_what_others_hold() -> None:
     first(**batch("NetBase", rows=3))
 
 
-def test_training_mode_reaches_the_modules_and_the_code_between() -> None:
+def test_training_mode_reaches_leaf_modules_and_top_level_forward() -> None:
     class Modes(NetBase):
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)
@@ -256,12 +256,12 @@ def test_a_module_that_runs_again_later() -> None:
     split_by_module(TwiceLate(), ["head"], batch("NetBase"))
 
 
-def test_state_that_modules_hand_on() -> None:
+def test_a_cache_passed_between_modules_is_refused() -> None:
     with pytest.raises(NotByModule, match=r"writes tensors into the Store.*use_cache=False"):
         split_by_module(Cached(), [2, 2], batch("NetBase"))
 
 
-def test_modules_out_of_sight() -> None:
+def test_unregistered_modules_are_refused() -> None:
     model = odd_model("NetBase")
     model.extra = [nn.Linear(2, 2)]
     with pytest.raises(PartitionError, match=r"the model\.extra holds modules outside"):
@@ -277,12 +277,12 @@ def test_modules_out_of_sight() -> None:
         (lambda x: x.tolist() and x, "failed on the example.*tolist"),
     ],
 )
-def test_code_between_modules_that_needs_values(between: Any, told: str) -> None:
+def test_a_top_level_forward_that_needs_values_is_refused(between: Any, told: str) -> None:
     with pytest.raises(NotByModule, match=told):
         split_by_module(Layerwise(between), [2, 2], batch("NetBase"))
 
 
-def test_random_numbers_between_modules_are_drawn_once_or_refused() -> None:
+def test_top_level_draws_run_once_or_are_refused() -> None:
     """On the one stage that needs them; where two do, each would draw its own."""
 
     class Noisy(NetBase):
@@ -303,7 +303,7 @@ def test_random_numbers_between_modules_are_drawn_once_or_refused() -> None:
     split_by_module(model.eval(), [2, 2], batch("NetBase"))
 
 
-def test_a_model_that_does_something_else_than_in_its_trace() -> None:
+def test_a_forward_that_differs_from_its_trace_is_refused() -> None:
     """Loud, never a wrong number: other calls, other structures, other shapes."""
 
     class Fickle(NetBase):
@@ -331,7 +331,7 @@ def test_a_stage_is_not_copied(act: Callable[[nn.Module], object]) -> None:
             act(stage)
 
 
-def test_gradients_that_would_be_lost() -> None:
+def test_lost_gradients_are_refused() -> None:
     """A unit runs without gradients within a reentrant checkpoint: what crosses would have none."""
     model = Checkpointed()
     model.reentrant = True
@@ -340,7 +340,7 @@ def test_gradients_that_would_be_lost() -> None:
         pipe.step(torch.ones(2, DIM))
 
 
-def test_gradients_for_what_is_not_here() -> None:
+def test_gradients_of_placeholders_are_refused() -> None:
     """An autograd function hides that a gradient is needed: the backward says so."""
 
     class Adds(torch.autograd.Function):
@@ -386,7 +386,7 @@ def test_outputs_that_depend_on_values() -> None:
         first(x=batch("NetBase")["x"] + 100)
 
 
-def test_an_output_that_is_built_otherwise_is_shown() -> None:
+def test_another_output_structure_is_shown() -> None:
     class Many(nn.Linear):
         many = False
 

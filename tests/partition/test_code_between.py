@@ -71,7 +71,7 @@ def test_all_parameters_in_the_loss(model: Any, schedule: str, ranks: int) -> No
     trains_alike(model(), schedule=schedule, ranks=ranks)
 
 
-def test_what_stages_lack_of_tied_parameters_crosses_once() -> None:
+def test_tied_parameters_cross_once() -> None:
     split = split_by_module(DecaysTied(), [2, 2], (X[:2],))
     assert split.plan is not None
     crossing = [str(source) for source in split.plan.boundary_values[0]]
@@ -79,7 +79,7 @@ def test_what_stages_lack_of_tied_parameters_crosses_once() -> None:
     assert "parameter embed.bias" in crossing and "parameter embed.weight" not in crossing
 
 
-def test_parameters_that_a_first_stage_has_not_are_captured(
+def test_parameters_missing_on_the_first_stage_are_exported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "penstock"):
@@ -290,7 +290,7 @@ class Listed(NetBase):
         return x + 0.1 * sum(p.square().sum() for p in self.listed)
 
 
-def test_parameters_that_the_model_keeps_in_containers() -> None:
+def test_parameters_in_lists_and_dicts() -> None:
     """A stage that has not got them shall not compute with what its process began with."""
     split = split_by_module(Listed(), [2, 2], (X[:2],))
     assert split.plan is not None

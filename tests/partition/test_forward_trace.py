@@ -98,7 +98,7 @@ class Remembers(Net):
         return super().forward(x)
 
 
-def test_what_is_kept_between_modules_is_none_of_the_next_trace() -> None:
+def test_attributes_are_restored_after_a_trace() -> None:
     trains_alike(Remembers())
 
 
@@ -133,7 +133,7 @@ class Recurrent(Block):
         return super().forward(self.rnn(x)[0])
 
 
-def test_weights_in_a_list_are_those_of_the_copy_that_runs_dry(
+def test_weights_in_lists_are_copied_for_the_trace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="penstock")

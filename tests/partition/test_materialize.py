@@ -49,7 +49,7 @@ def test_shared_tensors_stay_shared() -> None:
     assert int(last.get_buffer("count")) == 0
 
 
-def test_what_nobody_initializes_is_told_and_is_nan(caplog: pytest.LogCaptureFixture) -> None:
+def test_uninitialized_parameters_are_nan_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -63,7 +63,7 @@ def test_what_nobody_initializes_is_told_and_is_nan(caplog: pytest.LogCaptureFix
     assert "initialized by nobody: weight; load a state" in caplog.text
 
 
-def test_what_has_values_keeps_them() -> None:
+def test_loaded_values_are_kept() -> None:
     linear = nn.Linear(2, 2)
     before = linear.weight.clone()
     materialize([linear], CPU)
@@ -105,7 +105,7 @@ def test_a_captured_stage_holds_no_other_stages_memory() -> None:
     assert first(torch.ones(2, DIM))[0].isfinite().all()
 
 
-def test_fixed_values_of_a_graph_on_the_meta_device_are_told() -> None:
+def test_fixed_values_of_a_graph_on_the_meta_device_are_refused() -> None:
     class Fixed(NetBase):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * torch.tensor([2.0], device=x.device)
@@ -116,7 +116,7 @@ def test_fixed_values_of_a_graph_on_the_meta_device_are_told() -> None:
         materialize([cut.get_stage_module(1)], CPU)
 
 
-def test_why_such_a_model_was_captured_is_told_with_it() -> None:
+def test_the_error_says_why_the_model_was_exported() -> None:
     class Fixed(NetBase):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.blocks[3](self.embed(x))  # on the last stage, before the first one's blocks
@@ -168,7 +168,7 @@ class Adapted(nn.Module):
         return y
 
 
-def test_what_adapters_begin_with_is_not_the_models_to_say(
+def test_adapters_are_not_initialized_by_the_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Of random numbers the model that they adapt would begin as another one."""
@@ -184,7 +184,7 @@ def test_what_adapters_begin_with_is_not_the_models_to_say(
         assert ("lora_" in name) == bool(param.isnan().all()), name
 
 
-def test_what_adapters_begin_with_is_the_users_to_say() -> None:
+def test_adapters_are_initialized_by_init_fn() -> None:
     def init_fn(module: nn.Module) -> None:
         if isinstance(module, Adapted):
             nn.init.zeros_(module.lora_B.weight)

@@ -56,7 +56,7 @@ def test_it_looks_like_the_tensor() -> None:
         (lambda x, y: x[torch.tensor([True, False])] + y[:1], (1, 3)),
     ],
 )
-def test_results_are_absent_too(function: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
+def test_results_are_placeholders(function: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
     """In the shape that real ones have, and they know what they come from."""
     x, y = torch.rand(2, 3), torch.rand(2, 3)
     real = function(x, y)
@@ -68,7 +68,7 @@ def test_results_are_absent_too(function: Callable[..., Tensor], shape: tuple[in
     assert refs_of([function(x, absent("y", 2, 3))]) == {source("y")}
 
 
-def test_what_is_written_into_it_is_known_of_its_views() -> None:
+def test_writes_are_recorded_for_views() -> None:
     x = absent("x", 4, 3)
     row = x[1]
     x[2:] = absent("y", 2, 3)
@@ -78,7 +78,7 @@ def test_what_is_written_into_it_is_known_of_its_views() -> None:
     assert type(x) is PlaceholderTensor
 
 
-def test_a_tensor_that_it_is_written_into_becomes_absent() -> None:
+def test_a_tensor_written_with_placeholders_becomes_one() -> None:
     """For everybody who refers to it."""
     total = torch.zeros(3)
     same = total
@@ -96,7 +96,7 @@ def test_a_tensor_that_it_is_written_into_becomes_absent() -> None:
         lambda buffer, x: torch.add(x, x, out=buffer[1]),
     ],
 )
-def test_a_write_past_a_tensors_back_is_refused(write: Callable[..., object]) -> None:
+def test_a_write_into_a_part_of_a_tensor_is_refused(write: Callable[..., object]) -> None:
     """Others would not notice, and compute with the old value."""
     buffer = torch.zeros(2, 3)
     with pytest.raises(PartitionError, match="writes output 0 of x, which is on another"):

@@ -128,7 +128,7 @@ def hooked(kind: str) -> nn.Module:
         (hooked("full_backward_pre_hook"), "hooks on the whole"),
     ],
 )
-def test_what_is_no_sequence_of_layers(model: Any, told: str) -> None:
+def test_models_that_are_no_sequence_are_refused(model: Any, told: str) -> None:
     with pytest.raises(PartitionError, match=told):
         layers_of(model)
 

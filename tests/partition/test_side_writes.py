@@ -119,14 +119,12 @@ def sums(block: Any, read: Any) -> nn.Module:
         (KeepsList, lambda layer: layer.aux[0] + layer.aux[1]["z"], "aux"),
     ],
 )
-def test_losses_that_modules_keep_on_themselves_are_refused(
-    block: Any, read: Any, name: str
-) -> None:
+def test_reads_of_losses_in_attributes_are_refused(block: Any, read: Any, name: str) -> None:
     told = rf"reads layers\.0\.{name}, which layers\.0 sets .* have the module return it"
     refused(sums(block, read), told)
 
 
-def test_what_modules_keep_and_nobody_reads_does_not_cross() -> None:
+def test_unread_attributes_do_not_cross() -> None:
     class Quiet(Net):
         block = Keeps
 
@@ -138,7 +136,7 @@ def test_what_modules_keep_and_nobody_reads_does_not_cross() -> None:
     assert not any("aux" in vars(layer) for layer in model.layers)
 
 
-def test_what_modules_keep_now_and_then() -> None:
+def test_tensors_in_attributes_unseen_in_the_trace_are_refused() -> None:
     """The trace did not see it, and a getattr with a default would not notice either."""
 
     class Sometimes(Block):
@@ -156,7 +154,7 @@ def test_what_modules_keep_now_and_then() -> None:
         pipe.step(batch())
 
 
-def test_what_modules_keep_from_a_later_call_on() -> None:
+def test_tensors_in_attributes_of_later_calls_are_refused() -> None:
     """Every call is looked at, not just the first."""
 
     class Later(Block):
@@ -197,7 +195,7 @@ class Numbers(Block):
         return super().forward(x)
 
 
-def test_numbers_that_modules_keep_are_not_for_others() -> None:
+def test_reads_of_numbers_in_attributes_are_refused() -> None:
     told = r"reads layers\.0\.scale, which layers\.0 sets when it is called"
     refused(sums(Numbers, lambda layer: layer.scale), told)
     refused(sums(Numbers, lambda layer: getattr(layer, "scale", 1.0) + 1), told)
@@ -208,7 +206,7 @@ def test_numbers_that_modules_keep_are_not_for_others() -> None:
     trains_alike(Quiet(), ranks=2)
 
 
-def test_what_modules_keep_is_not_read_before_it_is_set() -> None:
+def test_reads_of_attributes_before_they_are_set_are_refused() -> None:
     """It would be of the microbatch before, or of none."""
 
     class Before(Net):
@@ -260,7 +258,7 @@ class Replaces(nn.Module):
     ("kind", "what"),
     [("buffer", "ema"), ("late", "ema"), ("values", "ema"), ("calls", "calls"), ("last", "last")],
 )
-def test_a_module_within_several_that_keeps_something(kind: str, what: str) -> None:
+def test_stateful_inner_modules_of_several_stages_are_refused(kind: str, what: str) -> None:
     shared = Replaces(kind)
 
     class Shares(Net):
@@ -324,9 +322,7 @@ def collects(block: Any, make: Any, read: Any) -> nn.Module:
         ),
     ],
 )
-def test_what_modules_write_into_their_arguments(
-    block: Any, make: Any, read: Any, told: str
-) -> None:
+def test_writes_into_arguments_are_refused(block: Any, make: Any, read: Any, told: str) -> None:
     refused(collects(block, make, read), told)
 
 
@@ -350,7 +346,7 @@ def test_a_skip_that_a_block_writes_into() -> None:
     refused(Skip(), r"layers\.0, in stage 0, writes into the tensor")
 
 
-def test_a_container_that_modules_share() -> None:
+def test_shared_containers_are_refused() -> None:
     box: list[Tensor] = []
 
     class Shares(Block):
@@ -386,7 +382,7 @@ def hooked(after: int) -> nn.Module:
     return Hooked()
 
 
-def test_a_hook_on_what_crosses_would_act_twice() -> None:
+def test_hooks_on_crossing_tensors_are_refused() -> None:
     pipe = Pipeline(hooked(1), example=(batch()[:2],), ranks=2, n_microbatches=4)
     with pytest.raises(PartitionError, match=r"stage 1: .*registers a hook on a tensor"):
         pipe.step(batch())
@@ -396,7 +392,7 @@ def test_a_hook_that_one_stage_runs() -> None:
     trains_alike(hooked(3), ranks=2)
 
 
-def test_a_hook_that_is_seen_before() -> None:
+def test_hooks_seen_in_the_trace_are_refused() -> None:
     class Always(Net):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             x = self.embed(x)
@@ -446,14 +442,14 @@ class Shifts(Net):
         return {"loss": self.head(self.layers[3](x)).square().mean()}
 
 
-def test_who_defers_gradients_of_a_parameter_between_modules_is_no_user() -> None:
+def test_deferral_of_top_level_parameters_reads_grad_fn() -> None:
     """That looks at the graph too, for every operation on a parameter that none other is for."""
     first, second = ["embed", "layers.0", "layers.1"], ["shift", "layers.2", "layers.3", "head"]
     split_by_module(Shifts(), [first, second], (batch()[:2],))
     trains_alike(Shifts(), split=[first, second], schedule="zb-h1")
 
 
-def test_backward_hooks_of_what_runs_on_several_stages() -> None:
+def test_backward_hooks_of_containers_are_refused() -> None:
     model = Net()
     model.register_full_backward_hook(lambda *_: None)
     refused(model, "the model has a backward hook")
@@ -497,7 +493,9 @@ class Averages(Net):
         (False, True, True, "writes into ema, a tensor that is neither parameter nor buffer"),
     ],
 )
-def test_state_of_the_code_between(registered: bool, in_place: bool, late: bool, told: str) -> None:
+def test_state_of_the_top_level_forward(
+    registered: bool, in_place: bool, late: bool, told: str
+) -> None:
     class Here(Averages):
         pass
 
@@ -521,7 +519,7 @@ class Remembers(Net):
         return {"loss": self.head(x).square().mean()}
 
 
-def test_what_an_earlier_call_has_left_and_nobody_uses() -> None:
+def test_unused_state_of_an_earlier_call() -> None:
     model = Remembers()
     model(batch())
     assert model.deltas is not None

@@ -74,7 +74,7 @@ def test_memory_on_the_meta_device() -> None:
     assert is_shared(x[0]) and not is_shared(torch.empty(2, device="meta"))
 
 
-def test_what_only_holds_others() -> None:
+def test_containers_without_a_forward() -> None:
     assert has_no_forward(nn.ModuleList()) and has_no_forward(nn.ModuleDict())
     assert has_no_forward(nn.Module())
     assert not has_no_forward(nn.Identity())

@@ -107,7 +107,7 @@ TARGET = torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
         (Tied, checkpointed),
     ],
 )
-def test_a_module_put_in_anothers_place_is_what_runs(
+def test_replaced_modules_run(
     schedule: str, replace: Callable[[nn.Module], None], kind: type[Net]
 ) -> None:
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ def test_a_module_put_in_anothers_place_is_what_runs(
         ),
     ],
 )
-def test_what_would_not_run_is_refused(
+def test_replacements_that_cannot_run_are_refused(
     kind: type[Net], replace: Callable[[nn.Module], None], told: str
 ) -> None:
     pipe = made(kind())
@@ -152,7 +152,7 @@ def test_what_would_not_run_is_refused(
         pipe.step(BATCH, target=TARGET)
 
 
-def test_what_was_replaced_is_let_go() -> None:
+def test_replaced_modules_are_released() -> None:
     pipe = made(Net())
     heads = []
     for _ in range(3):
