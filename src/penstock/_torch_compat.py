@@ -164,10 +164,7 @@ def around_compiled(
 
 @contextmanager
 def without_modes(kind: type) -> Iterator[None]:
-    """Remove the function modes of one class from the stack within a block.
-
-    Public torch can only disable all modes at once.
-    """
+    """Remove the function modes of one class within a block; torch can only disable all."""
     modes = [pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     others = [mode for mode in modes if not isinstance(mode, kind)]
     for mode in reversed(others):
@@ -198,8 +195,7 @@ def without_hooks(*leaves: Tensor) -> Iterator[None]:
 def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
     """Run ``torch.autograd.backward(roots, grads)`` on the CPU without its Python checks.
 
-    The engine repeats them. On other devices its threads need the context that
-    ``torch.autograd.backward`` passes to them.
+    The engine repeats them. On other devices its threads need the context of the public function.
     """
     _engine.run_backward(
         tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -332,9 +328,8 @@ def pytree_node(
 
 
 # -------------------- DDP, FSDP2 and replicate --------------------
-# These wrappers reduce gradients in hooks of the last backward. A pipeline's last weight gradient
-# may come later, so reductions are started, delayed and finished here. The wrappers are looked up
-# in sys.modules, since an import takes a second, and a wrapped module implies it.
+# Wrappers reduce gradients in hooks of the last backward; the last weight gradient may come later.
+# They are looked up in sys.modules, since an import takes a second.
 
 
 def _loaded(module_name: str, name: str) -> Any:
@@ -368,10 +363,7 @@ def has_comm_hook(module: DistributedDataParallel) -> bool:
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
-    """Broadcast the first replica's buffers, except those that DDP ignores.
-
-    DDP itself broadcasts in every forward, thus per microbatch.
-    """
+    """Broadcast the first replica's buffers; DDP itself does in every forward."""
     module._sync_buffers()  # type: ignore[no-untyped-call]
 
 
@@ -382,10 +374,8 @@ def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
-    """Suppress the all-reduce of DDP with ``static_graph=True`` after the first backward.
-
-    It runs even under ``no_sync()``, where it fails. Returns the previous setting.
-    """
+    """Suppress the all-reduce after the first backward of DDP with ``static_graph=True``, which
+    fails under ``no_sync()``; return the previous setting."""
     if not module.static_graph:
         return off
     before: bool = module._static_graph_delay_allreduce_enqueued
@@ -394,10 +384,7 @@ def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
 
 
 def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
-    """The DDP module of a module under ``replicate``, which hides it.
-
-    Torch creates the DDP module in the first forward; this function creates it at once.
-    """
+    """The DDP module of a module under ``replicate``, which makes and hides it in a forward."""
     state = _replicate_state(module)
     if state._init_args or state._init_kwargs:
         state.lazy_init()
@@ -442,10 +429,7 @@ def has_grad_hooks(param: Tensor) -> bool:
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """True if torch raised ``error`` because a process is unreachable.
-
-    Gloo raises a plain RuntimeError, recognizable only by its text.
-    """
+    """True if a process is unreachable; Gloo's RuntimeErrors are recognizable only by text."""
     from_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return from_gloo or isinstance(error, dist.DistError)
 

@@ -18,20 +18,18 @@ SUMMED = Tolerance(relative=5e-6, absolute=1e-8)
 MICROBATCHES = 4
 
 
-@pytest.mark.parametrize(
-    ("name", "num_stages"), [*((name, 4) for name in REAL_MODELS), ("gpt2", 2)]
-)
-def test_a_real_model_in_stages_is_the_model(name: str, num_stages: int) -> None:
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_a_real_model_in_stages_is_the_model(name: str) -> None:
     real = REAL_MODELS[name]
     model = real.model()
     model(**real.example())  # running statistics of its own
     example = {key: value[:2] for key, value in real.example().items()}
-    starts = real.trunk[1:] if num_stages == 4 else real.trunk[2:3]
-    pair = Pair(model, (), example, spec=cuts_before(*starts), tolerance=SUMMED)
-    assert pair.cut.num_stages == num_stages
+    pair = Pair(model, (), example, spec=cuts_before(*real.trunk[1:]), tolerance=SUMMED)
+    assert pair.cut.num_stages == 4
     batch = real.example(rows=2 * MICROBATCHES, seed=1)
-    schedule = "1f1b" if num_stages == 2 else "zbv"  # weight gradients put off, stages in a V
-    pair.train(own_loss, schedule=schedule, n_microbatches=MICROBATCHES, **batch)
+    # Weight gradients are deferred in zbv, and two stages of a V lie on each rank.
+    for schedule in ("zbv", "1f1b") if name == "gpt2" else ("zbv",):
+        pair.train(own_loss, schedule=schedule, n_microbatches=MICROBATCHES, **batch)
     batch = real.example(rows=6, seed=2)
     with torch.no_grad():
         got, expected = pair.cut.eval()(**batch), model.eval()(**batch)

@@ -48,7 +48,7 @@ class LeafModule:
     @property
     def parameters(self) -> int:
         """The number of elements in its parameters."""
-        return _num_elements(self.module)
+        return sum(param.numel() for param in self.module.parameters())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,16 +99,12 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, ...]:
-    """Gather leaf modules into blocks, given their execution order.
+    """Gather leaf modules into blocks, given the names of those that run, by first call.
 
     Leaf modules before the trunk form one block, leaf modules after it another. A leaf module
     between two layers is a block of its own if it is large. Otherwise it joins the layer before it
-    if both belong to one module (an encoder and its last norm), else the layer after it.
-
-    Args:
-        leaves: all leaf modules in the order of their definition.
-        order: the names of the leaf modules that run, by first call. All others join the block of
-            the modules defined before them.
+    if both belong to one module (an encoder and its last norm), else the layer after it. Leaf
+    modules that don't run join the block of those defined before them.
     """
     by_name = {leaf.name: leaf for leaf in leaves}
     running = [by_name[name] for name in order]
@@ -171,7 +167,7 @@ def find_trunks(model: nn.Module) -> set[str]:
     found = dict(_repeated_lists(model, ""))
     deep = {name: m for name, m in found.items() if any(children(x) for _, x in children(m))}
     found = deep or found  # lists of plain layers don't count if there are lists of blocks
-    sizes = {name: _num_elements(module) for name, module in found.items()}
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in found.items()}
     most = max(sizes.values(), default=0)
     return {name for name, size in sizes.items() if size >= SMALLEST_TRUNK * most}
 
@@ -188,9 +184,8 @@ def _is_repeated(module: nn.Module) -> bool:
     """True for a list of layers, at least half of them of one class."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or is_sequential(module)
     members = children(module) if is_list else []
-    if len(members) < 2:
-        return False
-    most = Counter(type_before_parametrizations(m) for _, m in members).most_common(1)[0][1]
+    classes = Counter(type_before_parametrizations(member) for _, member in members)
+    most = max(classes.values(), default=0)
     return most >= 2 and 2 * most >= len(members)
 
 
@@ -202,9 +197,8 @@ def _layers(model: nn.Module) -> list[LeafModule]:
     """
     layers = children(model)
     classes = [type_before_parametrizations(layer) for _, layer in layers]
-    most = max(map(classes.count, classes), default=0)
-    common = next((cls for cls in classes if classes.count(cls) == most), None)
-    places = [i for i, cls in enumerate(classes) if cls is common or most < 2]
+    common = next((cls for cls, count in Counter(classes).most_common(1) if count > 1), None)
+    places = [i for i, cls in enumerate(classes) if common in (None, cls)]
     return [
         LeafModule(name=name, module=layer, trunk="" if places[0] <= i <= places[-1] else None)
         for i, (name, layer) in enumerate(layers)
@@ -214,7 +208,3 @@ def _layers(model: nn.Module) -> list[LeafModule]:
 def _parent(name: str | None) -> str:
     """The name of the parent module."""
     return name.rpartition(".")[0] if name else ""
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())

@@ -35,13 +35,11 @@ class ModelCut:
 
     Args:
         modules: one per stage.
-        why_exported: the reason for falling back to torch.export; empty without fallback.
         whole_call: True if the first stage takes the model's own arguments.
         has_loss: True if the model's output has a loss.
     """
 
     modules: tuple[nn.Module, ...]
-    why_exported: str = ""
     whole_call: bool = False
     has_loss: bool = False
 
@@ -103,7 +101,7 @@ def cut_model(
         if example is None or method == "module":
             raise
         try:
-            exported = _export(model, split, num_stages, example, why=str(error))
+            exported = _export(model, split, num_stages, example)
         except PartitionError as other:
             raise PartitionError(f"{error}; nor by torch.export: {other}") from error
         logger.warning(
@@ -143,7 +141,7 @@ def _cut_by_module(
 
 
 def _export(
-    model: nn.Module, split: SplitSpec | None, num_stages: int, example: Example, why: str = ""
+    model: nn.Module, split: SplitSpec | None, num_stages: int, example: Example
 ) -> ModelCut:
     """Cut by torch.export at the places in ``split``, or at the marks in the model's forward."""
     from penstock.partition.export.pipe import pipeline_of
@@ -160,4 +158,4 @@ def _export(
     logger.info("%s: cut by torch.export into %d stages", name, num_stages)
     modules = tuple(pipe.get_stage_module(i) for i in range(num_stages))
     has_loss = bool(getattr(modules[-1], "has_loss", False))
-    return ModelCut(modules=modules, why_exported=why, whole_call=True, has_loss=has_loss)
+    return ModelCut(modules=modules, whole_call=True, has_loss=has_loss)

@@ -41,35 +41,30 @@ MODULE = "transformers.utils.output_capturing"
 CapturedOutputs: TypeAlias = dict[str, list[Any]]
 
 
-def collector() -> dict[str, Any] | None:
-    """The lists currently collecting, by key; None without transformers or open lists."""
+def _open_lists() -> dict[str, list[Any]]:
+    """The lists currently collecting, by key."""
     capturing: Any = sys.modules.get(MODULE)
-    return None if capturing is None else capturing._active_collector.get()
+    lists = None if capturing is None else capturing._active_collector.get()
+    return {key: values for key, values in (lists or {}).items() if isinstance(values, list)}
 
 
-def mark() -> Mapping[str, int] | None:
-    """The lengths of the lists currently collecting; None if there are none."""
-    lists = collector()
-    if not lists:
-        return None
-    return {key: len(values) for key, values in lists.items() if isinstance(values, list)}
+def mark() -> dict[str, int]:
+    """The lengths of the lists currently collecting, by key."""
+    return {key: len(values) for key, values in _open_lists().items()}
 
 
-def capture_since(marked: Mapping[str, int] | None) -> CapturedOutputs:
+def capture_since(marked: Mapping[str, int]) -> CapturedOutputs:
     """The values appended since ``mark``, by key, without empty lists."""
-    lists = collector()
-    if not marked or not lists:
-        return {}
-    fresh = {key: list(lists[key][start:]) for key, start in marked.items()}
+    lists = _open_lists()
+    fresh = {key: lists.get(key, [])[start:] for key, start in marked.items()}
     return {key: values for key, values in fresh.items() if values}
 
 
 def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -> None:
-    """Append values captured on another stage; with ``marked``, replace all values since
-    ``mark``."""
-    lists = collector()
+    """Append values captured on another stage, in place of all values since ``marked``, if any."""
+    lists = _open_lists()
     for key, values in captured.items():
-        if lists is not None and key in lists:
+        if key in lists:
             start = len(lists[key]) if marked is None else marked[key]
             lists[key][start:] = values
 

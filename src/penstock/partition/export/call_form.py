@@ -45,7 +45,7 @@ class CallForm:
     ) -> None:
         self._signature = inspect.signature(model.forward)
         leaves, self._call = flatten((tuple(args), dict(kwargs or {})))
-        leaves = _distinct(leaves)
+        leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = unflatten(self._call, leaves)
         try:
             canonical, self._tree = flatten(self._canonical(args, kwargs))
@@ -162,15 +162,9 @@ def _is_computed(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _distinct(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves with copies of repeated tensors, which a tracer would merge into one input."""
-    seen: set[int] = set()
-    distinct = []
-    for leaf in leaves:
-        repeated = isinstance(leaf, Tensor) and id(leaf) in seen
-        distinct.append(leaf.detach().clone() if repeated else leaf)
-        seen.add(id(leaf))
-    return distinct
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy, since a tracer would merge inputs that are one tensor."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _kind(leaf: Any) -> tuple[Any, Any]:

@@ -8,8 +8,7 @@
 
 The ``meta`` of a node holds ``val`` (its value on fake tensors), ``modules`` (the names of the
 modules in whose call it ran, outermost first) and ``regions`` (the grad modes and autocast around
-it). A graph holds only operations: a forward that affects gradients or its modules in other ways
-(autograd functions, hooks, attributes) is refused. Sizes stay open where the model's code allows.
+it). A forward that does more than operations (autograd functions, hooks, attributes) is refused.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +53,12 @@ class Captured:
 
 
 class _FlatCall(nn.Module):
-    """A model as a function of the list of its input tensors."""
+    """A model as a function of the list of its input tensors.
+
+    A forward that leaves changed attributes on its modules is refused, since every microbatch would
+    replay the example's call with the old attributes. In-place writes to buffers are operations of
+    the graph, and allowed.
+    """
 
     def __init__(self, model: nn.Module, form: CallForm) -> None:
         super().__init__()
@@ -66,8 +69,19 @@ class _FlatCall(nn.Module):
         args, kwargs = self._form.rebuild(leaves)
         model = self.get_submodule(MODEL)
         drawn = str(host_random_states())
-        with _attributes_unchanged(model):
+        snapshot = ModuleSnapshot(model)
+        snapshot.watch_writes()
+        try:
             self._form.output = OutputForm(model(*args, **kwargs))
+        finally:
+            changes = snapshot.changes()
+            snapshot.restore()
+        if changed := [*changes.attributes, *changes.replaced]:
+            raise PartitionError(
+                f"the forward changes {', '.join(changed)}, which a graph would not: every "
+                "microbatch would start from the values of now; keep the state in a buffer that is "
+                "written in place, or cut by module"
+            )
         if str(host_random_states()) != drawn:
             raise PartitionError(
                 "the forward draws numbers from random or numpy.random, which would be constants "
@@ -141,29 +155,6 @@ def _place_in_user_code(trace: TracebackType | None = None) -> str:
     return ""
 
 
-@contextmanager
-def _attributes_unchanged(model: nn.Module) -> Iterator[None]:
-    """Refuse a forward that leaves changed attributes on its modules, and undo the changes.
-
-    Every microbatch would otherwise replay the example's call with the old attributes. In-place
-    writes to buffers are operations of the graph, and allowed.
-    """
-    snapshot = ModuleSnapshot(model)
-    snapshot.watch_writes()
-    try:
-        yield
-    finally:
-        changes = snapshot.changes()
-        snapshot.restore()
-    changed = [*changes.attributes, *changes.replaced]
-    if changed:
-        raise PartitionError(
-            f"the forward changes {', '.join(changed)}, which a graph would not: every microbatch "
-            "would start from the values of now; keep the state in a buffer that is written in "
-            "place, or cut by module"
-        )
-
-
 # --- the graph ----------------------------------------------------------------------------------
 
 
@@ -206,12 +197,12 @@ class _GraphBuilder:
 
     def _inputs(self, program: torch.export.ExportedProgram, model: nn.Module) -> dict[str, Any]:
         """The names of each input that is state of the model, or a constant."""
-        tensors, known = named_tensors(model), names_by_tensor(model)
+        tensors, names = named_tensors(model), names_by_tensor(model)
         inputs = {}
         for spec in program.graph_signature.input_specs:
             kind, target = spec.kind.name, spec.target or ""
             if kind in ("PARAMETER", "BUFFER"):
-                inputs[spec.arg.name] = known[id(tensors[target.removeprefix(f"{MODEL}.")])]
+                inputs[spec.arg.name] = names[id(tensors[target.removeprefix(f"{MODEL}.")])]
             elif kind == "CONSTANT_TENSOR":
                 inputs[spec.arg.name] = self._constant(program.constants[target])
             elif kind != "USER_INPUT":
@@ -246,15 +237,15 @@ class _GraphBuilder:
                 entered, body, operands = region
                 inner = env[body]
                 places = inner.graph.find_nodes(op="placeholder")
-                values = [_lookup(value, env) for value in operands]
+                values: Any = fx.node.map_arg(list(operands), env.__getitem__)
                 within = dict(zip(places, values, strict=True))
                 env[node] = self._copy(inner, within, (*regions, entered))
             elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
                 env[node] = env[node.args[0]][node.args[1]]
             else:
                 env[node] = self._copy_node(node, env, regions)
-        outputs: Any = module.graph.output_node().args[0]
-        return [_lookup(value, env) for value in outputs]
+        outputs: Any = fx.node.map_arg(module.graph.output_node().args[0], env.__getitem__)
+        return list(outputs)
 
     def _copy_node(self, node: fx.Node, env: dict[fx.Node, Any], regions: Any) -> fx.Node:
         stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
@@ -308,10 +299,6 @@ def _name_in(names: Sequence[str], modules: Sequence[str]) -> str:
             if name.startswith(f"{module}."):
                 return name
     return names[0]
-
-
-def _lookup(value: Any, env: Mapping[fx.Node, Any]) -> Any:
-    return env[value] if isinstance(value, fx.Node) else value
 
 
 def _has_effect(node: fx.Node) -> bool:

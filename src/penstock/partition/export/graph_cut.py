@@ -48,14 +48,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphCut:
-    """A cut graph.
-
-    Args:
-        graph: the graph.
-        cuts: the cuts, in order.
-        stage_of: the stage of every operation.
-        crossing: for each boundary the values that cross it, in the order of the graph.
-    """
+    """A cut graph: the stage of every operation, and for each boundary the values that cross it."""
 
     graph: fx.Graph
     cuts: Sequence[Cut]
@@ -66,10 +59,6 @@ class GraphCut:
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.cuts) + 1
-
-    def nodes_in(self, stage: int) -> Iterator[fx.Node]:
-        """The nodes that run in ``stage``, in order."""
-        return (node for node, at in self.stage_of.items() if at == stage)
 
     def empty_stage(self) -> int | None:
         """The first stage without work; a view is no work."""
@@ -99,8 +88,8 @@ def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> GraphCut:
     """Assign the nodes of ``graph`` to stages.
 
     Raises:
-        PartitionError: a stage would be empty, or a value can't cross; the message names the
-            value, and the module boundaries at which the graph can be cut.
+        PartitionError: a stage would be empty, or a value can't cross; the message lists the
+            module boundaries at which the graph can be cut.
     """
     cut = _assign(graph, cuts)
     empty = cut.empty_stage()

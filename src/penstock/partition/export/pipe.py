@@ -49,14 +49,8 @@ SplitPolicy: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True, slots=True)
 class PipeInfo:
-    """Facts of a pipe that its stages need.
-
-    Args:
-        graph: the graph whose ``call_module`` nodes are the stages.
-        num_stages: the number of stages.
-        has_loss_and_backward: always False: the loss is the schedule's.
-        shared: parameters that stages share, see ``Pipe``.
-    """
+    """Facts of a pipe that its stages need: those of ``Pipe``, and ``graph``, whose ``call_module``
+    nodes are the stages."""
 
     graph: fx.Graph
     num_stages: int
@@ -75,8 +69,7 @@ class Pipe(nn.Module):
 
     Attributes:
         shared: for each parameter shared by several stages (such as embedding and head), its name
-            by stage, as for ``Pipeline(shared=)``. Within one process all stages hold the same
-            object; across processes its gradients must be summed.
+            by stage, as for ``Pipeline(shared=)``.
         crossing: for each boundary, the values that cross it: names with dtype, shape and
             module.
     """
@@ -104,10 +97,7 @@ class Pipe(nn.Module):
         return values
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The module of one stage; holds the model's own parameters under their names.
-
-        Args:
-            stage_idx: the index of the stage, from 0.
+        """The module of one stage, with the model's own parameters under their names.
 
         Raises:
             PartitionError: there is no such stage.
@@ -121,13 +111,7 @@ class Pipe(nn.Module):
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> TracedStage:
-        """Make one stage for a schedule; its module is moved to ``device``.
-
-        Args:
-            stage_index: the index of the stage, from 0.
-            device: the device of the stage.
-            group: the pipeline's process group; the default group if None.
-        """
+        """Make one stage for a schedule, on a device, in a process group (the default if None)."""
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), torch.device(device), group)
 
@@ -204,7 +188,7 @@ def pipeline(
     """
     if split_spec and split_policy:
         raise PartitionError("split_spec and split_policy are both given; use either")
-    places = places_of_points(module, split_spec or {})
+    places = places_of_points(split_spec or {})
     return _pipe_at(places, module, mb_args, mb_kwargs, split_policy)
 
 
@@ -226,7 +210,7 @@ def pipeline_of(
         Plan(stages=split.stages).check(model)
         places = places_of_names(model, split.stages)
     else:
-        places = places_of_points(model, dict.fromkeys(split.starts, SplitPoint.BEGINNING))
+        places = places_of_points(dict.fromkeys(split.starts, SplitPoint.BEGINNING))
     pipe = _pipe_at(places, model, args, kwargs)
     _check_stages(model, pipe, split.stages)
     return pipe
@@ -294,10 +278,8 @@ def _pipe_at(
 
 
 def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> fx.Graph:
-    attributes: dict[str, Any] = {**named_tensors(model)}
-    attributes |= {f"{CONSTANTS}.{name}": value for name, value in captured.constants.items()}
-    names = (str(node.target) for node in captured.graph.find_nodes(op="get_attr"))
-    split = policy(fx.GraphModule({name: attributes[name] for name in names}, captured.graph))
+    constants = {f"{CONSTANTS}.{name}": value for name, value in captured.constants.items()}
+    split = policy(fx.GraphModule({**named_tensors(model), **constants}, captured.graph))
     if not isinstance(split, fx.GraphModule):
         raise PartitionError(
             f"the split_policy returned a {type(split).__name__}, expected the GraphModule that it "

@@ -1,4 +1,4 @@
-"""Choose the cuts among the marks that a captured graph holds.
+"""Choose the cuts among the marks in a captured graph.
 
 split points         each is one mark, and each mark is a cut
 names per stage      each named module is marked; a stage begins at the first of its marks
@@ -33,7 +33,7 @@ class Places:
     choose: Callable[[fx.Graph, Sequence[Cut]], Sequence[Cut]]
 
 
-def places_of_points(model: nn.Module, points: Mapping[str, SplitPoint]) -> Places:
+def places_of_points(points: Mapping[str, SplitPoint]) -> Places:
     """Every mark is a cut, and every split point leaves exactly one."""
 
     def choose(graph: fx.Graph, cuts: Sequence[Cut]) -> Sequence[Cut]:
@@ -42,16 +42,14 @@ def places_of_points(model: nn.Module, points: Mapping[str, SplitPoint]) -> Plac
             label = label_of(name, point)
             if counts[label] > 1:
                 raise PartitionError(
-                    f"module {name} runs {counts[label]} times in the forward, so {label!r} is no "
-                    "one place; call pipe_split() in the code at the one that you mean; "
-                    f"{boundaries(graph)}"
+                    f"{label!r} is no one place, since module {name} runs {counts[label]} times; "
+                    f"call pipe_split() in the code where you mean; {boundaries(graph)}"
                 )
             if not counts[label]:
-                kind = type(model.get_submodule(name)).__name__
                 raise PartitionError(
-                    f"there is no place {label!r}: the forward does not call module {name} (a "
-                    f"{kind}), or does so in a compiled or fused region; take torch.compile off "
-                    f"until the model is cut, or cut elsewhere: {boundaries(graph)}"
+                    f"there is no place {label!r}: the forward does not call module {name}, or "
+                    "does so in a compiled or fused region; take torch.compile off until the model "
+                    f"is cut, or cut elsewhere: {boundaries(graph)}"
                 )
         return cuts
 

@@ -89,14 +89,9 @@ class StageModule(nn.Module):
         setattr(self, CONSTANTS, SimpleNamespace(**used))
 
     def forward(self, *values: Any, **kwargs: Any) -> Any:
-        """Run the stage.
+        """Run the stage: from the model's inputs, or the previous stage's outputs, to its own.
 
-        Args:
-            values: on the first stage the model's inputs, else the outputs of the previous stage.
-            kwargs: on the first stage the model's inputs; ignored by later stages.
-
-        Returns:
-            The values for the next stage; on the last stage, the model's output.
+        Keyword arguments are the model's inputs, and ignored by later stages.
         """
         code = self._codes.get(self.training)
         if code is None:
@@ -109,9 +104,9 @@ class StageModule(nn.Module):
 
     def attach(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
         """Register a parameter or buffer of the model under its name there."""
-        path, _, last = name.rpartition(".")
+        *path, last = name.split(".")
         owner: nn.Module = self
-        for part in path.split(".") if path else ():
+        for part in path:
             if part not in children_of(owner):
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
@@ -220,7 +215,7 @@ def _stage_graph(cut: GraphCut, index: int) -> fx.Graph:
         return env[node]
 
     entered: Any = ()
-    for node in cut.nodes_in(index):
+    for node in (node for node, stage in cut.stage_of.items() if stage == index):
         regions = node.meta.get("regions", ())
         if regions != entered:
             graph.call_method("close", (stack,))
