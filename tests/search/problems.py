@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from hypothesis import strategies as st
@@ -67,6 +66,5 @@ def problems(draw: st.DrawFn) -> SearchProblem:
         costs=costs,
         objective=draw(st.sampled_from(["makespan", "span"])),
     )
-    problem = replace(problem, splits=draw(st.booleans()))
-    least = max(problem.least_memory)
+    least = problem.least_memory
     return problem.limited(draw(st.sampled_from([least, least + 2, 1.5 * least, 3 * least, inf])))

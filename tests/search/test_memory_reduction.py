@@ -118,7 +118,7 @@ def test_any_costs_and_limits(problem: SearchProblem, within: bool, kept: float)
         recompute_bytes=[min(kept, size) for size in before],
         offload_bandwidth=4,
     )
-    limit = max(problem.least_memory) if within else 0.9 * max(problem.least_memory)
+    limit = problem.least_memory if within else 0.9 * problem.least_memory
     try:
         found = search(
             costs,

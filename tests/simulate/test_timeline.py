@@ -195,7 +195,7 @@ def test_what_is_no_jitter_is_refused(jitter: Any) -> None:
 def test_a_deadlock_is_worded_alike_whatever_messages_take() -> None:
     program = parse_csv("0F0,0B0\n1B0,1F0\n")
     costs = Costs(message_bytes=1, bandwidth=1, one_message_at_a_time=True)
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1 of 2 \(0B0\) waits for 1I0"):
+    with pytest.raises(ScheduleError, match=r"rank 0, step 1 \(0B0\): deadlock: waits for rank 1"):
         simulate(program, costs, jitter=0.5)
 
 

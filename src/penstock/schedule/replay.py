@@ -39,28 +39,17 @@ def replay_of(
         more: by id, further ids that must be complete before.
         durations: by row; None if nothing takes time.
     """
-    width, fulfilled = program.index.num_microbatches, program.index.fulfilled()
-    needs: list[tuple[tuple[int, float], ...]]
-    needs = [tuple((offset, 0.0) for offset in row) for row in required]
-    chunks = program.index.required_chunks()
-    if more or chunks:
-        # These requirements differ between microbatches, so each microbatch gets a row of its own.
-        needs = [row for row in needs for _ in range(width)]
-        fulfilled = [row for row in fulfilled for _ in range(width)]
-        if durations is not None:
-            durations = [duration for duration in durations for _ in range(width)]
-        width = 1
-        for number, other in chunks.items():
-            needs[number] += ((other - number, 0.0),)
-        for number, others in (more or {}).items():
-            needs[number] += tuple((other - number, 0.0) for other in others)
+    extra = {number: (other,) for number, other in program.index.required_chunks().items()}
+    for number, others in (more or {}).items():
+        extra[number] = (*extra.get(number, ()), *others)
     return DependencyReplay(
         program.queues,
         program.overlapped,
         num_ids=program.index.size,
-        width=width,
-        needs=needs,
-        fulfilled=fulfilled,
+        width=program.index.num_microbatches,
+        needs=[tuple((offset, 0.0) for offset in row) for row in required],
+        fulfilled=program.index.fulfilled(),
+        more=extra,
         durations=durations,
     )
 
@@ -75,9 +64,10 @@ class DependencyReplay:
         width: ids per row.
         needs: by row, the prerequisites of an action.
         fulfilled: by row, the offsets of the ids that are complete when an action is.
+        more: by id, further ids that must be complete before; their results arrive at once.
         durations: by row; None if nothing takes time.
-        overlap_durations: by row of a pair's first action, the time of the pair; None, or an entry
-            of None, for the sum of both times.
+        overlap_durations: by row of a pair's first action, the time of the pair; None for the sum
+            of both times.
         parts_in_turn: True if one action of a pair may depend on the other, as on a single stream.
 
     Attributes:
@@ -99,28 +89,6 @@ class DependencyReplay:
         (True, [[1.0, 2.0], [3.5, 5.5]])
     """
 
-    __slots__ = (
-        "_durations",
-        "_fulfilled",
-        "_overlap_durations",
-        "_overlapped",
-        "_parts_in_turn",
-        "_queues",
-        "_ready",
-        "_rows",
-        "_running",
-        "_stops",
-        "_timed",
-        "_waiting",
-        "_width",
-        "awaits",
-        "done",
-        "ends",
-        "positions",
-        "starts",
-        "turns",
-    )
-
     def __init__(
         self,
         queues: Sequence[Sequence[int]],
@@ -130,17 +98,16 @@ class DependencyReplay:
         width: int,
         needs: RowNeeds,
         fulfilled: Sequence[Sequence[int]],
+        more: Mapping[int, Sequence[int]] | None = None,
         durations: Sequence[float] | None = None,
-        overlap_durations: Sequence[float | None] | None = None,
+        overlap_durations: Sequence[float] | None = None,
         parts_in_turn: bool = False,
     ) -> None:
         self._queues, self._overlapped, self._width = queues, overlapped, width
-        self._fulfilled = fulfilled
-        self._timed = durations is not None
-        self._durations = [0.0] * len(fulfilled) if durations is None else durations
-        self._rows = list(zip(needs, self._durations, fulfilled, strict=True))
-        self._overlap_durations = overlap_durations
-        self._parts_in_turn = parts_in_turn
+        self._timed, self._more = durations is not None, more or {}
+        durations = durations or [0.0] * len(fulfilled)
+        self._rows = list(zip(needs, durations, fulfilled, strict=True))
+        self._overlap_durations, self._parts_in_turn = overlap_durations, parts_in_turn
         # By id of a missing result, the queues that wait for it.
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(len(queues)))
@@ -174,22 +141,23 @@ class DependencyReplay:
         # Local variables and few calls, since the loop below runs once per action.
         queue, starts, ends = self._queues[number], self.starts[number], self.ends[number]
         done, waiting, ready, positions = self.done, self._waiting, self._ready, self.positions
-        rows, width, free, timed = self._rows, self._width, 0.0, self._timed
+        rows, width, more, timed = self._rows, self._width, self._more, self._timed
+        free = 0.0
         for place, step in enumerate(queue):
             start = free
             if step < 0:
                 parts = self._overlapped[~step]
-                for part in parts:
-                    for offset, delay in rows[part // width][0]:
-                        missing = part + offset
-                        while done[missing] < 0.0 and missing not in self._inner(parts):
-                            positions[number] = place
-                            yield missing
-                        if done[missing] >= 0.0:
-                            start = max(start, done[missing] + delay)
+                for missing, delay in self._needs_of(parts):
+                    while done[missing] < 0.0 and missing not in self._inner(parts):
+                        positions[number] = place
+                        yield missing
+                    if done[missing] >= 0.0:
+                        start = max(start, done[missing] + delay)
                 free = self._play_pair(number, parts, start)
                 continue
             needs, duration, fulfilled = rows[step // width]
+            if more and step in more:
+                needs = (*needs, *((other - step, 0.0) for other in more[step]))
             for offset, delay in needs:
                 arrival = done[step + offset]
                 while arrival < 0.0:
@@ -220,25 +188,33 @@ class DependencyReplay:
 
     def fulfil(self, step: int, time: float = 0.0) -> None:
         """Complete an action out of order, and wake the queues that wait for it."""
-        for offset in self._fulfilled[step // self._width]:
+        for offset in self._rows[step // self._width][2]:
             result = step + offset
             self.done[result] = time
             if result in self._waiting:
                 self._ready.extend(self._waiting.pop(result))
 
+    def _needs_of(self, parts: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """The prerequisites of a pair, and the delays of their results."""
+        for part in parts:
+            for offset, delay in self._rows[part // self._width][0]:
+                yield part + offset, delay
+            for other in self._more.get(part, ()):
+                yield other, 0.0
+
     def _inner(self, parts: Sequence[int]) -> set[int]:
         """The ids that the actions of a pair fulfil for each other."""
         if not self._parts_in_turn:
             return set()
-        return {part + offset for part in parts for offset in self._fulfilled[part // self._width]}
+        rows, width = self._rows, self._width
+        return {part + offset for part in parts for offset in rows[part // width][2]}
 
     def _play_pair(self, number: int, parts: Sequence[int], start: float) -> float:
         """Run the actions of a pair together; return their end."""
-        durations = [self._durations[part // self._width] for part in parts]
-        serial, given = sum(durations), None
+        durations = [self._rows[part // self._width][1] for part in parts]
+        serial = length = sum(durations)
         if self._overlap_durations is not None:
-            given = self._overlap_durations[parts[0] // self._width]
-        length = serial if given is None else given
+            length = self._overlap_durations[parts[0] // self._width]
         end = start + length
         if self._timed:
             for duration in durations:

@@ -1,11 +1,10 @@
 """``search``: the best program for given costs, by methods from cheap to exact.
 
-    closed forms every registered schedule on these placements and within the limit list scheduling
-    in the orders of the closed forms, to close gaps that uneven costs leave periodic patterns tuned
-    on few microbatches, the best stretched to all local search neighbours on the critical path of
-    several orders, if the step is not large exact CP-SAT, warm-started from the best: the whole
-    step if it is small, else
-                       windows of it, the cool-down first
+    closed forms       every registered schedule on these placements and within the limit
+    list scheduling    in the orders of the closed forms, to close gaps that uneven costs leave
+    periodic patterns  tuned on few microbatches, the best stretched to all
+    local search       neighbours on the critical path of several orders, if the step is not large
+    exact              CP-SAT, started from the best, if the step is small
     overlap            forwards and backwards as overlapped pairs, if the costs give the time
     memory reduction   if allowed: ranks that hold too much recompute or offload stages
 
@@ -23,9 +22,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement
 from penstock.search.memory_reduction import (
     can_offload,
-    feasible_problems,
     least_reduced,
     reduce_memory,
+    refuse_infeasible,
 )
 from penstock.search.methods import (
     Effort,
@@ -126,7 +125,7 @@ def search(
             parameter="offload",
         )
     ways = {"recompute": recompute, "offload": offload}
-    allowed = tuple(way for way, is_allowed in ways.items() if is_allowed)
+    allowed = [way for way, is_allowed in ways.items() if is_allowed]
     budget = Budget(time_limit_s)
     problems = problems_of(
         costs,
@@ -137,32 +136,52 @@ def search(
         objective=objective,
         placements=placements,
     )
-    problems = feasible_problems(problems, allowed)
-    state = SearchState(problems, budget=budget, progress=progress, reduced=bool(allowed))
+    refuse_infeasible(problems, allowed)
+    feasible = [problem for problem in problems if problem.is_feasible]
+    state = SearchState(
+        problems if allowed else feasible, budget=budget, progress=progress, reduced=bool(allowed)
+    )
     effort = Effort(share=1.0, seed=seed, exact=exact, size=problems[0].size)
     if allowed:
         # Searches without a limit first: a fast program may become feasible by memory reduction.
         state.problems = [problem.limited(math.inf) for problem in problems]
         _run_methods(state, replace(effort, share=_LOOSE))
-        state.problems = list(problems)
+        state.problems = problems
         _reduce(state, allowed, pareto=pareto)
         effort = replace(effort, share=1 - _LOOSE)
-    state.problems = [problem for problem in problems if problem.is_feasible]
-    if state.problems and pareto:
+    state.problems = feasible
+    if feasible and pareto:
         _run_methods(state, replace(effort, share=effort.share * _FIRST))
         _trade(state, replace(effort, share=effort.share * (1 - _FIRST)))
-    elif state.problems:
+    elif feasible:
         _run_methods(state, effort)
-    state.problems = list(problems)
     if allowed:
+        state.problems = problems
         _reduce(state, allowed, pareto=pareto)
     return state.result(with_pareto=pareto)
+
+
+def _run_methods(state: SearchState, effort: Effort) -> None:
+    """Run all methods in turn, until the best program is proven or time is up."""
+    effort = effort.timed(state.budget, state.done_share)
+    state.tell(state.done_share, "closed forms")
+    first(state)
+    if not state.done_share:
+        closed_forms(state)
+    if not state.is_over():
+        retime(state)
+    for method in (tune_patterns, search_locally, polish):
+        if not state.is_over():
+            method(state, effort)
+    if not state.is_over():
+        overlap(state)
+    state.done_share += effort.share
 
 
 def _reduce(state: SearchState, allowed: Sequence[str], *, pareto: bool) -> None:
     """Reduce the memory of programs to the limit, and for a Pareto front also to lower limits."""
     given = state.problems
-    starts = tuple(found for found in state.found if not found.is_reduced)
+    starts = [found for found in state.found if not found.is_reduced]
     state.tell(state.done_share, "memory reduction")
     reduce_memory(state, starts, allowed)
     if pareto:
@@ -176,30 +195,10 @@ def _reduce(state: SearchState, allowed: Sequence[str], *, pareto: bool) -> None
         state.problems = given
 
 
-def _run_methods(state: SearchState, effort: Effort) -> None:
-    """Run all methods in turn, until the best program is proven or time is up."""
-    effort = effort.timed(state.budget, state.done_share)
-    state.tell(state.done_share, "closed forms")
-    first(state)
-    if not state.done_share:
-        closed_forms(state)
-    if not state.is_over():
-        retime(state)
-    if not state.is_over():
-        tune_patterns(state, effort)
-    if not state.is_over():
-        search_locally(state, effort)
-    if effort.exact and not state.is_over():
-        polish(state, effort)
-    if not state.is_over():
-        overlap(state)
-    state.done_share += effort.share
-
-
 def _trade(state: SearchState, effort: Effort) -> None:
     """Search again under lower limits, from the smallest feasible one up."""
     given = state.problems
-    least = min(max(problem.least_memory) for problem in given)
+    least = min(problem.least_memory for problem in given)
     # If time ran out, the reduced programs may be the only ones.
     most = next((found.peak for found in state.plain()), 0.0)
     limits = _lower_limits(given, least, most)

@@ -1,8 +1,4 @@
-"""Exact search with OR-Tools CP-SAT: of a whole step, or of a window of an order.
-
-    rank 0  F0 F1 | F2 I0 W0 F3 | I1 W1 I2 ...        before the window: unchanged
-    rank 1  .. F0 | I0 F1 W0 I1 | F2 W1 I2 ...        in the window: any order
-                                                      after it: the order stays, times follow
+"""Exact search of a whole step with OR-Tools CP-SAT.
 
 CP-SAT counts in integers. Without a common unit, costs are rounded down, so its bound still holds;
 a replay gives the objective of an order, never CP-SAT.
@@ -30,7 +26,6 @@ from fractions import Fraction
 from functools import reduce
 from typing import Any
 
-from penstock.schedule.action import Op
 from penstock.search.problem import Order, SearchProblem, TimedOrder
 
 __all__ = ["ExactAnswer", "improve"]
@@ -62,20 +57,17 @@ def improve(
     problem: SearchProblem,
     start: TimedOrder,
     *,
-    window: tuple[float, float] | None = None,
     effort_s: float,
     clock_s: float,
     seed: int,
     at_least: float = 0.0,
     late_starts: bool = False,
 ) -> ExactAnswer:
-    """Search for the best order that differs from ``start`` only inside the window.
+    """Search for the best order.
 
     Args:
         problem: the search problem.
         start: the warm start.
-        window: a start and an end time; only actions that start between them may be reordered. None
-            for all.
         effort_s: the limit in deterministic seconds of CP-SAT.
         clock_s: the limit in wall-clock seconds.
         seed: the solver's seed.
@@ -85,7 +77,7 @@ def improve(
     Raises:
         ImportError: OR-Tools is not installed.
     """
-    found = _Model(problem, start, window, at_least, late_starts).solve(effort_s, clock_s, seed)
+    found = _Model(problem, start, at_least, late_starts).solve(effort_s, clock_s, seed)
     if found.order is None:
         return found
     # After rounding, actions that take no time look as if they held no memory meanwhile.
@@ -97,35 +89,23 @@ class _Model:
     """The CP-SAT model of one search."""
 
     def __init__(
-        self,
-        problem: SearchProblem,
-        start: TimedOrder,
-        window: tuple[float, float] | None,
-        at_least: float,
-        late_starts: bool,
+        self, problem: SearchProblem, start: TimedOrder, at_least: float, late_starts: bool
     ) -> None:
         from ortools.sat.python import cp_model
 
         self.cp: Any = cp_model
-        self.problem = problem
-        self.start = start
-        self.low, self.high = (-math.inf, math.inf) if window is None else window
-        self.late_starts = late_starts
-        self.bounds_all = (
-            window is None
-            and (late_starts or problem.objective == "makespan")
-            # An overlapped pair may be shorter than its actions in turn; a full backward may hold
-            # less.
-            and problem.costs.overlap is None
-            and problem.splits
-            and (math.isinf(problem.limit) or not any(problem.growths))
-        )
+        self.problem, self.start, self.late_starts = problem, start, late_starts
+        self.stages = problem.placement.num_stages
+        # An overlapped pair may be shorter than its actions in turn.
+        bounds_all = late_starts or problem.objective == "makespan"
+        self.bounds_all = bounds_all and problem.splits and problem.costs.overlap is None
         self.model = self.cp.CpModel()
         delays = [delay for needs in problem.needs for _, delay in needs]
         numbers = [*problem.durations, *delays, *problem.origins]
         self.unit = _unit(numbers, start.value)
         # Rounding down both ends of an interval can lose one unit.
-        self.lost = int(late_starts and not _is_unit(self.unit, numbers))
+        multiples = all(abs(n / self.unit - round(n / self.unit)) <= 1e-6 for n in numbers)
+        self.lost = int(late_starts and not multiples)
         self.lengths = [self.ticks(length) for length in problem.durations]
         ends = [0.0] * problem.placement.num_ranks
         for rank, times in zip(problem.ranks, start.ends, strict=True):
@@ -133,10 +113,9 @@ class _Model:
         # A rank's first action depends on an action of a rank that started earlier.
         latest = len(ends) * (start.value + max(delays, default=0.0)) if late_starts else max(ends)
         self.horizon = self.ticks(latest) + 1
-        # By kind, the start of each microbatch: a variable, or a number if fixed.
+        # By kind, the start of each microbatch.
         self.starts: list[list[Any]] = [self.starts_of(kind) for kind in range(problem.num_kinds)]
         self.precede()
-        self.exclude_each_other()
         self.keep_limits()
         most = start.value if late_starts else problem.value(ends)
         self.objective = self.model.new_int_var(
@@ -149,30 +128,18 @@ class _Model:
         """A time in units, rounded down except for floating-point error."""
         return int(time / self.unit + 1e-6)
 
-    def began(self, kind: int, microbatch: int) -> float:
-        """The start of an action in the warm start."""
-        return self.start.ends[kind][microbatch] - self.problem.durations[kind]
-
     def actions_of(self, kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The (kind, microbatch) pairs of a rank."""
         return (divmod(each, self.problem.num_microbatches) for each in self.problem.ids(kinds))
 
     def starts_of(self, kind: int) -> list[Any]:
-        """The start of each microbatch of a kind, as a variable or a fixed number."""
-        found: list[Any] = []
-        for microbatch in range(self.problem.num_microbatches):
-            began = self.began(kind, microbatch)
-            if began < self.low:
-                found.append(self.ticks(began))
-                continue
+        """The variables of a kind's starts, with those of the warm start as hints."""
+        found = []
+        for microbatch, end in enumerate(self.start.ends[kind]):
             variable = self.model.new_int_var(0, self.horizon, f"{kind}.{microbatch}")
-            self.model.add_hint(variable, self.ticks(began))
+            self.model.add_hint(variable, self.ticks(end - self.problem.durations[kind]))
             found.append(variable)
         return found
-
-    def is_free(self, kind: int, microbatch: int) -> bool:
-        """True if the start is a variable."""
-        return not isinstance(self.starts[kind][microbatch], int)
 
     def count_from_origins(self) -> None:
         """Bound the objective from below by every rank's last end, counted from its origin."""
@@ -188,102 +155,66 @@ class _Model:
             self.model.add(self.starts[0][0] == 0)
 
     def precede(self) -> None:
-        """Add the readiness rules, and the index order of each kind's microbatches."""
+        """Add the readiness rules, the index order of microbatches, and one action at a time."""
         for kind, starts in enumerate(self.starts):
             for microbatch, start in enumerate(starts):
-                if not self.is_free(kind, microbatch):
-                    continue
                 for before, delay in self.problem.needs[kind]:
                     end = self.starts[before][microbatch] + self.lengths[before]
                     self.model.add(start >= end + self.ticks(delay))
                 if microbatch:
                     self.model.add(start >= starts[microbatch - 1] + self.lengths[kind])
-
-    def exclude_each_other(self) -> None:
-        """Add no-overlap constraints for each rank, and the fixed order outside the window."""
         for kinds in self.start.order:
-            before: Any = 0
-            inside: list[Any] = []
-            ends_inside: list[Any] = []
-            after = False
+            intervals = []
             for kind, microbatch in self.actions_of(kinds):
-                began = self.began(kind, microbatch)
                 start, length = self.starts[kind][microbatch], self.lengths[kind]
-                if began < self.low:
-                    before = max(before, start + length)
-                elif began < self.high and not after:
-                    self.model.add(start >= before)
-                    inside.append(
-                        self.model.new_interval_var(start, length, start + length, f"i{kind}")
-                    )
-                    ends_inside.append(start + length)
-                else:
-                    # The first action after the window follows all actions inside; later ones
-                    # follow in order.
-                    for end in ends_inside if not after else ():
-                        self.model.add(start >= end)
-                    self.model.add(start >= before)
-                    before = start + length
-                    after = True
-            if len(inside) > 1:
-                self.model.add_no_overlap(inside)
+                name = f"i{kind}.{microbatch}"
+                interval = self.model.new_interval_var(start, length, start + length, name)
+                intervals.append(interval)
+            self.model.add_no_overlap(intervals)
 
     def keep_limits(self) -> None:
         """Add the memory limits: a stage holds an activation from F to W."""
-        problem, size = self.problem, self.problem.placement.num_stages
-        forwards, weights = problem.changes[:size], problem.changes[2 * size :]
+        problem, changes = self.problem, self.problem.changes
         for rank in range(problem.placement.num_ranks):
             stages = problem.placement.stages_of(rank)
-            most = sum(forwards[stage] + problem.growths[stage] for stage in stages)
-            if problem.limit >= problem.num_microbatches * most:
+            if problem.limit >= problem.num_microbatches * sum(changes[s] for s in stages):
                 continue
-            if len(stages) == 1 and forwards[stages[0]] == -weights[stages[0]]:
-                self.keep_one(stages[0])
+            last = 2 * self.stages + stages[0]
+            if len(stages) == 1 and changes[stages[0]] == -changes[last]:
+                # A forward starts after the weight gradient that frees its place.
+                number = int(problem.limit / changes[stages[0]] + 1e-9)
+                for microbatch in range(number, problem.num_microbatches):
+                    end = self.starts[last][microbatch - number] + self.lengths[last]
+                    self.model.add(self.starts[stages[0]][microbatch] >= end)
             else:
-                held = {stage: (forwards[stage], -weights[stage]) for stage in stages}
-                self.keep_many(held)
+                self.keep_sum(stages)
 
-    def keep_one(self, stage: int) -> None:
-        """Limit memory with one stage per rank: a forward starts after the weight gradient that
-        frees its place."""
-        number = int(self.problem.limit / self.problem.changes[stage] + 1e-9)
-        last = self.problem.kind(Op.WEIGHT_GRAD, stage)
-        for microbatch in range(number, self.problem.num_microbatches):
-            if self.is_free(stage, microbatch):
-                end = self.starts[last][microbatch - number] + self.lengths[last]
-                self.model.add(self.starts[stage][microbatch] >= end)
-
-    def keep_many(self, sizes: dict[int, tuple[float, float]]) -> None:
-        """Limit memory with several stages per rank: bound the sum over all stages.
-
-        Args:
-            sizes: for each stage of a rank, its memory before the end of I and after it.
-        """
-        problem, limit = self.problem, self.problem.limit
-        unit = _unit([size for both in zip(*sizes.values(), strict=True) for size in both], limit)
+    def keep_sum(self, stages: Sequence[int]) -> None:
+        """Limit the sum of what all stages of a rank hold, before the end of I and after it."""
+        problem, changes, limit = self.problem, self.problem.changes, self.problem.limit
+        # The first kind, the last kind, and the size that is held from one to the other.
+        parts: list[tuple[int, int, float]] = []
+        for stage in stages:
+            by_input, by_weight = stage + self.stages, stage + 2 * self.stages
+            before, after = changes[stage], -changes[by_weight]
+            if before == after:
+                parts.append((stage, by_weight, before))
+            else:
+                parts += (stage, by_input, before), (by_input, by_weight, after)
+        unit = _unit([size for *_, size in parts], limit)
         held: list[Any] = []
         demands: list[int] = []
-        for stage, (before, behind) in sizes.items():
-            by_input, by_weight = (
-                problem.kind(op, stage) for op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD)
-            )
-            # One interval if the size is the same before and after I, else two.
-            parts = [(stage, by_weight, before)]
-            if before != behind:
-                parts = [(stage, by_input, before), (by_input, by_weight, behind)]
-            for first, last, size in parts:
-                for microbatch in range(problem.num_microbatches):
-                    start = self.starts[first][microbatch]
-                    if first == by_input:
-                        start += self.lengths[by_input]
-                    end = self.starts[last][microbatch] + self.lengths[last]
-                    if isinstance(end, int) and end <= self.ticks(max(0.0, self.low)):
-                        continue
-                    name = f"h{first}.{microbatch}"
-                    length = self.model.new_int_var(0, self.horizon, name)
-                    self.model.add(length == end - start)
-                    held.append(self.model.new_interval_var(start, length, end, name))
-                    demands.append(int(size / unit + 1e-6))
+        for first, last, size in parts:
+            for microbatch in range(problem.num_microbatches):
+                start = self.starts[first][microbatch]
+                if first >= self.stages:
+                    start += self.lengths[first]
+                end = self.starts[last][microbatch] + self.lengths[last]
+                name = f"h{first}.{microbatch}"
+                length = self.model.new_int_var(0, self.horizon, name)
+                self.model.add(length == end - start)
+                held.append(self.model.new_interval_var(start, length, end, name))
+                demands.append(int(size / unit + 1e-6))
         self.model.add_cumulative(held, demands, int(limit / unit + 1e-6))
 
     def solve(self, effort_s: float, clock_s: float, seed: int) -> ExactAnswer:
@@ -311,16 +242,10 @@ class _Model:
         for kinds in self.start.order:
             timed = []
             for place, (kind, microbatch) in enumerate(self.actions_of(kinds)):
-                start = self.starts[kind][microbatch]
-                begins = start if isinstance(start, int) else solver.value(start)
+                begins = solver.value(self.starts[kind][microbatch])
                 timed.append((begins, begins + self.lengths[kind], place, kind))
             ranks.append(tuple(kind for *_, kind in sorted(timed)))
         return tuple(ranks)
-
-
-def _is_unit(unit: float, numbers: Sequence[float]) -> bool:
-    """True if all numbers are multiples of the unit, up to floating-point error."""
-    return all(abs(each / unit - round(each / unit)) <= 1e-6 for each in numbers)
 
 
 def _unit(numbers: Sequence[float], whole: float) -> float:

@@ -22,28 +22,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from random import Random
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
-from penstock.search.problem import Order, SearchProblem
-from penstock.search.state import SearchState, meets
+from penstock.search.problem import Edges, Order, SearchProblem
+from penstock.search.state import SearchState
 
-__all__ = ["Exchanger", "ExchangedOrder", "exchange_in_rounds"]
+__all__ = ["ExchangedOrder", "anneal", "exchange_in_rounds"]
 
 _NEAR = 1e-9
 # The increase per exchange that is accepted at first, in mean actions.
 _HEAT = 0.3
 # The work of an exchange per action of the step, and of a rejected exchange, in placed actions.
 _TAKEN, _REFUSED = 0.15, 3
-# The part of the work of each round; how many orders of a kind enter the first, how much worse than
-# the best they may be, and which part of them goes on.
-_ROUNDS, _OF_A_KIND, _NEAR_BEST, _GO_ON = (0.3, 0.3, 0.4), 3, 1.1, 3
+# The part of the work of each round; one order in so many goes on to the next.
+_ROUNDS, _GO_ON = (0.3, 0.3, 0.4), 3
+# How many orders of a method enter the first round, and how much worse than the best they may be.
+_OF_A_METHOD, _NEAR_BEST = 3, 1.1
 # The exchanges between two looks at the clock; the share of the work after which its rate counts.
-_LOOK, _TELLING = 64, 0.1
+_LOOK, _RATED = 64, 0.1
 
-_Arrows: TypeAlias = Iterable[tuple[int, float]]
 _T = TypeVar("_T")
 
 
@@ -60,19 +60,18 @@ class ExchangedOrder:
     """
 
     def __init__(self, problem: SearchProblem, order: Order) -> None:
-        width = problem.num_microbatches
-        self._problem, self._width = problem, width
-        self._durations = _each(problem.durations, width)
-        self._changes = _each(problem.changes, width)
-        self._rank_of = _each(problem.ranks, width)
-        self._needs = _per_action(problem.needs, width)
-        self._users = _per_action(problem.users, width)
+        self._problem, self._width = problem, problem.num_microbatches
+        self._durations, self._changes = self._each(problem.durations), self._each(problem.changes)
+        self._rank_of = self._each(problem.ranks)
+        self._needs, self._users = map(self._per_action, (problem.needs, problem.users))
         self._order = [problem.ids(kinds) for kinds in order]
         self._place = [0] * problem.size
         for acts in self._order:
             for place, act in enumerate(acts):
                 self._place[act] = place
-        self._held = [self._held_before(acts) for acts in self._order]
+        # The memory that a rank holds before each of its actions.
+        changes = self._changes.__getitem__
+        self._held = [[*accumulate(map(changes, acts), initial=0.0)] for acts in self._order]
         played = problem.play(self._order)
         assert played is not None, "the order does not deadlock"
         self.value = problem.value([ends[-1] for ends in played.ends])
@@ -89,11 +88,7 @@ class ExchangedOrder:
         return tuple(tuple(act // self._width for act in acts) for acts in self._order)
 
     def neighbours(self, random: Random) -> list[tuple[int, int]]:
-        """Pairs of neighbours of different kinds on one critical path.
-
-        Args:
-            random: chooses among several critical paths.
-        """
+        """Pairs of neighbours of different kinds on one critical path, chosen at random."""
         ends, place_of = self._ends, self._place
         late = [
             ends[acts[-1]] - origin
@@ -171,13 +166,16 @@ class ExchangedOrder:
         ahead = [act for act in part if act in needed]
         return [*ahead, first, *(act for act in part[1:] if act not in needed)]
 
-    def _held_before(self, acts: Sequence[int]) -> list[float]:
-        """The memory that a rank holds before each of its actions."""
-        held, found = 0.0, []
-        for act in acts:
-            found.append(held)
-            held += self._changes[act]
-        return found
+    def _each(self, values: Sequence[_T]) -> list[_T]:
+        return [value for value in values for _ in range(self._width)]
+
+    def _per_action(self, edges: Edges) -> list[tuple[tuple[int, float], ...]]:
+        """Expand edges between kinds to edges between the actions of each microbatch."""
+        return [
+            tuple((kind * self._width + microbatch, delay) for kind, delay in of_kind)
+            for of_kind in edges
+            for microbatch in range(self._width)
+        ]
 
     def _count(self, since: int) -> None:
         """Update the ends from a position on, and the objective."""
@@ -211,81 +209,61 @@ class ExchangedOrder:
             index[act] = place
 
 
-def _latest(arrows: _Arrows, times: Sequence[float], least: float) -> float:
+def _latest(edges: Iterable[tuple[int, float]], times: Sequence[float], least: float) -> float:
     """The latest time at the other end of an edge, plus the length of that edge."""
-    for act, delay in arrows:
+    for act, delay in edges:
         if times[act] + delay > least:
             least = times[act] + delay
     return least
 
 
-def _each(values: Sequence[_T], width: int) -> list[_T]:
-    return [value for value in values for _ in range(width)]
-
-
-def _per_action(arrows: Sequence[_Arrows], width: int) -> list[tuple[tuple[int, float], ...]]:
-    """Expand edges between kinds to edges between the actions of each microbatch."""
-    return [
-        tuple((kind * width + microbatch, delay) for kind, delay in of_kind)
-        for of_kind in arrows
-        for microbatch in range(width)
-    ]
-
-
-class Exchanger:
-    """A simulated-annealing search over orders, one exchange at a time.
+def anneal(
+    problem: SearchProblem,
+    start: Order,
+    *,
+    seed: int,
+    work: float,
+    limit_work: Callable[[float, float], float] = lambda worked, work: work,
+) -> tuple[float, Order]:
+    """Search by simulated annealing, one exchange at a time.
 
     Args:
         problem: the search problem.
         start: the initial order, within the memory limit.
         seed: the random seed.
         work: the total work, in placed actions; towards its end only better orders are accepted.
+        limit_work: takes the work done and the total now and then, and returns a new total.
 
-    Attributes:
-        best: the best order so far.
-        value: its objective.
-        work: the total work; may be lowered during the search.
-        worked: the work done so far.
+    Returns:
+        The best objective, and its order.
     """
-
-    def __init__(self, problem: SearchProblem, start: Order, *, seed: int, work: float) -> None:
-        self._random = Random(seed)
-        self._heat = _HEAT * sum(problem.durations) / problem.num_kinds
-        self.work = work
-        self._size = problem.size
-        self._now = ExchangedOrder(problem, start)
-        self._pairs = self._now.neighbours(self._random)
-        self.best, self.value = start, self._now.value
-        self.worked = 0.0
-
-    def step(self) -> bool:
-        """Try one exchange; return False if none is possible, or the work is done."""
-        if not self._pairs or self.worked >= self.work:
-            return False
-        first, second = self._random.choice(self._pairs)
-        self.worked += _REFUSED
-        if not (self._now.fits(first, second) and self._accepts(first, second)):
-            return True
-        self.worked += _TAKEN * self._size
-        if self._now.exchange(first, second):
-            self._pairs = self._now.neighbours(self._random)
-            if self._now.value < self.value * (1 - _NEAR):
-                self.best, self.value = self._now.order, self._now.value
-        return True
-
-    def _accepts(self, first: int, second: int) -> bool:
-        more = self._now.estimate(first, second) - self._now.value
-        if more <= _NEAR * self._now.value:
-            return True
-        heat = self._heat * (1 - self.worked / self.work)
-        return heat > 0 and self._random.random() < math.exp(-more / heat)
+    random, now = Random(seed), ExchangedOrder(problem, start)
+    best = now.value, start
+    pairs, worked, tried = now.neighbours(random), 0.0, 0
+    while pairs and worked < work:
+        tried += 1
+        work = limit_work(worked, work) if tried % _LOOK == 0 else work
+        first, second = random.choice(pairs)
+        worked += _REFUSED
+        if not now.fits(first, second):
+            continue
+        more = now.estimate(first, second) - now.value
+        heat = _HEAT * sum(problem.durations) / problem.num_kinds * (1 - worked / work)
+        is_longer = more > _NEAR * now.value
+        if is_longer and (heat <= 0 or random.random() >= math.exp(-more / heat)):
+            continue
+        worked += _TAKEN * problem.size
+        if now.exchange(first, second):
+            pairs = now.neighbours(random)
+            if now.value < best[0] * (1 - _NEAR):
+                best = now.value, now.order
+    return best
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entrant:
+class _Entrant(NamedTuple):
+    value: float
     problem: SearchProblem
     order: Order
-    value: float
 
 
 def exchange_in_rounds(
@@ -302,8 +280,7 @@ def exchange_in_rounds(
         done_share: the share of the total work done before.
         seed: the random seed.
     """
-    entrants = _entrants(state)
-    left = sum(_ROUNDS)
+    entrants, left = _entrants(state), sum(_ROUNDS)
     for number, part in enumerate(_ROUNDS):
         if not entrants or state.is_over():
             return
@@ -323,24 +300,21 @@ def _entrants(state: SearchState) -> list[_Entrant]:
     Orders found by one method are similar. A registered schedule may start out worse, yet lead to a
     better result.
     """
-    best = state.best()
-    assert best is not None
-    problems = {
-        problem.placement: problem
-        for problem in state.problems
-        if not meets(best.value, state.bound(problem))
-    }
     entrants: dict[Order, _Entrant] = {}
     entered: Counter[str] = Counter()
-    for found in state.plain():
-        problem, kind = problems.get(found.placement), found.method.partition(":")[0]
-        if found.value > best.value * _NEAR_BEST:
+    plain = state.plain()
+    rivals = {
+        problem.placement: problem for problem in state.problems if state.may_improve(problem)
+    }
+    for found in plain:
+        problem, method = rivals.get(found.program.placement), found.method.partition(":")[0]
+        if found.value > plain[0].value * _NEAR_BEST:
             break
-        if problem is not None and entered[kind] < _OF_A_KIND:
+        if problem is not None and entered[method] < _OF_A_METHOD:
             order = problem.order(found.program)
-            if order not in entrants and problem.keeps_limit(order):
-                entered[kind] += 1
-                entrants[order] = _Entrant(problem=problem, order=order, value=found.value)
+            if order not in entrants:
+                entered[method] += 1
+                entrants[order] = _Entrant(found.value, problem, order)
     return list(entrants.values())
 
 
@@ -348,17 +322,20 @@ def _improved(
     state: SearchState, entrant: _Entrant, work: float, time_s: float, seed: int
 ) -> _Entrant:
     """Improve an order by exchanges, with less work if the machine is too slow for all."""
-    exchanger = Exchanger(entrant.problem, entrant.order, seed=seed, work=work)
-    began_s, tried = state.budget.left_s, 0
-    while exchanger.step():
-        tried += 1
-        if tried % _LOOK or exchanger.worked < _TELLING * exchanger.work:
-            continue
+    began_s = state.budget.left_s
+
+    def limit_work(worked: float, work: float) -> float:
+        if worked < _RATED * work:
+            return work
         if state.is_late(times=2):
-            break
-        needed_s = (began_s - state.budget.left_s) * exchanger.work / exchanger.worked
-        if needed_s > 1.2 * time_s:
-            # Finishing the cooling schedule gains more than a longer run at high temperature.
-            exchanger.work = max(exchanger.worked, exchanger.work * time_s / needed_s)
-            state.budget.cut_short = True
-    return replace(entrant, order=exchanger.best, value=exchanger.value)
+            return worked
+        needed_s = (began_s - state.budget.left_s) * work / worked
+        if needed_s <= 1.2 * time_s:
+            return work
+        # Finishing the cooling schedule gains more than a longer run at high temperature.
+        state.budget.cut_short = True
+        return max(worked, work * time_s / needed_s)
+
+    problem = entrant.problem
+    value, order = anneal(problem, entrant.order, seed=seed, work=work, limit_work=limit_work)
+    return _Entrant(value, problem, order)

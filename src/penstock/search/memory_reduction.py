@@ -4,24 +4,23 @@
     0F0 0F1 0F2 0RECOMPUTE0 0I0 0W0 ...   rank 0 holds what one microbatch needs
 
 On each rank over the limit as few stages as possible recompute or offload, the largest first. The
-programs come from a search without a limit or under a larger one. Passes change them, and
-simulation gives their times.
+programs come from a search without a limit or under a larger one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.errors import ScheduleError
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
-from penstock.search.list_schedule import schedule_by_priority
-from penstock.search.problem import SearchProblem
+from penstock.search.priority_schedule import schedule_by_priority
+from penstock.search.problem import Order, SearchProblem
 from penstock.search.state import Candidate, SearchState
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import Simulation, simulate
 
-__all__ = ["can_offload", "feasible_problems", "least_reduced", "peaks_of", "reduce_memory"]
+__all__ = ["can_offload", "least_reduced", "peaks_of", "reduce_memory", "refuse_infeasible"]
 
 # The pass that reduces the memory of some stages, by the argument of ``search`` that allows it.
 _PASSES = {"recompute": recompute, "offload": offload}
@@ -34,33 +33,28 @@ def can_offload(costs: Costs) -> bool:
     return any(each is not None for each in (costs.offload, costs.reload, costs.offload_bandwidth))
 
 
-def feasible_problems(
-    problems: Sequence[SearchProblem], allowed: Collection[str]
-) -> tuple[SearchProblem, ...]:
-    """The problems with a feasible limit; all problems if memory reduction is allowed.
+def refuse_infeasible(problems: Sequence[SearchProblem], allowed: Sequence[str]) -> None:
+    """Refuse a limit that no program meets, on any placement.
 
     Raises:
-        ScheduleError: no program meets the limit, on any placement.
+        ScheduleError: the limit is infeasible; the message gives the smallest feasible ones.
     """
-    some = problems[0]
-    least = min(max(problem.least_memory) for problem in problems)
-    if min([least, *(least_reduced(problems, way) for way in allowed)]) > some.most:
-        text = f"one microbatch alone holds {least:g} on some rank"
-        for way in _PASSES:
-            if way == "recompute" or can_offload(some.costs):
-                reduced = least_reduced(problems, way)
-                text += f", with {way}=True {reduced:g}" if reduced < least else ""
-        raise ScheduleError(
-            f"search: no program meets memory_limit={some.limit:g}: {text}; raise the limit, or "
-            "use fewer stages per rank",
-            parameter="memory_limit",
-        )
-    return tuple(problem for problem in problems if allowed or problem.is_feasible)
+    some, least = problems[0], min(problem.least_memory for problem in problems)
+    if min([least, *(least_reduced(problems, way) for way in allowed)]) <= some.most:
+        return
+    text = f"one microbatch alone holds {least:g} on some rank"
+    for way in _PASSES:
+        if way == "recompute" or can_offload(some.costs):
+            reduced = least_reduced(problems, way)
+            text += f", with {way}=True {reduced:g}" if reduced < least else ""
+    raise ScheduleError(
+        f"search: no program meets memory_limit={some.limit:g}: {text}; raise the limit, or use "
+        "fewer stages per rank",
+        parameter="memory_limit",
+    )
 
 
-def reduce_memory(
-    state: SearchState, starts: Sequence[Candidate], allowed: Collection[str]
-) -> None:
+def reduce_memory(state: SearchState, starts: Sequence[Candidate], allowed: Sequence[str]) -> None:
     """Add feasible programs by reducing the memory of ranks that exceed the limit.
 
     Args:
@@ -69,10 +63,8 @@ def reduce_memory(
         allowed: ``"recompute"``, ``"offload"``, or both.
     """
     for problem in state.problems:
-        mine = sorted(
-            (each for each in starts if each.placement == problem.placement),
-            key=lambda found: found.value,
-        )
+        mine = [each for each in starts if each.program.placement == problem.placement]
+        mine.sort(key=lambda found: found.value)
         alone = problem.program(_one_by_one(problem), name="one by one")
         for way in allowed:
             # If that is too much, all is.
@@ -94,11 +86,11 @@ def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
     return min(found)
 
 
-def _one_by_one(problem: SearchProblem) -> Sequence[Sequence[int]]:
+def _one_by_one(problem: SearchProblem) -> Order:
     """An order in which no stage holds more than one microbatch."""
     wishes = [[float(n) for n in range(problem.num_microbatches)]] * problem.num_kinds
-    free = problem.limited(max(problem.least_memory))
     windows = (1,) * problem.placement.num_stages
+    free = problem.limited(problem.least_memory)
     return schedule_by_priority(free, wishes, windows=windows).order
 
 
@@ -108,25 +100,22 @@ def _bases(problem: SearchProblem, found: Sequence[Candidate]) -> Iterator[tuple
     A recomputed activation stays in memory until its weight gradient, so a later weight gradient
     gains nothing.
     """
-    seen = set()
+    stages, seen = problem.placement.num_stages, set[Order]()
     for each in found:
         order = problem.order(each.program)
-        at_once = tuple(_weights_at_once(problem, kinds) for kinds in order)
+        at_once = tuple(
+            tuple(
+                part
+                for kind in kinds
+                if kind < 2 * stages
+                for part in ((kind,) if kind < stages else (kind, kind + stages))
+            )
+            for kinds in order
+        )
         for variant in (order, at_once):
             if variant not in seen:
                 seen.add(variant)
                 yield problem.program(variant, name=each.program.name), each.method
-
-
-def _weights_at_once(problem: SearchProblem, kinds: Sequence[int]) -> tuple[int, ...]:
-    stages = problem.placement.num_stages
-    found: list[int] = []
-    for kind in kinds:
-        if kind < 2 * stages:
-            found.append(kind)
-        if stages <= kind < 2 * stages:
-            found.append(kind + stages)
-    return tuple(found)
 
 
 def _reduce(
@@ -134,7 +123,7 @@ def _reduce(
 ) -> None:
     """Reduce stages of the ranks over the limit, one more per rank at each step."""
     sizes = problem.memory.activation
-    left = [
+    largest_first = [
         sorted(problem.placement.stages_of(rank), key=lambda stage: (-sizes[stage], stage))
         for rank in range(base.num_ranks)
     ]
@@ -149,7 +138,7 @@ def _reduce(
                 method = f"{way}, after {method}"
                 state.note_simulated(problem, result, float(max(peaks)), method, is_reduced=True)
             return
-        more = [left[rank].pop(0) for rank in full if left[rank]]
+        more = [largest_first[rank].pop(0) for rank in full if largest_first[rank]]
         if not more:
             return
         chosen.update(more)

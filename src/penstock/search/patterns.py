@@ -8,11 +8,8 @@ P = 2, V = 1, period 3: the pattern of a microbatch, and the program of its repe
 A rank's actions may start at any time, as long as no two overlap modulo the period. The length of a
 pattern decides how many microbatches a stage holds at once: delays between its actions trade memory
 for time. Its start times serve as priorities of list scheduling, which closes the gaps of warm-up
-and cool-down.
-
-The search tries known good parameters, then random ones, then mutations of the best. For many
-microbatches it simulates fewer: the steady state repeats the pattern, so a period extends to any
-number.
+and cool-down. For many microbatches the search simulates fewer: the steady state repeats the
+pattern, so a period extends to any number.
 
 Source: arXiv:2405.15362, sec. 3 (building blocks and their lifespans).
 """
@@ -22,18 +19,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import product
 from math import ceil
-from typing import Any, assert_never
+from typing import Any, NamedTuple
 
-from penstock.schedule.action import Op
 from penstock.schedule.families.periodic import PeriodicPattern, PeriodicSlots
-from penstock.search.list_schedule import schedule_by_priority
+from penstock.search.priority_schedule import schedule_by_priority
 from penstock.search.problem import SearchProblem, TimedOrder
 from penstock.simulate.costs import Costs
 
-__all__ = ["CostView", "PatternParams", "PatternSearch", "few_microbatches", "in_flight"]
+__all__ = ["PatternParams", "PatternSearch", "TriedPattern", "few_microbatches", "in_flight"]
 __all__ += ["lay_pattern", "legs", "run_pattern"]
 
 _NEAR = 1e-9
@@ -45,23 +40,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_slope": (0.0, 0.0, 1.0, 2.0, 4.0, 16.0),
     "packed": (True, False),
     "longer": (1.0, 1.0, 1.0, 1.05, 1.1, 1.2),
-    "cost_view": (),
+    "evened": (True, False),
     "width": (None, 1.0, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0),
     "extra": (0, 0, 0, 1, 2),
     "patience": (0.0, 0.0, 0.0, 0.5, 1.0),
 }
-
-
-class CostView(Enum):
-    """The costs used to choose an order; its times always follow from the true costs.
-
-    With tight memory and uneven stages, ranks that follow a fixed order run more evenly than ranks
-    that run any ready action.
-    """
-
-    OWN = "own"
-    MEAN = "mean"
-    UNIT = "unit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +52,17 @@ class PatternParams:
     """The parameters of a pattern, a few numbers for any number of ranks.
 
     Args:
-        stretch: for each leg (see ``legs``), the delay after each action of the chain, as a
-            fraction of the action's time; above -1.
+        stretch: for each leg (see ``legs``), forwards then backwards, the delay after each action
+            of the chain, as a fraction of the action's time; at least -1.
         weight_delay: the delay of weight gradients, in periods.
         weight_slope: the additional delay on the last rank compared with the first, in periods.
         packed: if True, actions must not overlap within the period; if False, they may.
         longer: the period, as a multiple of the busiest rank's work per microbatch.
+        evened: if True, the order is chosen at the mean costs of all stages: with tight memory,
+            ranks that follow a fixed order run more evenly than ranks that run any ready action.
         width: the number of microbatches that stages may hold, as a multiple of the pattern's; None
             for the memory limit alone.
         extra: the number of microbatches allowed on top of ``width``.
-        cost_view: the costs used to choose the order.
         patience: the time that a rank idles for a more urgent action, in mean actions.
     """
 
@@ -87,7 +71,7 @@ class PatternParams:
     weight_slope: float = 0.0
     packed: bool = False
     longer: float = 1.0
-    cost_view: CostView = CostView.OWN
+    evened: bool = False
     width: float | None = None
     extra: int = 0
     patience: float = 0.0
@@ -97,7 +81,7 @@ def in_flight(problem: SearchProblem, pattern: PeriodicPattern) -> tuple[int, ..
     """For each stage, the number of microbatches in flight from F to W."""
     found = []
     for stage in range(problem.placement.num_stages):
-        last = problem.kind(Op.WEIGHT_GRAD, stage)
+        last = stage + 2 * problem.placement.num_stages
         life = pattern.starts[last] + problem.durations[last] - pattern.starts[stage]
         found.append(max(1, ceil(life / pattern.period - _NEAR)) if pattern.period else 1)
     return tuple(found)
@@ -105,23 +89,12 @@ def in_flight(problem: SearchProblem, pattern: PeriodicPattern) -> tuple[int, ..
 
 def legs(problem: SearchProblem) -> tuple[int, ...]:
     """For each stage, its index among the stages of its rank."""
-    count = [0] * problem.placement.num_ranks
-    found = []
-    for rank in problem.placement.stage_ranks:
-        found.append(count[rank])
-        count[rank] += 1
-    return tuple(found)
+    ranks = problem.placement.stage_ranks
+    return tuple(ranks[:stage].count(rank) for stage, rank in enumerate(ranks))
 
 
 def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPattern:
-    """The pattern with these parameters.
-
-    Actions of uneven length may overlap if no gap is long enough.
-
-    Args:
-        problem: the kinds, their durations and needs.
-        params: the parameters; ``stretch`` holds the forward legs, then the backward legs.
-    """
+    """The pattern with these parameters; actions of uneven length that fit no gap may overlap."""
     placement, durations = problem.placement, problem.durations
     stages, num_ranks = placement.num_stages, placement.num_ranks
     work = [0.0] * num_ranks
@@ -131,69 +104,65 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPatter
     leg_of = legs(problem)
     num_legs = max(leg_of) + 1
     slots = [PeriodicSlots(period) for _ in range(num_ranks)]
-    offsets = [0.0] * problem.num_kinds
+    starts = [0.0] * problem.num_kinds
     weights = range(problem.num_kinds - 1, 2 * stages - 1, -1)
     for kind in (*range(stages), *range(2 * stages - 1, stages - 1, -1), *weights):
         start, rank = 0.0, problem.ranks[kind]
         for before, delay in problem.needs[kind]:
             leg = leg_of[before % stages] + (num_legs if before >= stages else 0)
             stretch = params.stretch[leg] if kind < 2 * stages else 0.0
-            start = max(start, offsets[before] + durations[before] * (1 + stretch) + delay)
+            start = max(start, starts[before] + durations[before] * (1 + stretch) + delay)
         if kind >= 2 * stages:
             share = rank / max(1, num_ranks - 1)
             start += period * (params.weight_delay + params.weight_slope * share)
         if params.packed and period:
             fitted = slots[rank].fit(start, durations[kind])
-            # An action that fits no gap keeps its preferred time.
             if fitted is not None:
                 start = fitted
                 slots[rank].take(start, durations[kind])
-        offsets[kind] = start
-    return PeriodicPattern(period=period, starts=tuple(offsets))
+        starts[kind] = start
+    return PeriodicPattern(period=period, starts=tuple(starts))
 
 
 def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
-    """The order given by the pattern with these parameters."""
-    match params.cost_view:
-        case CostView.OWN:
-            return _run(problem, params)
-        case CostView.MEAN:
-            seen = problem.costing(_mean(problem))
-        case CostView.UNIT:
-            seen = problem.costing(Costs())
-        case _:
-            assert_never(params.cost_view)
-    replayed = problem.replay(_run(seen, params).order)
-    assert replayed is not None, "an order that runs at some costs runs at all"
-    return replayed
-
-
-def _run(problem: SearchProblem, params: PatternParams) -> TimedOrder:
-    pattern, windows = lay_pattern(problem, params), None
+    """The order given by the pattern with these parameters, at the true costs."""
+    seen, windows = replace(problem, costs=_mean(problem)) if params.evened else problem, None
+    pattern = lay_pattern(seen, params)
     if params.width is not None:
-        scaled = (int(number * params.width + 0.5) for number in in_flight(problem, pattern))
+        scaled = (int(number * params.width + 0.5) for number in in_flight(seen, pattern))
         windows = [max(1, number) + params.extra for number in scaled]
-    return schedule_by_priority(
-        problem,
-        pattern.times(problem.num_microbatches),
+    found = schedule_by_priority(
+        seen,
+        pattern.times(seen.num_microbatches),
         windows=windows,
-        patience=params.patience * sum(problem.durations) / problem.num_kinds,
+        patience=params.patience * sum(seen.durations) / seen.num_kinds,
     )
+    if params.evened:
+        replayed = problem.replay(found.order)
+        assert replayed is not None, "an order that runs at some costs runs at all"
+        found = replayed
+    return found
 
 
 def _mean(problem: SearchProblem) -> Costs:
     """The mean of each cost over the stages, and of delays over the messages between ranks."""
     stages = problem.placement.num_stages
-    means = [sum(problem.durations[n : n + stages]) / stages for n in (0, stages, 2 * stages)]
+    forward, input_grad, weight_grad = (
+        sum(problem.durations[first : first + stages]) / stages
+        for first in range(0, 3 * stages, stages)
+    )
     delays = [
         delay
         for kind, users in enumerate(problem.users)
         for user, delay in users
         if problem.ranks[user] != problem.ranks[kind]
     ]
-    latency = sum(delays) / len(delays) if delays else 0.0
-    forward, input_grad, weight_grad = means
-    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency)
+    return Costs(
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        latency=sum(delays) / len(delays) if delays else 0.0,
+    )
 
 
 def few_microbatches(problem: SearchProblem) -> int:
@@ -202,8 +171,7 @@ def few_microbatches(problem: SearchProblem) -> int:
     return few if 2 * problem.num_microbatches > 3 * few else problem.num_microbatches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriedPattern:
+class TriedPattern(NamedTuple):
     """Parameters, and their estimated objective with all microbatches."""
 
     params: PatternParams
@@ -211,7 +179,7 @@ class TriedPattern:
 
 
 class PatternSearch:
-    """A search for pattern parameters, one step at a time.
+    """A search for pattern parameters: known good ones, random ones, mutations of the best.
 
     Args:
         problem: the search problem with all microbatches.
@@ -230,13 +198,12 @@ class PatternSearch:
         self._problem = problem.resized(few_microbatches(problem))
         self._random = random.Random(seed)
         self._legs = max(legs(problem)) + 1
-        self._views = tuple(CostView) if len(set(problem.durations)) > 1 else (CostView.OWN,)
+        uneven = len(set(problem.durations)) > 1
+        self._choices = {**_CHOICES, "evened": (True, False) if uneven else (False,)}
         self._seen: set[PatternParams] = set()
         self._firsts = self._known()
-        self.tried = 0
         self.best: list[TriedPattern] = []
-        self.placed = 0
-        self.stale = 0
+        self.tried = self.placed = self.stale = 0
 
     def step(self) -> None:
         """Try one more pattern."""
@@ -252,29 +219,27 @@ class PatternSearch:
         self._seen.add(params)
         self.placed += self._problem.size
         estimate = self._estimate(run_pattern(self._problem, params))
-        if not self.best or estimate < self.best[0].estimate * (1 - 1e-9):
+        if not self.best or estimate < self.best[0].estimate * (1 - _NEAR):
             self.stale = 0
-        self.best.append(TriedPattern(params=params, estimate=estimate))
+        self.best.append(TriedPattern(params, estimate))
         self.best.sort(key=lambda tried: tried.estimate)
         del self.best[_POOL:]
 
     def _estimate(self, found: TimedOrder) -> float:
-        few, all_of_them = self._problem.num_microbatches, self.whole.num_microbatches
-        if few == all_of_them:
-            return found.value
+        few, more = self._problem.num_microbatches, self.whole.num_microbatches
         # The middle third shows the steady state.
         low, high = few // 3, 2 * few // 3
-        periods = [(ends[high] - ends[low]) / (high - low) for ends in found.ends]
-        return found.value + max(periods) * (all_of_them - few)
+        periods = [(ends[high] - ends[low]) / max(1, high - low) for ends in found.ends]
+        return found.value + max(periods) * (more - few)
 
     def _known(self) -> Iterator[PatternParams]:
         """Known good parameters: tight or loose, weight gradients early or late."""
-        for width, packed, (delay, slope), back, view in product(
+        for width, packed, (delay, slope), back, evened in product(
             (1.0, None, 1.5),
             (True, False),
             ((0.0, 0.0), (0.0, 4.0), (1.0, 16.0), (2.0, 2.0)),
             (0.0, 1.0),
-            reversed(self._views),
+            self._choices["evened"],
         ):
             yield PatternParams(
                 stretch=(0.0,) * self._legs + (back,) * self._legs,
@@ -282,37 +247,22 @@ class PatternSearch:
                 weight_slope=slope,
                 packed=packed,
                 width=width,
-                cost_view=view,
+                evened=evened,
             )
 
     def _random_params(self) -> PatternParams:
-        choice, choices = self._random.choice, {**_CHOICES, "cost_view": self._views}
-        stretches = choices.pop("stretch")
-        stretch = tuple(choice(stretches) for _ in range(2 * self._legs))
-        drawn = {name: choice(values) for name, values in choices.items()}
-        return PatternParams(stretch=stretch, **drawn)
+        drawn = {name: self._random.choice(values) for name, values in self._choices.items()}
+        stretches = self._random.choices(self._choices["stretch"], k=2 * self._legs)
+        return PatternParams(**{**drawn, "stretch": tuple(stretches)})
 
     def _changed(self) -> PatternParams:
         """Mutate one parameter of one of the best patterns."""
         if not self.best:
             return self._random_params()
         params, other = self._random.choice(self.best).params, self._random_params()
-        turned = self._random.randrange(8)
-        if turned >= len(_TURNED):
+        name = self._random.choice(list(self._choices))
+        changed = getattr(other, name)
+        if name == "stretch":
             leg = self._random.randrange(2 * self._legs)
-            stretch = list(params.stretch)
-            stretch[leg] = other.stretch[leg]
-            return replace(params, stretch=tuple(stretch))
-        changes: dict[str, Any] = {name: getattr(other, name) for name in _TURNED[turned]}
-        return replace(params, **changes)
-
-
-# Parameters that change together.
-_TURNED = (
-    ("weight_delay",),
-    ("weight_slope",),
-    ("packed", "longer"),
-    ("width", "extra"),
-    ("patience",),
-    ("cost_view",),
-)
+            changed = (*params.stretch[:leg], other.stretch[leg], *params.stretch[leg + 1 :])
+        return replace(params, **{name: changed})

@@ -4,14 +4,9 @@
     order    for each rank, kinds         each kind runs its microbatches in index order
 
 Microbatches are interchangeable, so each kind runs them in index order without loss of generality.
-Backwards are split throughout: a full backward is an input gradient with its weight gradient right
-after it, except that its result reaches the next stage later. But W may hold more than F left,
-which a full backward never does:
-
-    held   F 2 .. I 2|3 .. W 3|0      split        limit 2: only full backwards fit
-           F 2 .. B 2|0               full
-
-If split backwards don't fit at all, none is split: I takes the time of both, and W none.
+Backwards are split: a full backward is an input gradient with its weight gradient right after it,
+except that its result reaches the next stage later. But W may hold more than F left, which a full
+backward never does. Under a memory limit none is split then: I takes the time of both, and W none.
 """
 
 from __future__ import annotations
@@ -20,11 +15,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Literal, TypeAlias, get_args
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, action
+from penstock.schedule.action import Op, action
 from penstock.schedule.family import refuse_sizes
 from penstock.schedule.list_schedule import KIND_OPS, kind_needs
 from penstock.schedule.messages import number_of
@@ -34,14 +28,16 @@ from penstock.schedule.replay import DependencyReplay
 from penstock.simulate.costs import Costs, as_number
 from penstock.simulate.memory import StageMemory, peaks
 
-__all__ = ["Objective", "Order", "SearchProblem", "TimedOrder", "problems_of", "slack"]
+__all__ = ["Objective", "Order", "SearchProblem", "TimedOrder", "problems_of"]
 
 Objective: TypeAlias = Literal["makespan", "span"]
 
 Order: TypeAlias = tuple[tuple[int, ...], ...]
 """The kinds of each rank, in execution order."""
 
-_NUMBER = {op: number for number, op in enumerate(KIND_OPS)}
+Edges: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
+"""For each kind, other kinds of the same microbatch, and the delays of results."""
+
 # An upper bound on any sum of sizes that costs accept.
 _NO_LIMIT = 1e120
 
@@ -73,27 +69,19 @@ class SearchProblem:
         memory: the memory of stages, in the unit of the limit.
         limit: the most memory that a rank may hold; infinity for no limit.
         objective: the figure to minimize.
-        splits: True if backwards are split; if False, I stands for the full backward, and W does
-            nothing.
     """
 
     placement: Placement
     num_microbatches: int
     costs: Costs
     memory: StageMemory
-    limit: float
+    limit: float = math.inf
     objective: Objective = "makespan"
-    splits: bool = True
 
     @property
     def num_kinds(self) -> int:
         """Number of kinds: three per stage."""
         return 3 * self.placement.num_stages
-
-    @property
-    def virtual(self) -> int:
-        """Stages per rank, rounded down if ranks hold unequally many."""
-        return self.placement.num_stages // self.placement.num_ranks
 
     @property
     def size(self) -> int:
@@ -103,18 +91,19 @@ class SearchProblem:
     @property
     def most(self) -> float:
         """The limit, with a tolerance for rounding errors in sums of activations."""
-        return self.limit + slack(self.limit)
+        return self.limit + 1e-9 * max(1.0, self.limit)
 
-    def kind(self, op: Op, stage: int) -> int:
-        """The number of a kind."""
-        return _NUMBER[op] * self.placement.num_stages + stage
+    @cached_property
+    def splits(self) -> bool:
+        """True if backwards are split; if False, I is the full backward, and W does nothing."""
+        pairs = zip(self.memory.activation, self.memory.weight_grad, strict=True)
+        return math.isinf(self.limit) or all(after <= before for before, after in pairs)
 
     @cached_property
     def durations(self) -> tuple[float, ...]:
         """The compute time of each kind."""
         stages = self.placement.num_stages
-        whole = (Op.FORWARD, Op.FULL_BACKWARD)
-        ops = KIND_OPS if self.splits else whole
+        ops = KIND_OPS if self.splits else (Op.FORWARD, Op.FULL_BACKWARD)
         found = tuple(cost for op in ops for cost in self.costs.of(op, num_stages=stages))
         return found if self.splits else (*found, *(0.0,) * stages)
 
@@ -124,14 +113,14 @@ class SearchProblem:
         return self.placement.stage_ranks * 3
 
     @cached_property
-    def needs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """For each kind, the required kinds of the same microbatch, and the delays of results."""
+    def needs(self) -> Edges:
+        """For each kind, the kinds that it requires."""
         placement = self.placement
         return kind_needs(placement, lambda one, two: self.costs.travel(one, two, placement))
 
     @cached_property
-    def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """For each kind, the kinds that require it, and the delays."""
+    def users(self) -> Edges:
+        """For each kind, the kinds that require it."""
         users: list[list[tuple[int, float]]] = [[] for _ in range(self.num_kinds)]
         for kind, needs in enumerate(self.needs):
             for before, delay in needs:
@@ -142,16 +131,9 @@ class SearchProblem:
     def changes(self) -> tuple[float, ...]:
         """For each kind, the change of its rank's memory at its end (F: at its start)."""
         stages = range(self.placement.num_stages)
-        backward = KIND_OPS[1:] if self.splits else (Op.FULL_BACKWARD,)
-        change = self.memory.change
-        found = tuple(change(op, stage) for op in (Op.FORWARD, *backward) for stage in stages)
+        ops = KIND_OPS if self.splits else (Op.FORWARD, Op.FULL_BACKWARD)
+        found = tuple(self.memory.change(op, stage) for op in ops for stage in stages)
         return found if self.splits else (*found, *(0.0,) * len(stages))
-
-    @cached_property
-    def growths(self) -> tuple[float, ...]:
-        """For each stage, the additional memory held from I to W."""
-        stages = self.placement.num_stages
-        return tuple(max(0.0, change) for change in self.changes[stages : 2 * stages])
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
@@ -160,33 +142,28 @@ class SearchProblem:
         For the span that is the rank's first start: the first forward of its first stage precedes
         all its other actions.
         """
-        placement, stages = self.placement, range(self.placement.num_stages)
         if self.objective == "makespan":
-            return (0.0,) * placement.num_ranks
+            return (0.0,) * self.placement.num_ranks
         starts, now = list[float](), 0.0
-        for stage in stages:
+        for stage in range(self.placement.num_stages):
             now += self.needs[stage][0][1] if stage else 0.0
             starts.append(now)
             now += self.durations[stage]
-        return tuple(starts[min(placement.stages_of(rank))] for rank in range(placement.num_ranks))
+        ranks = range(self.placement.num_ranks)
+        return tuple(starts[min(self.placement.stages_of(rank))] for rank in ranks)
 
-    @cached_property
-    def least_memory(self) -> tuple[float, ...]:
-        """For each rank, a lower bound on its peak: microbatches run one at a time."""
-        found = []
-        for rank in range(self.placement.num_ranks):
-            held = most = 0.0
-            for stage in self.placement.stages_of(rank):
-                held += self.changes[stage]
-                # By then, all later stages have finished their backwards.
-                most = max(most, held + self.growths[stage])
-            found.append(most)
-        return tuple(found)
+    @property
+    def least_memory(self) -> float:
+        """The peak of the fullest rank if microbatches run one at a time: a lower bound."""
+        held = [0.0] * self.placement.num_ranks
+        for stage, rank in enumerate(self.placement.stage_ranks):
+            held[rank] += self.memory.activation[stage]
+        return max(held)
 
     @property
     def is_feasible(self) -> bool:
         """True if some program is within the limit."""
-        return max(self.least_memory) <= self.most
+        return self.least_memory <= self.most
 
     def value(self, ends: Sequence[float]) -> float:
         """The objective, from the ranks' last ends."""
@@ -196,23 +173,9 @@ class SearchProblem:
         """A copy with another number of microbatches."""
         return replace(self, num_microbatches=microbatches)
 
-    def costing(self, costs: Costs) -> SearchProblem:
-        """A copy with other costs but the same memory of stages."""
-        return replace(self, costs=costs)
-
     def limited(self, limit: float) -> SearchProblem:
         """A copy with another limit."""
         return replace(self, limit=limit)
-
-    def keeps_limit(self, order: Order) -> bool:
-        """True if an order is within the limit; with full backwards it may hold less."""
-        if math.isinf(self.limit) or not any(self.growths):
-            return True
-        return all(
-            held <= self.most
-            for kinds in order
-            for held in accumulate(map(self.changes.__getitem__, kinds))
-        )
 
     def peaks(self, program: Program) -> tuple[float, ...]:
         """For each rank, the peak memory of a program on this placement."""
@@ -262,45 +225,31 @@ class SearchProblem:
     def program(self, order: Sequence[Sequence[int]], *, name: str) -> Program:
         """The program that runs kinds in this order."""
         stages, width = self.placement.num_stages, self.num_microbatches
-        backward = Op.INPUT_GRAD if self.splits else Op.FULL_BACKWARD
-        ops = (Op.FORWARD, backward, Op.WEIGHT_GRAD)
-        ranks: list[tuple[Action, ...]] = []
-        for kinds in order:
-            run = kinds if self.splits else [kind for kind in kinds if kind < 2 * stages]
-            ranks.append(
-                tuple(
-                    action(each // width % stages, ops[each // width // stages], each % width)
-                    for each in self.ids(run)
-                )
+        ops = KIND_OPS if self.splits else (Op.FORWARD, Op.FULL_BACKWARD)
+        ranks = tuple(
+            tuple(
+                action(each // width % stages, ops[each // width // stages], each % width)
+                for each in self.ids([kind for kind in kinds if kind < len(ops) * stages])
             )
-        return Program(
-            name=name, placement=self.placement, num_microbatches=width, ranks=tuple(ranks)
+            for kinds in order
         )
+        return Program(name=name, placement=self.placement, num_microbatches=width, ranks=ranks)
 
     def order(self, program: Program) -> Order:
-        """The order of a program's kinds, with full backwards split; inverse of ``program``.
-
-        Raises:
-            ScheduleError: the program holds other actions than computations.
-        """
-        ranks = []
-        for steps in program.ranks:
-            kinds: list[int] = []
-            for part in (part for step in steps for part in step.parts):
-                if part.op is Op.FULL_BACKWARD:
-                    kinds.append(self.kind(Op.INPUT_GRAD, part.stage))
-                    kinds.append(self.kind(Op.WEIGHT_GRAD, part.stage))
-                elif part.op in _NUMBER:
-                    kinds.append(self.kind(part.op, part.stage))
-                else:
-                    raise ScheduleError(f"{program.name}: {part} is no computation; remove it")
-            ranks.append(tuple(kinds))
-        return tuple(ranks)
-
-
-def slack(limit: float) -> float:
-    """The tolerance for rounding errors in sums of activations."""
-    return 1e-9 * max(1.0, limit) if math.isfinite(limit) else 0.0
+        """The order of a program's kinds, with full backwards split; inverse of ``program``."""
+        stages = self.placement.num_stages
+        numbers: dict[Op, tuple[int, ...]]
+        numbers = {op: (number * stages,) for number, op in enumerate(KIND_OPS)}
+        numbers[Op.FULL_BACKWARD] = (stages, 2 * stages)
+        return tuple(
+            tuple(
+                first + part.stage
+                for step in steps
+                for part in step.parts
+                for first in numbers[part.op]
+            )
+            for steps in program.ranks
+        )
 
 
 def problems_of(
@@ -312,7 +261,7 @@ def problems_of(
     memory_limit: float | None,
     objective: Objective,
     placements: Sequence[Placement] | None,
-) -> tuple[SearchProblem, ...]:
+) -> list[SearchProblem]:
     """The search problem of each placement, feasible or not; arguments as for ``search``.
 
     Raises:
@@ -330,33 +279,28 @@ def problems_of(
         raise ScheduleError(
             f"search: memory_limit={memory_limit!r} is not a number ≥ 0", parameter="memory_limit"
         )
-    placements = _usual(costs, ranks, virtual) if placements is None else _several(placements)
-    _refuse_misfits(placements, ranks, virtual)
-    return tuple(
-        _problem(costs, each, microbatches, limit if limit <= _NO_LIMIT else math.inf, objective)
-        for each in placements
-    )
-
-
-def _several(placements: object) -> tuple[Placement, ...]:
-    several = tuple(placements) if isinstance(placements, Iterable) else (placements,)
-    if isinstance(placements, Placement) or not all(isinstance(p, Placement) for p in several):
-        raise ScheduleError(
-            f"search: placements={placements!r}: expected a sequence of placements, such as "
-            "[linear(4), v_shape(4)] of penstock.schedule.placement"
+    if placements is None:
+        placements = _usual(costs, ranks, virtual)
+    else:
+        _refuse_placements(placements, ranks, virtual)
+    return [
+        SearchProblem(
+            placement=placement,
+            num_microbatches=microbatches,
+            costs=costs,
+            memory=StageMemory.of(costs, placement.num_stages),
+            limit=limit if limit <= _NO_LIMIT else math.inf,
+            objective=objective,
         )
-    return several
+        for placement in placements
+    ]
 
 
 def _usual(costs: Costs, ranks: int, virtual: int | None) -> tuple[Placement, ...]:
     """The default placements: loops, and waves for an even number of stages per rank."""
     if virtual is None:
-        lengths = {
-            len(value)
-            for field in fields(costs)
-            if isinstance(value := getattr(costs, field.name), tuple)
-        }
-        stages = max(lengths, default=ranks)
+        given = (getattr(costs, field.name) for field in fields(costs))
+        stages = max((len(each) for each in given if isinstance(each, tuple)), default=ranks)
         if stages % ranks:
             raise ScheduleError(
                 f"search: costs for {stages} stages, which {ranks} ranks can't share evenly; "
@@ -368,15 +312,19 @@ def _usual(costs: Costs, ranks: int, virtual: int | None) -> tuple[Placement, ..
     return looped(ranks, virtual), wave(ranks, virtual // 2)
 
 
-def _refuse_misfits(placements: Sequence[Placement], ranks: int, virtual: int | None) -> None:
+def _refuse_placements(placements: Sequence[Placement], ranks: int, virtual: int | None) -> None:
+    sequence = isinstance(placements, Iterable) and not isinstance(placements, Placement)
+    if not sequence or not all(isinstance(each, Placement) for each in placements):
+        raise ScheduleError(
+            f"search: placements={placements!r}: expected a sequence of placements, such as "
+            "[linear(4), v_shape(4)] of penstock.schedule.placement"
+        )
     if not placements:
         raise ScheduleError("search: placements is empty; leave it out for the usual ones")
     for placement in placements:
         if placement.num_ranks != ranks:
-            raise ScheduleError(
-                f"search: a placement on {number_of(placement.num_ranks, 'rank')}, but "
-                f"ranks={ranks}"
-            )
+            on = number_of(placement.num_ranks, "rank")
+            raise ScheduleError(f"search: a placement on {on}, but ranks={ranks}")
         if placement.num_directions != 1:
             raise ScheduleError("search: placements with two copies of the model are not searched")
         if virtual is not None and placement.num_stages != ranks * virtual:
@@ -384,18 +332,3 @@ def _refuse_misfits(placements: Sequence[Placement], ranks: int, virtual: int | 
                 f"search: a placement of {number_of(placement.num_stages, 'stage')}, but "
                 f"ranks={ranks} with virtual={virtual} hold {ranks * virtual}"
             )
-
-
-def _problem(
-    costs: Costs, placement: Placement, microbatches: int, limit: float, objective: Objective
-) -> SearchProblem:
-    problem = SearchProblem(
-        placement=placement,
-        num_microbatches=microbatches,
-        costs=costs,
-        memory=StageMemory.of(costs, placement.num_stages),
-        limit=limit,
-        objective=objective,
-    )
-    # If W holds more memory than F left, only full backwards may fit.
-    return replace(problem, splits=problem.is_feasible or not any(problem.growths))

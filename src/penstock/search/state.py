@@ -3,8 +3,6 @@
 Work is counted in actions, so that a search makes the same choices on any machine: a limit in
 seconds becomes a number of actions to place, at the rate of a slow machine. The clock ends a search
 only on a machine below that rate; the result is then marked as not reproducible.
-
-This module finds nothing itself; the search methods record their results here.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.search.problem import Order, SearchProblem, slack
+from penstock.search.problem import Order, SearchProblem
 from penstock.search.result import Point, Progress, SearchResult
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.simulation import Simulation, simulate
@@ -41,28 +39,21 @@ class Budget:
         limit_s: the time limit in seconds, from now on.
 
     Attributes:
+        actions: the total number of actions to place.
+        solver_s: the deterministic seconds of CP-SAT within the limit.
         cut_short: True if the clock has ended any search.
     """
 
     def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._started = time.monotonic()
+        self.actions = int(limit_s * ACTIONS_PER_S)
+        self.solver_s = limit_s * SOLVER_S_PER_S
         self.cut_short = False
-
-    @property
-    def actions(self) -> int:
-        """The total number of actions to place."""
-        return int(self.limit_s * ACTIONS_PER_S)
-
-    @property
-    def solver_s(self) -> float:
-        """The deterministic seconds of CP-SAT within the limit."""
-        return self.limit_s * SOLVER_S_PER_S
+        self._end = time.monotonic() + limit_s
 
     @property
     def left_s(self) -> float:
         """Seconds until the limit; negative after it."""
-        return self.limit_s - (time.monotonic() - self._started)
+        return self._end - time.monotonic()
 
     def out_of_time(self, *, keep_s: float) -> bool:
         """True if no more than ``keep_s`` seconds are left; sets ``cut_short``."""
@@ -89,11 +80,6 @@ class Candidate:
     peak: float
     method: str
     is_reduced: bool = False
-
-    @property
-    def placement(self) -> Placement:
-        """The program's placement."""
-        return self.program.placement
 
 
 class SearchState:
@@ -130,27 +116,27 @@ class SearchState:
         self._reduced = reduced
         self.closing_s = _CLOSING_S * self.problems[0].size
 
-    @property
-    def limit(self) -> float:
-        """The current memory limit of a rank."""
-        return self.problems[0].limit
-
     def best(self) -> Candidate | None:
         """The best feasible program; ties go to the lower peak, then to the earlier discovery."""
-        return min(filter(self.keeps, self.found), key=_merit, default=None)
+        return min(filter(self.keeps_limit, self.found), key=_merit, default=None)
 
     def plain(self, placement: Placement | None = None) -> list[Candidate]:
         """Feasible programs that neither recompute nor offload, best first."""
         found = [
             each
-            for each in self.found
-            if self.keeps(each) and not each.is_reduced and placement in (None, each.placement)
+            for each in self.found_on(placement)
+            if self.keeps_limit(each) and not each.is_reduced
         ]
         return sorted(found, key=_merit)
 
-    def keeps(self, found: Candidate) -> bool:
+    def found_on(self, placement: Placement | None) -> list[Candidate]:
+        """All programs of a placement, by objective."""
+        found = [each for each in self.found if placement in (None, each.program.placement)]
+        return sorted(found, key=lambda each: each.value)
+
+    def keeps_limit(self, found: Candidate) -> bool:
         """True if a program is within the limit."""
-        return found.peak <= self.limit + slack(self.limit)
+        return found.peak <= self.problems[0].most
 
     def bound(self, problem: SearchProblem) -> float:
         """A lower bound on the objective of feasible programs on this placement."""
@@ -177,10 +163,14 @@ class SearchState:
         """A lower bound over all placements."""
         return min(map(self.bound, self.problems))
 
+    def may_improve(self, problem: SearchProblem) -> bool:
+        """True if a program of this placement may beat the best one."""
+        best = self.best()
+        return best is None or not meets(best.value, self.bound(problem))
+
     def is_over(self) -> bool:
         """True if the best program is proven optimal, or time is up."""
-        best = self.best()
-        return best is not None and (meets(best.value, self.bound_of_all()) or self.is_late())
+        return not any(map(self.may_improve, self.problems)) or self.is_late()
 
     def is_late(self, *, times: int = 1) -> bool:
         """True if no time is left to continue; never before the first program.
@@ -251,7 +241,10 @@ class SearchState:
             peak=best.peak,
             method=best.method,
             reproducible=not self.budget.cut_short,
-            pareto=tuple(map(_point, self.front())) if with_pareto else (),
+            pareto=tuple(
+                Point(program=check(p.program), value=p.value, peak=p.peak, method=p.method)
+                for p in (self.front() if with_pareto else ())
+            ),
         )
 
     def front(self) -> tuple[Candidate, ...]:
@@ -259,14 +252,9 @@ class SearchState:
         front: list[Candidate] = []
         for each in sorted(self.found, key=lambda found: (found.peak, found.value)):
             better = not front or each.value < front[-1].value * (1 - 1e-9)
-            if better and self.keeps(each):
+            if better and self.keeps_limit(each):
                 front.append(each)
         return tuple(front)
-
-
-def _point(found: Candidate) -> Point:
-    program = check(found.program)
-    return Point(program=program, value=found.value, peak=found.peak, method=found.method)
 
 
 def _merit(found: Candidate) -> tuple[float, float]:

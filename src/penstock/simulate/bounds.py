@@ -30,7 +30,7 @@ such pair. MEMORY holds for programs that neither offload nor recompute.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,7 +41,7 @@ from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement, looped
 from penstock.simulate.costs import Costs
 
-__all__ = ["Argument", "Bound", "LowerBounds", "least_memory", "lower_bounds"]
+__all__ = ["Argument", "LowerBounds", "least_memory", "lower_bounds"]
 
 
 class Argument(Enum):
@@ -53,46 +53,27 @@ class Argument(Enum):
     MEMORY = "memory"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """A bound, its argument, and the rank to which the argument applies."""
-
-    value: float
-    argument: Argument
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LowerBounds:
     """Lower bounds on all programs.
 
     Args:
-        makespans: for each applicable argument, its best bound on the makespan.
-        spans: for each applicable argument, its best bound on the span.
+        makespans: for each applicable argument, its bound on the makespan, best first.
+        spans: for each applicable argument, its bound on the span, best first.
     """
 
-    makespans: tuple[Bound, ...]
-    spans: tuple[Bound, ...]
+    makespans: tuple[tuple[Argument, float], ...]
+    spans: tuple[tuple[Argument, float], ...]
 
     @property
     def makespan(self) -> float:
         """The best bound on the makespan."""
-        return max(self.makespans, key=_value).value
+        return self.makespans[0][1]
 
     @property
     def span(self) -> float:
         """The best bound on the span."""
-        return max(self.spans, key=_value).value
-
-    @property
-    def makespan_by(self) -> Argument:
-        """The argument behind the best bound on the makespan."""
-        return max(self.makespans, key=_value).argument
-
-    @property
-    def span_by(self) -> Argument:
-        """The argument behind the best bound on the span."""
-        return max(self.spans, key=_value).argument
+        return self.spans[0][1]
 
 
 def lower_bounds(
@@ -123,7 +104,7 @@ def lower_bounds(
 
     Example:
         >>> bounds = lower_bounds(Costs(), ranks=4, microbatches=8)
-        >>> bounds.makespan, bounds.makespan_by.value, bounds.span
+        >>> bounds.makespan, bounds.makespans[0][0].value, bounds.span
         (27.0, 'warm-up', 24.0)
         >>> lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=2).makespan
         37.0
@@ -143,29 +124,19 @@ def lower_bounds(
                 f"no program holds as little as memory_limit={memory_limit:g}: one microbatch "
                 f"alone takes {least:g} on some rank; give at least that, or offload"
             )
-    makespans: list[Bound] = []
-    spans: list[Bound] = []
+    makespans: dict[Argument, float] = {}
+    spans: dict[Argument, float] = {}
     for rank in range(ranks):
         owed = [stage for stage in stages if stage.rank == rank and stage.count]
         if owed:
             found = _both_ways(owed, memory_limit) if backward else _forwards_alone(owed)
-            for argument, (makespan, span) in found.items():
-                makespans.append(Bound(value=makespan, argument=argument, rank=rank))
-                spans.append(Bound(value=span, argument=argument, rank=rank))
-    return LowerBounds(makespans=_best(makespans), spans=_best(spans))
-
-
-def _best(bounds: Iterable[Bound]) -> tuple[Bound, ...]:
-    """The greatest bound of each argument."""
-    found: dict[Argument, Bound] = {}
-    for bound in bounds:
-        if bound.argument not in found or bound.value > found[bound.argument].value:
-            found[bound.argument] = bound
-    return tuple(found.values())
-
-
-def _value(bound: Bound) -> float:
-    return bound.value
+            for argument, values in found.items():
+                for best, value in zip((makespans, spans), values, strict=True):
+                    best[argument] = max(value, best.get(argument, value))
+    best_first = (
+        tuple(sorted(best.items(), key=lambda item: -item[1])) for best in (makespans, spans)
+    )
+    return LowerBounds(*best_first)
 
 
 def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> float:
@@ -204,7 +175,6 @@ class _Chain:
 
 def _chains(costs: Costs, placement: Placement, microbatches: int, backward: bool) -> list[_Chain]:
     """The chains of all stages, by number; each copy of a model is a chain of its own."""
-    size = placement.num_stages
     costs.refuse_misfits(placement)
     stages = _work(costs, placement, microbatches)
     for number, stage in enumerate(stages):
@@ -214,7 +184,7 @@ def _chains(costs: Costs, placement: Placement, microbatches: int, backward: boo
             stage.head = lower.head + lower.forward + costs.travel(ahead, number, placement)
             last = max(lower.backward, lower.input_grad + lower.tail)
             stage.tail = costs.travel(number, ahead, placement) + last if backward else 0.0
-    for number in reversed(range(size)):
+    for number in reversed(range(len(stages))):
         stage, behind = stages[number], placement.neighbour(number, +1)
         stage.turn = stage.forward
         if behind is not None:
@@ -233,26 +203,24 @@ def _work(costs: Costs, placement: Placement, microbatches: int) -> list[_Chain]
         costs.of(op, num_stages=size) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.FULL_BACKWARD)
     )
     before, after = costs.held(num_stages=size)
-    pairs = [math.inf] * placement.num_ranks
-    longest = [0.0] * placement.num_ranks
+    lengths = [math.inf] * size
     if costs.overlap is not None:
-        for stage, length in enumerate(costs.per_stage("overlap", num_stages=size)):
-            rank = placement.rank_of(stage)
-            pairs[rank] = min(pairs[rank], length)
-            longest[rank] = max(longest[rank], full[stage])
+        lengths = list(costs.per_stage("overlap", num_stages=size))
     stages = []
     for stage, rank in enumerate(placement.stage_ranks):
         # The best case: each forward in the shortest pair, with the longest backward.
-        saved = max(0.0, forward[stage] + longest[rank] - pairs[rank])
+        mine = placement.stages_of(rank)
+        pair, longest = min(lengths[each] for each in mine), max(full[each] for each in mine)
+        saved = max(0.0, forward[stage] + longest - pair)
         stages.append(
             _Chain(
                 rank=rank,
                 count=len(
                     range(placement.direction_of(stage), microbatches, placement.num_directions)
                 ),
-                forward=min(forward[stage], pairs[rank]),
-                input_grad=min(by_input[stage], pairs[rank]),
-                backward=min(full[stage], pairs[rank]),
+                forward=min(forward[stage], pair),
+                input_grad=min(by_input[stage], pair),
+                backward=min(full[stage], pair),
                 owed=forward[stage] + full[stage] - saved,
                 owed_to_input=forward[stage] + by_input[stage] - saved,
                 held=before[stage],

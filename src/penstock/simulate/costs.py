@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from operator import index
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
+from penstock.schedule.rules import HOST_TRANSFERS, TRANSFERS, WHOLE_STAGE
 
 __all__ = [
     "Cost",
@@ -46,11 +48,6 @@ class PerEdge:
 
     costs: tuple[tuple[tuple[int, int], float], ...]
 
-    def between(self, stage: int, to_stage: int, *, others: float) -> float:
-        """The cost from one stage to another; ``others`` for a pair without a cost."""
-        edge = (min(stage, to_stage), max(stage, to_stage))
-        return next((cost for known, cost in self.costs if known == edge), others)
-
 
 MessageCost: TypeAlias = Cost | Mapping[tuple[int, int], float] | PerEdge
 """A cost by sending stage, or a mapping from pairs of neighbouring stages, equal in both
@@ -59,9 +56,19 @@ directions."""
 _PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 _POSITIVE = ("bandwidth", "offload_bandwidth")
-# Costs of messages and channels do not shrink when stages do.
-_WHOLE = {*_PER_EDGE, *_SWITCHES, "message_bytes", "offload_bandwidth"}
-_HELD = {"weight_grad_bytes", "recompute_bytes"}
+# The costs of a rank's whole part of the model that its stages share; and those of them that are
+# shared only if activations are sized: counted activations are those of a stage.
+_SHARED = ("forward", "input_grad", "weight_grad", "overlap", "recompute", "offload", "reload")
+_SHARED_BYTES = ("activation_bytes", "weight_grad_bytes", "recompute_bytes")
+# The costs that make up the compute time of an op.
+_TIMES: dict[Op, tuple[str, ...]] = {
+    Op.FORWARD: ("forward",),
+    Op.FULL_BACKWARD: ("input_grad", "weight_grad"),
+    Op.INPUT_GRAD: ("input_grad",),
+    Op.WEIGHT_GRAD: ("weight_grad",),
+    Op.RECOMPUTE: ("recompute",),
+    **dict.fromkeys(TRANSFERS | WHOLE_STAGE | HOST_TRANSFERS, ()),
+}
 # Sums and quotients of numbers in this range are finite, and above 0.
 _LEAST, _MOST = 1e-100, 1e100
 
@@ -138,15 +145,15 @@ class Costs:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            given = getattr(self, field.name)
-            if field.name in _SWITCHES and not isinstance(given, bool):
-                raise _wrong(field.name, f": {given!r} is not True or False")
-            if field.name in _SWITCHES or (given is None and field.default is None):
-                continue
-            value = _normal(field.name, given)
-            if field.name in _POSITIVE and 0.0 in _numbers(value):
-                raise _wrong(field.name, ": 0 moves nothing; leave it out where it is no limit")
-            object.__setattr__(self, field.name, value)
+            name, given = field.name, getattr(self, field.name)
+            if name in _SWITCHES:
+                if not isinstance(given, bool):
+                    raise _wrong(name, f": {given!r} is not True or False")
+            elif given is not None or field.default is not None:
+                value = _normal(name, given)
+                if name in _POSITIVE and 0.0 in _numbers(value):
+                    raise _wrong(name, ": 0 moves nothing; leave it out where it is no limit")
+                object.__setattr__(self, name, value)
 
     def of(self, op: Op, *, num_stages: int) -> tuple[float, ...]:
         """The cost of ``op`` on each stage; 0 for an op that takes no compute time.
@@ -154,18 +161,10 @@ class Costs:
         Raises:
             ScheduleError: a cost was given per stage, but not for ``num_stages`` stages.
         """
-        match op:
-            case Op.FORWARD | Op.INPUT_GRAD | Op.WEIGHT_GRAD:
-                return self.per_stage(op.name.lower(), num_stages=num_stages)
-            case Op.FULL_BACKWARD:
-                inputs = self.per_stage("input_grad", num_stages=num_stages)
-                weights = self.per_stage("weight_grad", num_stages=num_stages)
-                return tuple(i + w for i, w in zip(inputs, weights, strict=True))
-            case Op.RECOMPUTE:
-                name = "forward" if self.recompute is None else "recompute"
-                return self.per_stage(name, num_stages=num_stages)
-            case _:
-                return (0.0,) * num_stages
+        plain = op is Op.RECOMPUTE and self.recompute is None
+        names = ("forward",) if plain else _TIMES[op]
+        costs = [self.per_stage(name, num_stages=num_stages) for name in names]
+        return tuple(map(sum, zip(*costs, strict=True))) if costs else (0.0,) * num_stages
 
     def offload_times(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The times of an offload and of a reload on each stage."""
@@ -208,7 +207,8 @@ class Costs:
     ) -> float:
         cost = self._fitting(name, num_stages)
         if isinstance(cost, PerEdge):
-            return cost.between(stage, to_stage, others=others)
+            edge = (min(stage, to_stage), max(stage, to_stage))
+            return dict(cost.costs).get(edge, others)
         return cost[stage] if isinstance(cost, tuple) else cost
 
     def held(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -256,15 +256,15 @@ class Costs:
             raise _wrong(
                 name,
                 f" has {number_of(len(value), 'number')}, but the program has "
-                f"{number_of(num_stages, 'stage')}; give one number for all stages, or "
-                "one per stage",
+                f"{number_of(num_stages, 'stage')}; give one number for all stages, or one per "
+                "stage",
             )
         if isinstance(value, PerEdge) and value.costs and value.costs[-1][0][1] >= num_stages:
-            edge, _ = value.costs[-1]
+            edge = value.costs[-1][0]
             raise _wrong(
                 name,
-                f": the edge {edge} leads to stage {edge[1]}, but the program's "
-                f"stages are 0 to {num_stages - 1}",
+                f": the edge {edge} leads to stage {edge[1]}, but the program's stages are 0 to "
+                f"{num_stages - 1}",
             )
         return value
 
@@ -316,19 +316,14 @@ def share_out(costs: Costs, share: float) -> Costs:
         >>> share_out(Costs(forward=3, latency=1), 2).forward
         1.5
     """
-    shared: dict[str, Any] = {}
-    # Counted activations are activations of a stage, and so already smaller.
-    whole = _WHOLE | _HELD if costs.activation_bytes is None else _WHOLE
-    for name in (field.name for field in fields(costs) if field.name not in whole):
-        cost = getattr(costs, name)
-        if cost is None:
-            continue
+    names = _SHARED if costs.activation_bytes is None else _SHARED + _SHARED_BYTES
+    shared = {name: cost for name in names if (cost := getattr(costs, name)) is not None}
+    for name, cost in shared.items():
         if not isinstance(cost, float):
             raise ScheduleError(
                 f"{name} is given per stage; costs of a rank's whole part are one number each"
             )
-        shared[name] = cost / share
-    return replace(costs, **shared)
+    return replace(costs, **{name: cost / share for name, cost in shared.items()})
 
 
 def _wrong(name: str, text: str) -> ScheduleError:
@@ -336,48 +331,41 @@ def _wrong(name: str, text: str) -> ScheduleError:
 
 
 def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
+    """A cost as it is stored."""
     if isinstance(given, PerEdge):
         given = dict(given.costs)
     if isinstance(given, Mapping):
         if name not in _PER_EDGE:
             raise _wrong(
                 name,
-                f": only {' and '.join(_PER_EDGE)} take edges; give one number "
-                "for all stages, or a sequence of one per stage",
+                f": only {' and '.join(_PER_EDGE)} take edges; give one number for all stages, or "
+                "a sequence of one per stage",
             )
         return _per_edge(name, given)
-    numbers = _in_turn(given)
-    if numbers is None:
-        return _number(name, given)
-    if not numbers:
-        raise _wrong(name, " is empty; give at least one number")
-    return tuple(_number(name, each) for each in numbers)
-
-
-def _in_turn(given: object) -> tuple[object, ...] | None:
-    """The items of a sequence, an array or a tensor; None for any other value."""
-    if not isinstance(given, Collection) or isinstance(given, (str, bytes, Set)):
-        return None
-    try:
-        return tuple(given)
-    except TypeError:
+    if isinstance(given, Collection) and not isinstance(given, (str, bytes, Set)):
         # An array without dimensions is a number.
-        return None
+        with suppress(TypeError):
+            given = tuple(given)
+    if not isinstance(given, tuple):
+        return _number(name, given)
+    if not given:
+        raise _wrong(name, " is empty; give at least one number")
+    return tuple(_number(name, each) for each in given)
 
 
 def _per_edge(name: str, given: Mapping[tuple[int, int], float]) -> PerEdge:
     costs: dict[tuple[int, int], float] = {}
     for key, cost in given.items():
         try:
-            one, two = map(index, key)
+            low, high = sorted(map(index, key))
         except (TypeError, ValueError):
-            one = two = -1
-        if min(one, two) < 0 or abs(one - two) != 1:
+            low = high = -1
+        if low < 0 or high - low != 1:
             raise _wrong(name, f": {key!r} is no edge; give two neighbouring stages, as (1, 2)")
-        edge = (min(one, two), max(one, two))
-        if edge in costs:
+        if (low, high) in costs:
+            edge = (low, high)
             raise _wrong(name, f": the edge {edge} is given twice; one number holds both ways")
-        costs[edge] = _number(name, cost)
+        costs[low, high] = _number(name, cost)
     return PerEdge(costs=tuple(sorted(costs.items())))
 
 
@@ -395,8 +383,8 @@ def _number(name: str, given: object) -> float:
     if number and not _LEAST <= number <= _MOST:
         raise _wrong(
             name,
-            f": {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}, "
-            "in another unit if need be",
+            f": {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}, in another unit "
+            "if need be",
         )
     return number
 

@@ -31,7 +31,6 @@ __all__ = ["StepCauses", "causes_of", "makers", "needed_by"]
 _RECEIVES = frozenset(RECEIVE_FOR.values())
 # A rank starts these actions without waiting for their end.
 _ASIDE = _RECEIVES | HOST_TRANSFERS
-_AFTER_RELOAD = COMPUTE - {Op.FORWARD}
 _SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
 # A tolerance for sums of the same costs in another order.
 _CLOSE = 1e-9
@@ -91,12 +90,12 @@ class StepCauses:
         self._name = name
         self._steps, self._costs, self._placement = steps, costs, placement
         self._num_splits, self._pause = num_splits, pause
-        # For each action, or action covered by it: its rank and the index of its step.
-        self._places: dict[Action, tuple[int, int]] = {}
+        # By action, or action covered by it: its rank, the index of its step, and its span.
+        self._places: dict[Action, tuple[int, int, Span]] = {}
         for rank, ranks_steps in enumerate(steps):
             for index, spans in enumerate(ranks_steps):
-                for act in makers(spans):
-                    self._places.setdefault(act, (rank, index))
+                for act, span in makers(spans).items():
+                    self._places.setdefault(act, (rank, index, span))
         self._transfers = any(act.op in _RECEIVES for act in self._places)
 
     def waited_for(self, act: Action) -> Action | None:
@@ -107,27 +106,32 @@ class StepCauses:
         """
         if act not in self._places:
             raise ScheduleError(f"{act} is not in program {self._name!r}")
-        missing = self._missing(*self._places[act])
-        return None if missing is None else self._span(missing).action
+        rank, index, _ = self._places[act]
+        missing = self._missing(rank, index)
+        return None if missing is None else self._places[missing][2].action
 
     def cause(self, span: Span) -> Span | None:
         """The span that delayed ``span``: a result that it needs, or the step before it on its
         rank; None if there is none."""
-        rank, index = self._places[span.action]
+        rank, index, _ = self._places[span.action]
         missing = self._missing(rank, index)
         if missing is not None:
-            return self._span(missing)
+            return self._places[missing][2]
         spans = self._steps[rank][index]
         if span in spans[1:]:
             return spans[spans.index(span) - 1]
-        before = self._before(rank, index)
-        while before is not None and self._steps[rank][before][0].action.op not in COMPUTE:
-            before = self._before(rank, before)
-        return None if before is None else self._steps[rank][before][-1]
+        return next((s[-1] for s in self._earlier(rank, index) if s[0].action.op in COMPUTE), None)
 
     def critical_path(self) -> tuple[Span, ...]:
         """The computations on the critical path to the last end, by start."""
-        place = self._last()
+        ends = [
+            (spans[-1].end, -rank, index)
+            for rank, steps in enumerate(self._steps)
+            for index, spans in enumerate(steps)
+            if spans[0].action.op in COMPUTE
+        ]
+        _, negative, last = max(ends, default=(0.0, 0, None))
+        place = None if last is None else (-negative, last)
         found: list[Span] = []
         seen = set()
         while place is not None and place not in seen:
@@ -136,27 +140,10 @@ class StepCauses:
             found += (s for s in self._steps[rank][index][::-1] if s.action.op in COMPUTE)
             missing, before = self._missing(rank, index), self._before(rank, index)
             if missing is not None:
-                place = self._places[missing]
+                place = self._places[missing][:2]
             else:
                 place = None if before is None else (rank, before)
         return tuple(reversed(found))
-
-    def _span(self, act: Action) -> Span:
-        """The span that fulfils an action of the step."""
-        rank, index = self._places[act]
-        return makers(self._steps[rank][index])[act]
-
-    def _last(self) -> tuple[int, int] | None:
-        """The index of the computation that ends last."""
-        best: tuple[float, int, int] | None = None
-        for rank, steps in enumerate(self._steps):
-            for index in reversed(range(len(steps))):
-                if steps[index][0].action.op in COMPUTE:
-                    end = steps[index][-1].end
-                    if best is None or end > best[0]:
-                        best = end, rank, index
-                    break
-        return None if best is None else best[1:]
 
     def _missing(self, rank: int, index: int) -> Action | None:
         """The result that delayed a step after its rank was free."""
@@ -166,17 +153,18 @@ class StepCauses:
         begun = first.end if first.action.op in _RECEIVES else first.start
         if begun <= self._free(rank, index) + max(self._pause, _CLOSE * max(1.0, abs(begun))):
             return None
-        if (
-            first.action.op in HOST_TRANSFERS
-            and (ahead := self._copy_before(rank, index)) is not None
-        ):
-            return ahead
+        if first.action.op in HOST_TRANSFERS:
+            # The copy before it in the same direction may have occupied the channel.
+            copies = (s[0] for s in self._earlier(rank, index) if s[0].action.op is first.action.op)
+            ahead = next(copies, None)
+            if ahead and ahead.end >= first.start - _CLOSE * max(1.0, first.start):
+                return ahead.action
         parts = [span.action for span in spans]
         needed = [
             (self._arrival(part.stage, act, rank), act)
             for part in parts
             for act in self._needs(part)
-            if act not in parts and self._span(act).start <= spans[-1].end
+            if act not in parts and self._places[act][2].start <= spans[-1].end
         ]
         return max(needed, default=(None, None), key=lambda each: each[0])[1]
 
@@ -193,9 +181,13 @@ class StepCauses:
             op, offset = IN_SEQUENCE[act.op]
             other = next_chunk(act.microbatch, offset, self._num_splits)
             needed += [] if other is None else [action(act.stage, op, other)]
-        if act.op in _AFTER_RELOAD:
+        if act.op in COMPUTE and act.op is not Op.FORWARD:
             needed.append(action(act.stage, Op.RELOAD, act.microbatch))
         return [each for each in needed if each in self._places]
+
+    def _earlier(self, rank: int, index: int) -> Iterator[tuple[Span, ...]]:
+        """The steps of a rank before one, the last one first."""
+        return (self._steps[rank][each] for each in reversed(range(index)))
 
     def _before(self, rank: int, index: int) -> int | None:
         """The previous step that a rank waits for."""
@@ -203,38 +195,25 @@ class StepCauses:
         earlier = (i for i in reversed(range(index)) if steps[i][0].action.op not in _ASIDE)
         return next(earlier, None)
 
-    def _copy_before(self, rank: int, index: int) -> Action | None:
-        """The copy in the same direction that occupied the channel before a copy."""
-        first = self._steps[rank][index][0]
-        for spans in reversed(self._steps[rank][:index]):
-            if spans[0].action.op is first.action.op:
-                late = spans[0].end >= first.start - _CLOSE * max(1.0, first.start)
-                return spans[0].action if late else None
-        return None
-
     def _free(self, rank: int, index: int) -> float:
-        """The time at which a rank finished the previous step."""
-        before = self._before(rank, index)
+        """The time at which a rank finished the previous step, and sent its results."""
+        before, costs, placement = self._before(rank, index), self._costs, self._placement
         if before is None:
             return 0.0
         spans = self._steps[rank][before]
         free = spans[-1].end
-        if self._costs is not None and not self._costs.transfers_overlap and not self._transfers:
-            free += sum(self._sending(span.action) for span in spans)
-        return free
-
-    def _sending(self, act: Action) -> float:
-        """The time for which the message of an action blocks its rank."""
-        assert self._costs is not None and self._placement is not None
-        offset = _SENDING.get(act.op)
-        other = None if offset is None else self._placement.neighbour(act.stage, offset)
-        if other is None or self._placement.same_rank(act.stage, other):
-            return 0.0
-        return self._costs.transfer(act.stage, other, num_stages=self._placement.num_stages)
+        if costs is None or placement is None or costs.transfers_overlap or self._transfers:
+            return free
+        sending = 0.0
+        for act in (span.action for span in spans if span.action.op in _SENDING):
+            other = placement.neighbour(act.stage, _SENDING[act.op])
+            if other is not None and not placement.same_rank(act.stage, other):
+                sending += costs.transfer(act.stage, other, num_stages=placement.num_stages)
+        return free + sending
 
     def _arrival(self, stage: int, act: Action, rank: int) -> tuple[bool, float]:
         """A sort key for results by their arrival on a rank, for one of its stages."""
-        maker, index = self._places[act]
+        maker, index, _ = self._places[act]
         spans = self._steps[maker][index]
         end = spans[-1].end
         if maker != rank and self._costs is not None and self._placement is not None:

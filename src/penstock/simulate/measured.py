@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
-from penstock.schedule.action import Action, Op, Overlap, Step
+from penstock.schedule.action import Action, Op
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE, HOST_TRANSFERS
 from penstock.schedule.text import parse_csv
@@ -16,8 +15,6 @@ from penstock.simulate.costs import Costs
 from penstock.trace import Span, Trace
 
 __all__ = ["Difference", "compare_traces", "costs_of", "program_of"]
-
-_OTHERS = {"recompute": Op.RECOMPUTE, "offload": Op.OFFLOAD, "reload": Op.RELOAD}
 
 
 def program_of(trace: Trace) -> Program:
@@ -33,54 +30,45 @@ def program_of(trace: Trace) -> Program:
         >>> program_of(simulate(program).trace) == program
         True
     """
-    block_of = trace.pair_of()
-    kept = COMPUTE | HOST_TRANSFERS
-    played = [span for span in trace.spans if span.action.op in kept]
-    lanes = [
-        _steps([span for span in played if span.rank == rank], block_of)
-        for rank in range(trace.num_ranks)
-    ]
-    text = "\n".join(",".join(map(str, lane)) for lane in lanes)
-    return parse_csv(text, name=trace.name)
-
-
-def _steps(lane: Sequence[Span], block_of: Mapping[Action, Overlap]) -> Iterator[Step]:
-    """The steps of a rank; an overlapped pair takes the position of its first action."""
-    begun = set()
-    for span in lane:
-        block = block_of.get(span.action)
-        if block is None:
-            yield span.action
-        elif block not in begun:
-            begun.add(block)
-            yield block
+    pair_of = trace.pair_of()
+    ranks: list[list[str]] = [[] for _ in range(trace.num_ranks)]
+    for span in trace.spans:
+        if span.action.op in COMPUTE | HOST_TRANSFERS:
+            pair, steps = pair_of.get(span.action), ranks[span.rank]
+            # A pair takes the position of its first action.
+            if pair is None or str(pair) not in steps:
+                steps.append(str(pair or span.action))
+    return parse_csv("\n".join(map(",".join, ranks)), name=trace.name)
 
 
 def costs_of(trace: Trace, num_stages: int) -> Costs:
     """The median time of every op on every stage of a measured step."""
-    times: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
+    times: defaultdict[tuple[Op, int], list[float]] = defaultdict(list)
     for span in trace.spans:
-        if span.action.op in COMPUTE | HOST_TRANSFERS:
-            times[span.action.stage, span.action.op].append(span.end - span.start)
+        times[span.action.op, span.action.stage].append(span.end - span.start)
 
-    def typical(stage: int, op: Op) -> float:
-        return median(times[stage, op]) if times[stage, op] else 0.0
+    def typical(op: Op) -> list[float]:
+        stages = range(num_stages)
+        return [median(times[op, stage]) if times[op, stage] else 0.0 for stage in stages]
 
-    stages = range(num_stages)
-    split = [bool(times[stage, Op.INPUT_GRAD]) for stage in stages]
-    # A full backward counts as an input gradient with a W of no time.
-    whole = [typical(stage, Op.FULL_BACKWARD) for stage in stages]
+    input_grad = typical(Op.INPUT_GRAD)
+    for stage, whole in enumerate(typical(Op.FULL_BACKWARD)):
+        # A full backward counts as an input gradient with a W of no time.
+        if not times[Op.INPUT_GRAD, stage]:
+            input_grad[stage], times[Op.WEIGHT_GRAD, stage] = whole, []
     # An op that no stage runs is left out.
-    others: dict[str, Any] = {
-        name: [typical(stage, op) for stage in stages]
-        for name, op in _OTHERS.items()
-        if any(times[stage, op] for stage in stages)
+    others = {
+        op.name.lower(): typical(op)
+        for op in (Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
+        if any(times[op, stage] for stage in range(num_stages))
     }
     return Costs(
-        forward=[typical(stage, Op.FORWARD) for stage in stages],
-        **others,
-        input_grad=[typical(s, Op.INPUT_GRAD) if split[s] else whole[s] for s in stages],
-        weight_grad=[typical(s, Op.WEIGHT_GRAD) if split[s] else 0.0 for s in stages],
+        forward=typical(Op.FORWARD),
+        input_grad=input_grad,
+        weight_grad=typical(Op.WEIGHT_GRAD),
+        recompute=others.get("recompute"),
+        offload=others.get("offload"),
+        reload=others.get("reload"),
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from penstock.schedule.action import Op, Step
 from penstock.schedule.program import Program
@@ -30,14 +30,12 @@ __all__ = ["Curve", "StageMemory", "held_bytes", "memory_curves", "peak_in_fligh
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """Points (time, amount): the amount held from each time until the next point."""
 
+# The other actions free memory at their end.
+_TAKING = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.RELOAD})
+
 
 def held_bytes(in_flight: float, *, activation: float, resident: float = 0.0) -> float:
-    """The peak memory of a stage.
-
-    Args:
-        in_flight: the number of microbatches whose activations are held at once.
-        activation: the size of one microbatch's activations.
-        resident: the size of parameters, gradients, optimizer state and boundary buffers.
+    """The peak memory of a stage: ``in_flight`` activations, and what it holds throughout.
 
     Example:
         >>> held_bytes(3, activation=10, resident=4)
@@ -81,8 +79,8 @@ class StageMemory:
     @classmethod
     def counting(cls, num_stages: int) -> StageMemory:
         """The memory in activations, each of size 1."""
-        one = (1.0,) * num_stages
-        return cls(activation=one, weight_grad=one, recompute=(0.0,) * num_stages, running=one)
+        one, none = (1.0,) * num_stages, (0.0,) * num_stages
+        return cls(activation=one, weight_grad=one, recompute=none, running=one)
 
     def change(self, op: Op, stage: int) -> float:
         """The change of a rank's memory by an action: an increase at its start, a decrease at its
@@ -101,8 +99,12 @@ class StageMemory:
                 return -self.weight_grad[stage]
             case Op.FULL_BACKWARD | Op.OFFLOAD:
                 return -self.activation[stage]
-            case _:
+            case Op.SEND_F | Op.RECV_F | Op.SEND_B | Op.RECV_B:
                 return 0.0
+            case Op.UNSHARD | Op.RESHARD | Op.REDUCE_GRAD:
+                return 0.0
+            case _:
+                assert_never(op)
 
     def changes(
         self, step: Step, recomputed: Container[tuple[int, int | None]], *, backward: bool
@@ -134,18 +136,11 @@ class StageMemory:
         return sum(held) if self.resident else 0.0
 
 
-_TAKING = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.RELOAD})
-
-
 def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
-    """The peak memory of each rank, from the order of its steps.
+    """The peak memory of each rank, from the order of its steps, with or without transfers.
 
     An offloaded activation counts until the end of the rank's next computation, during which it is
     copied.
-
-    Args:
-        program: with or without transfers.
-        memory: the memory of stages.
     """
     recomputed, backward = _recomputed(program), program.has_backward
     found = []
@@ -173,9 +168,6 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
 
     A program without any backward holds an activation for the length of its F only; likewise for a
     recomputed F, whose activation counts again from RECOMPUTE on.
-
-    Args:
-        program: with or without transfers.
 
     Example:
         >>> from penstock.schedule.registry import build
@@ -219,19 +211,16 @@ def memory_curves(
             first = stop
         # Copies run beside the steps, so sort by time; without copies the order is already right.
         changes.sort(key=itemgetter(0))
-        curves.append(_curve(memory.resident_of(program, rank), changes))
+        held = memory.resident_of(program, rank)
+        points = [(0.0, held)]
+        for time, change in changes:
+            held += change
+            if len(points) > 1 and points[-1][0] == time and points[-1][1] <= held:
+                points.pop()
+            points.append((time, held))
+        curves.append(tuple(points))
     return tuple(curves)
 
 
 def _recomputed(program: Program) -> set[tuple[int, int | None]]:
     return {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
-
-
-def _curve(resident: float, changes: list[tuple[float, float]]) -> Curve:
-    held, points = resident, [(0.0, resident)]
-    for time, change in changes:
-        held += change
-        if len(points) > 1 and points[-1][0] == time and points[-1][1] <= held:
-            points.pop()
-        points.append((time, held))
-    return tuple(points)

@@ -12,7 +12,7 @@ from operator import sub
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.program import Program, refuse_no_program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.simulate.bounds import LowerBounds, lower_bounds
 from penstock.simulate.costs import Costs, as_number
 from penstock.simulate.critical_path import StepCauses
@@ -68,10 +68,10 @@ def simulate(
         raise ScheduleError(
             f"simulate: jitter={jitter!r} must be a finite number ≥ 0", parameter="jitter"
         )
-    timeline = play_timeline(program, costs, jitter=share, seed=seed)
+    starts, ends, computes_only = play_timeline(program, costs, jitter=share, seed=seed)
     firsts, lasts, busy = list[float](), list[float](), list[float]()
-    for steps, begun, done in zip(program.ranks, timeline.starts, timeline.ends, strict=True):
-        if not timeline.computes_only:
+    for steps, begun, done in zip(program.ranks, starts, ends, strict=True):
+        if not computes_only:
             computes = [part.op in COMPUTE for step in steps for part in step.parts]
             begun, done = tuple(compress(begun, computes)), tuple(compress(done, computes))
         busy.append(float(sum(map(sub, done, begun))))
@@ -80,8 +80,8 @@ def simulate(
     return Simulation(
         program=program,
         costs=costs,
-        starts=timeline.starts,
-        ends=timeline.ends,
+        starts=starts,
+        ends=ends,
         makespan=max(lasts, default=0.0) - min(firsts, default=0.0),
         span=max((b - a for a, b in zip(firsts, lasts, strict=True)), default=0.0),
         busy_per_rank=tuple(busy),
@@ -119,35 +119,33 @@ class Simulation:
     @property
     def bubble_ratio(self) -> float:
         """The ranks' idle time ÷ (ranks x makespan)."""
-        total = self.program.num_ranks * self.makespan
-        return 1 - self.busy / total if total else 0.0
+        return _idle_share(self.busy, self.program.num_ranks * self.makespan)
 
     @property
     def span_bubble_ratio(self) -> float:
         """The bubble ratio over the span: the idle share of steps that need no barrier."""
-        total = self.program.num_ranks * self.span
-        return 1 - self.busy / total if total else 0.0
+        return _idle_share(self.busy, self.program.num_ranks * self.span)
 
     @property
     def bubble_per_rank(self) -> tuple[float, ...]:
         """Per rank, its idle time ÷ makespan."""
-        whole = self.makespan
-        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy_per_rank)
+        return tuple(_idle_share(busy, self.makespan) for busy in self.busy_per_rank)
 
     @cached_property
     def messages(self) -> int:
         """Number of messages between ranks."""
         placement = self.program.placement
-
-        def crossings(stage: int, offset: int) -> int:
-            other = placement.neighbour(stage, offset)
-            return int(other is not None and not placement.same_rank(stage, other))
-
-        stages = range(placement.num_stages)
-        taken = {Op.FORWARD: [crossings(stage, -1) for stage in stages]}
-        taken[Op.FULL_BACKWARD] = [crossings(stage, +1) for stage in stages]
-        taken[Op.INPUT_GRAD] = taken[Op.FULL_BACKWARD]
-        return sum(taken[a.op][a.stage] for a in self.program.actions() if a.op in taken)
+        crossed = {
+            offset: [
+                other is not None and not placement.same_rank(stage, other)
+                for stage in range(placement.num_stages)
+                for other in [placement.neighbour(stage, offset)]
+            ]
+            for offset in (-1, +1)
+        }
+        sources = {Op.FORWARD: -1, **dict.fromkeys(INPUT_GRADS, +1)}
+        actions = self.program.actions()
+        return sum(crossed[sources[a.op]][a.stage] for a in actions if a.op in sources)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -234,6 +232,10 @@ class Simulation:
             actions: Iterable[Action] = (part for step in steps for part in step.parts)
             for act, start, end in zip(actions, self.starts[rank], self.ends[rank], strict=True):
                 yield Span(rank=rank, action=act, start=start, end=end)
+
+
+def _idle_share(busy: float, whole: float) -> float:
+    return 1 - busy / whole if whole else 0.0
 
 
 def _is_pair(block: Overlap) -> bool:

@@ -20,15 +20,14 @@ starts the copy; the backward waits for the end of the reload:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from random import Random
 from typing import TypeAlias, TypeVar
 
-from penstock.errors import ScheduleError, Where
+from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
+from penstock.schedule.check import problems
 from penstock.schedule.index import index_program
 from penstock.schedule.program import Program
 from penstock.schedule.replay import DependencyReplay
@@ -43,7 +42,7 @@ from penstock.schedule.rules import (
 )
 from penstock.simulate.costs import Costs
 
-__all__ = ["ProgramTimes", "RankTimes", "play_timeline"]
+__all__ = ["RankTimes", "play_timeline"]
 
 RankTimes: TypeAlias = tuple[tuple[float, ...], ...]
 """For each rank, one time per action in order, with overlapped pairs taken apart."""
@@ -56,25 +55,12 @@ _MESSAGES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramTimes:
-    """The times of all actions.
-
-    Args:
-        starts: the starts of all actions.
-        ends: the ends of all actions; a receive ends when its message arrives.
-        computes_only: True if all actions are computations.
-    """
-
-    starts: RankTimes
-    ends: RankTimes
-    computes_only: bool
-
-
 def play_timeline(
     program: Program, costs: Costs, *, jitter: float = 0.0, seed: int = 0
-) -> ProgramTimes:
-    """Compute the times of a program; arguments as for ``simulate``.
+) -> tuple[RankTimes, RankTimes, bool]:
+    """The starts and ends of all actions, and True if all are computations.
+
+    Arguments as for ``simulate``. A receive ends when its message arrives.
 
     Raises:
         ScheduleError: the program deadlocks or repeats an action, or the costs do not fit it.
@@ -82,10 +68,9 @@ def play_timeline(
     costs.refuse_misfits(program.placement)
     timeline = _Timeline(program, costs)
     replay = timeline.replay(jitter, seed)
-    if timeline.repeated() is not None or not replay.play():
-        # Whether a program ends does not depend on times, and without costs no message is a step.
-        raise _Timeline(program, Costs()).failure()
-    return timeline.times(replay)
+    if timeline.repeats() or not replay.play():
+        raise _failure(program)
+    return *timeline.times(replay), timeline.ops <= COMPUTE
 
 
 class _Timeline:
@@ -213,6 +198,8 @@ class _Timeline:
         # Results that no action waits for need no record.
         needed = {row + offset // width for row, each in enumerate(needs) for offset, _ in each}
         needed |= {row + offset // width for row, (offset, _) in self.received.items()}
+        chunks = self.index.required_chunks()
+        needed |= {other // width for other in chunks.values()}
         fulfilled = [
             tuple(offset for offset in offsets if row + offset // width in needed)
             for row, offsets in enumerate(self.index.fulfilled())
@@ -222,22 +209,16 @@ class _Timeline:
         if self.costs.overlap is not None:
             lengths = self.costs.per_stage("overlap", num_stages=self.program.num_stages)
             overlaps = [*lengths] * len(Op)
-        if jitter or self.program.num_splits > 1:
-            # Needs or durations differ between microbatches, so each id gets a row of its own.
-            needs, durations = self._per_id(needs), self._per_id(durations)
-            fulfilled = self._per_id(fulfilled)
-            overlaps = overlaps and self._per_id(overlaps)
-            width = 1
-            for step, other in self.index.required_chunks().items():
-                needs[step] = (*needs[step], (other - step, 0.0))
         if jitter:
-            draw = Random(seed).random
+            # Durations differ between microbatches, so each id gets a row of its own.
+            needs, fulfilled = self._per_id(needs), self._per_id(fulfilled)
+            width, draw = 1, Random(seed).random
             computing = {row for row, (op, _) in enumerate(self.index.rows()) if op in COMPUTE}
             durations = [
                 cost * (1 + jitter * draw()) if number // self.width in computing else cost
-                for number, cost in enumerate(durations)
+                for number, cost in enumerate(self._per_id(durations))
             ]
-            overlaps = overlaps and [cost * (1 + jitter * draw()) for cost in overlaps]
+            overlaps = overlaps and [c * (1 + jitter * draw()) for c in self._per_id(overlaps)]
         replay = DependencyReplay(
             self.queues,
             self.indexed.overlapped,
@@ -245,6 +226,7 @@ class _Timeline:
             width=width,
             needs=needs,
             fulfilled=fulfilled,
+            more={number: (other,) for number, other in chunks.items()},
             durations=durations,
             overlap_durations=overlaps,
             parts_in_turn=True,
@@ -261,33 +243,29 @@ class _Timeline:
         """A table by id, from a table by row."""
         return [value for value in values for _ in range(self.width)]
 
-    def repeated(self) -> int | None:
-        """An action that the program contains twice, by itself or as a part of a full backward."""
-        seen = set(self.ids)
-        if len(seen) < len(self.ids):
-            for number, count in Counter(self.ids).items():
-                if count > 1 and self.index.action(number).op not in WHOLE_STAGE:
-                    return number
-        covered = [
-            [
-                offset
-                for offset in offsets
-                if offset and row + offset // self.width in self.rows_used
-            ]
+    def repeats(self) -> bool:
+        """True if the program contains an action twice, by itself or as a part of another one."""
+        ops = self.index.op_and_stage
+        again = {row for row in self.rows_used if ops(row)[0] in WHOLE_STAGE}
+        ids = [each for each in self.ids if each // self.width not in again] if again else self.ids
+        seen = set(ids)
+        covering = [
+            (row, offset)
             for row, offsets in enumerate(self.index.fulfilled())
+            for offset in offsets
+            if offset and {row, row + offset // self.width} <= self.rows_used
         ]
-        if any(covered[row] for row in self.rows_used):
-            for number in self.ids:
-                for offset in covered[number // self.width]:
-                    if number + offset in seen:
-                        return number + offset
-        return None
+        return len(seen) < len(ids) or any(
+            each in seen and each + offset in seen
+            for row, offset in covering
+            for each in range(row * self.width, (row + 1) * self.width)
+        )
 
-    def times(self, replay: DependencyReplay) -> ProgramTimes:
-        """The times of the ranks' actions, after the replay."""
-        num_ranks, computes_only = self.program.num_ranks, self.ops <= COMPUTE
+    def times(self, replay: DependencyReplay) -> tuple[RankTimes, RankTimes]:
+        """The starts and ends of the ranks' actions, after the replay."""
+        num_ranks = self.program.num_ranks
         starts, ends = replay.starts[:num_ranks], replay.ends[:num_ranks]
-        if not computes_only or self.started:
+        if self.started or not self.ops <= COMPUTE:
             # The times of messages and copies in channels, by id.
             aside: dict[int, tuple[float, float]] = {}
             for number in range(num_ranks, len(self.queues)):
@@ -301,56 +279,18 @@ class _Timeline:
                     if row >= self.num_rows:
                         continue
                     if row in self.received:
-                        end = max(start, self._received(rank, part, replay))
+                        offset, delay = self.received[row]
+                        if replay.done[part + offset] < 0.0:
+                            raise _failure(self.program)
+                        end = max(start, replay.done[part + offset] + delay)
                     elif self.index.op_and_stage(row)[0] in HOST_TRANSFERS:
                         start, end = aside[self.started[row][0] * self.width + microbatch]
                     shown.append((start, end))
                 starts[rank], ends[rank] = [a for a, _ in shown], [b for _, b in shown]
-        return ProgramTimes(
-            starts=tuple(map(tuple, starts)),
-            ends=tuple(map(tuple, ends)),
-            computes_only=computes_only,
-        )
-
-    def _received(self, rank: int, receive: int, replay: DependencyReplay) -> float:
-        """The arrival of a received message."""
-        offset, delay = self.received[receive // self.width]
-        sent = replay.done[receive + offset]
-        if sent < 0.0:
-            op, stage = self.index.op_and_stage(receive // self.width)
-            peer = self.index.peer(op, stage)
-            assert peer is not None, "a receive that waits has a sender"
-            send = self.index.action(self.index.id(*peer, receive % self.width))
-            text = f"rank {rank} ({self.index.action(receive)}) waits for {send}"
-            raise _failed([f"{text}, which is never sent"])
-        return sent + delay
-
-    def failure(self) -> ScheduleError:
-        """The error for a program that repeats an action or deadlocks."""
-        repeated = self.repeated()
-        if repeated is not None:
-            act = self.index.action(repeated)
-            where = Where(stage=act.stage, microbatch=act.microbatch, action=str(act))
-            return ScheduleError("done twice in the program; remove one", where=where)
-        fulfilled = self.index.fulfilled()
-        planned = {each + offset for each in self.ids for offset in fulfilled[each // self.width]}
-        action_of = {row: action for action, (row, _) in self.started.items()}
-        replay = self.replay()
-        replay.play()
-        waits = []
-        for rank, missing in enumerate(replay.awaits[: self.program.num_ranks]):
-            if missing is not None:
-                row, microbatch = divmod(missing, self.width)
-                awaited = action_of.get(row, row) * self.width + microbatch
-                place, steps = replay.positions[rank], self.program.ranks[rank]
-                why = "comes only later" if awaited in planned else "is not in the program"
-                at = ";".join(map(str, steps[place].parts))
-                waits.append(
-                    f"rank {rank}, step {place} of {len(steps)} ({at}) waits for "
-                    f"{self.index.action(awaited)}, which {why}"
-                )
-        return _failed(waits)
+        return tuple(map(tuple, starts)), tuple(map(tuple, ends))
 
 
-def _failed(waits: Sequence[str]) -> ScheduleError:
-    return ScheduleError("the program can't go on:\n  " + "\n  ".join(sorted(waits)))
+def _failure(program: Program) -> ScheduleError:
+    """The error for a program that repeats an action or deadlocks, from the checker."""
+    found = "\n  ".join(map(str, problems(program)))
+    return ScheduleError(f"the program can't go on:\n  {found}")

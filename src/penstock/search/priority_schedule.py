@@ -6,8 +6,7 @@
 
 A free rank runs its ready kind of the lowest priority value. A forward may start only if the
 microbatches in flight could still be finished one by one, in their order, within the limit on every
-rank: so no choice can lead to a dead end. If W holds more than F left, forwards leave room for the
-most that one I may add, and a rank without that room runs one microbatch at a time.
+rank: so no choice can lead to a dead end.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from penstock.schedule.action import Op
 from penstock.schedule.list_schedule import ListScheduler
 from penstock.search.problem import SearchProblem, TimedOrder
 
@@ -59,21 +57,6 @@ def schedule_by_priority(
 class _ByPriority:
     """A list-scheduling policy by priority and memory."""
 
-    __slots__ = (
-        "changes",
-        "coming",
-        "ends",
-        "patience",
-        "priorities",
-        "ranks",
-        "ready",
-        "rooms",
-        "stages",
-        "urgent",
-        "users",
-        "windows",
-    )
-
     def __init__(
         self,
         scheduler: ListScheduler,
@@ -85,14 +68,15 @@ class _ByPriority:
         self.ends, self.ready = scheduler.ends, scheduler.ready
         self.priorities, self.patience = priorities, patience
         self.users = [[user for user, _ in users] for users in problem.users]
-        self.changes, self.stages = problem.changes, problem.placement.num_stages
-        self.ranks = problem.ranks
-        self.windows = [problem.num_microbatches] * self.stages if windows is None else windows
-        num_ranks = problem.placement.num_ranks
-        self.rooms = [_Room(problem, rank) for rank in range(num_ranks)]
+        self.num_stages, self.ranks = problem.placement.num_stages, problem.ranks
+        self.windows = windows or [problem.num_microbatches] * self.num_stages
+        self.limit, self.changes = problem.most, problem.changes
+        ranks = range(problem.placement.num_ranks)
+        self.stages = [problem.placement.stages_of(rank) for rank in ranks]
+        self.held = [0.0 for _ in ranks]
         # Per rank, heaps of its ready kinds: future ones by time, runnable ones by priority.
-        self.coming: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
-        self.urgent: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
+        self.coming: list[list[tuple[float, int]]] = [[] for _ in ranks]
+        self.urgent: list[list[tuple[float, int]]] = [[] for _ in ranks]
         for kind, time in enumerate(self.ready):
             if time < inf:
                 heappush(self.coming[self.ranks[kind]], (time, kind))
@@ -122,7 +106,7 @@ class _ByPriority:
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
         """Update the memory in use, and queue kinds that become ready."""
-        self.rooms[rank].held += self.changes[kind]
+        self.held[rank] += self.changes[kind]
         ends, ready = self.ends, self.ready
         number = len(ends[kind])
         if ready[kind] < inf:
@@ -137,65 +121,37 @@ class _ByPriority:
         return self.priorities[kind][len(self.ends[kind])]
 
     def has_room(self, kind: int, rank: int) -> bool:
-        """True if the memory that one more action of a kind leaves in use fits; W leaves none."""
-        if kind >= self.stages:
-            change = self.changes[kind]
-            return change <= 0 or self.rooms[rank].held + change <= self.rooms[rank].limit
-        in_flight = len(self.ends[kind]) - len(self.ends[kind + 2 * self.stages])
-        return in_flight < self.windows[kind] and self.rooms[rank].takes(kind, self.ends)
-
-
-class _Room:
-    """The memory in use per rank, and a safety check for one more forward."""
-
-    __slots__ = ("alone", "growing", "held", "limit", "rest", "safe", "sizes", "stages")
-
-    def __init__(self, problem: SearchProblem, rank: int) -> None:
-        self.limit = problem.most
-        self.stages = problem.placement.stages_of(rank)
-        self.sizes = [problem.changes[stage] for stage in self.stages]
-        # The memory that a microbatch needs from each stage on.
-        self.rest = [sum(self.sizes[place:]) for place in range(len(self.stages))]
-        # Forwards may use so much memory that an I fits only after all pending W have run.
-        growths = [problem.growths[stage] for stage in self.stages]
-        self.safe = self.limit - max(growths)
-        self.alone = self.rest[0] > self.safe
-        self.growing = [
-            (more, problem.kind(Op.INPUT_GRAD, stage), problem.kind(Op.WEIGHT_GRAD, stage))
-            for more, stage in zip(growths, self.stages, strict=True)
-            if any(growths)
-        ]
-        self.held = 0.0
-
-    def takes(self, stage: int, ends: list[list[float]]) -> bool:
-        """True if the forward of a stage may start; kinds of forwards are numbered like stages."""
-        if self.limit == inf:
+        """True if a kind may start; only forwards take memory, and are numbered like stages."""
+        if kind >= self.num_stages:
             return True
-        stages, sizes = self.stages, self.sizes
-        chosen = stages.index(stage)
-        if self.held + sizes[chosen] > self.limit:
+        in_flight = len(self.ends[kind]) - len(self.ends[kind + 2 * self.num_stages])
+        if in_flight >= self.windows[kind]:
             return False
-        if self.alone:
-            return all(len(ends[by_weight]) == len(ends[stage]) for *_, by_weight in self.growing)
-        grown = sum(
-            more * (len(ends[by_input]) - len(ends[by_weight]))
-            for more, by_input, by_weight in self.growing
-        )
-        if self.held - grown + sizes[chosen] > self.safe:
+        return self.limit == inf or self._can_finish(kind, rank)
+
+    def _can_finish(self, chosen: int, rank: int) -> bool:
+        """True if all microbatches fit one by one after one more forward of a stage."""
+        changes, stages, limit = self.changes, self.stages[rank], self.limit
+        if self.held[rank] + changes[chosen] > limit:
             return False
-        first = len(ends[stages[0]]) + (chosen == 0)
-        held, passed = sizes[chosen], 0.0
-        for place, each in enumerate(stages):
+        first = len(self.ends[stages[0]]) + (chosen == stages[0])
+        # Held by microbatches that have passed the stages so far; what one holds on these stages.
+        held, passed = changes[chosen], 0.0
+        rest = sum(changes[stage] for stage in stages)
+        ahead = True
+        for stage in stages:
             # Later stages of the rank never have more forwards, so the loop can stop.
-            done = len(ends[each])
+            done = len(self.ends[stage])
             # The first microbatch that still needs this stage and those after it: all before it
             # can be finished, and what they hold comes free; those from it on hold the stages
             # that they have passed. Up to the chosen stage this forward adds nothing to that.
-            if place > chosen:
-                if done < first and self.rest[place] + held - done * passed > self.safe:
+            if not ahead:
+                if done < first and rest + held - done * passed > limit:
                     return False
                 if not done:
                     break
-            held += done * sizes[place]
-            passed += sizes[place]
+            ahead = ahead and stage != chosen
+            held += done * changes[stage]
+            passed += changes[stage]
+            rest -= changes[stage]
         return True
