@@ -31,6 +31,7 @@ from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.device_streams import DeviceStreams
+from penstock.stage.rng import draw_step_seed
 from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["BoundProgram"]
@@ -102,7 +103,7 @@ class BoundProgram:
         return f"{call}{joined}, after {num_steps} others"
 
     def begin(self, step: StepState) -> None:
-        """Begin a step on all ranks: broadcast the shape ids, which are set in ``step``.
+        """Begin a step on all ranks: broadcast the seed of its random streams and its shape ids.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where
@@ -119,8 +120,10 @@ class BoundProgram:
         ids = [0] * self.program.num_microbatches
         if enters and step.args is not None:
             ids = shape_ids(step.args, step.kwargs, gathered, self._num_begun)
+        # Drawn on every rank; the first rank's counts.
+        seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
         for each in sorted(self._transports, key=lambda t: t.rank != first):
-            step.shape_ids = each.broadcast_ints(ids, first)
+            seed, *step.shape_ids = each.broadcast_ints([seed, *ids], first)
         if enters and step.shape_ids != ids:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {first}; each rank where "
@@ -132,7 +135,7 @@ class BoundProgram:
             self._known_shapes.clear()
             self._loss_dtypes.clear()
         self._known_shapes.update(step.shape_ids)
-        resends = [runner.begin(step, forget=forget) for runner in self.runners.values()]
+        resends = [runner.begin(step, seed, forget=forget) for runner in self.runners.values()]
         # Receives that wait for metadata are posted late, so that a bounded sender could deadlock.
         unbounded = self._config.dynamic_shapes or is_new or any(resends)
         for each in self._transports:

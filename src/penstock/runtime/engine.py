@@ -35,7 +35,6 @@ from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS
 from penstock.schedule.text import to_json
 from penstock.stage import device_streams
-from penstock.stage.rng import draw_step_seed
 from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
@@ -131,8 +130,6 @@ class Engine:
             self.program = _lowered(self.requested, is_sharded, self._channels)
             self._train.rebind(self.program)
         bound.begin(step)
-        if train and self.config.microbatch_rng:
-            self._share_step_seed()
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
@@ -190,17 +187,6 @@ class Engine:
             self._replicas = {i: found[id(s.submod)] for i, s in self.stages.items()}
             self._wrapped = wrapped
         return any(each is not None and each.sharded for each in self._replicas.values())
-
-    def _share_step_seed(self) -> None:
-        """Draw a seed on every rank; the first rank's seeds the microbatches' random streams."""
-        placement = self.program.placement
-        first = placement.rank_of(placement.entries[0])
-        seed = draw_step_seed()
-        for transport in sorted(self.transports, key=lambda t: t.rank != first):
-            (seed,) = transport.broadcast_ints([seed], first)
-        for runner in self._train.runners.values():
-            assert runner.rng is not None
-            runner.rng.step_seed = seed
 
     def _run_actions(self, bound: BoundProgram) -> None:
         for i, runner in bound.runners.items():
