@@ -73,7 +73,6 @@ class BoundProgram:
         self._exit_ranks = [placement.rank_of(stage) for stage in placement.exits]
         self._device = next(iter(stages.values())).device
         self._needs_target = train and needs_target(config.loss_fn)
-        self._num_begun = 0
         self._known_shapes: set[int] = set()
         # By the shape id of the first microbatch, which is another one under autocast.
         self._loss_dtypes: dict[int, torch.dtype | None] = {}
@@ -102,24 +101,23 @@ class BoundProgram:
         joined = " with outputs" if self._exchanges_outputs(step) else ""
         return f"{call}{joined}, after {num_steps} others"
 
-    def begin(self, step: StepState) -> None:
+    def begin(self, step: StepState, num_steps: int) -> None:
         """Begin a step on all ranks: broadcast the seed of its random streams and its shape ids.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where
                 inputs enter were given different ones.
         """
-        self._num_begun += 1
         transport, first = self._transports[0], self._entry_ranks[0]
         # The first rank's keyword arguments are part of its inputs.
         kwargs = () if self._is_alone or transport.rank == first else step.kwargs
         conditions = run_conditions(self._stages.values(), self._device)
-        gathered = transport.all_gather_ints(condition_id(conditions, kwargs, self._num_begun))
+        gathered = transport.all_gather_ints(condition_id(conditions, kwargs, num_steps))
         self._check_given(step)
         enters = self._is_alone or transport.rank in self._entry_ranks
         ids = [0] * self.program.num_microbatches
         if enters and step.args is not None:
-            ids = shape_ids(step.args, step.kwargs, gathered, self._num_begun)
+            ids = shape_ids(step.args, step.kwargs, gathered, num_steps)
         # Drawn on every rank; the first rank's counts.
         seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
         for each in sorted(self._transports, key=lambda t: t.rank != first):

@@ -129,7 +129,7 @@ class Engine:
             self._is_sharded = is_sharded
             self.program = _lowered(self.requested, is_sharded, self._channels)
             self._train.rebind(self.program)
-        bound.begin(step)
+        bound.begin(step, self._num_steps)
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
