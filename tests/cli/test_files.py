@@ -72,7 +72,7 @@ def test_check_depends_on_the_channels(penstock: Command, tmp_path: Path) -> Non
     ("text", "message"),
     [
         ("0F0,0X0\n", "mine.csv: row 1, column 2: '0X0'"),
-        ("", "mine.csv: stages 0 are computed nowhere; the placement can't be inferred"),
+        ("", "mine.csv: no steps: stages 0 are computed nowhere"),
         ('0F0\n1F0,"0B0\n', "mine.csv: row 2: not CSV"),
         ("0F0,0B0\r1F0,1Q0\r", "mine.csv: row 2, column 2: '1Q0' is not an action"),
         ("0F0,999F0,0B0\n", "mine.csv: stages 1 to 998 are computed nowhere"),

@@ -79,7 +79,7 @@ def each_microbatch_goes_once_through_each_stage_and_back(result: Simulation) ->
 def gradients_are_summed_in_the_order_of_microbatches(result: Simulation) -> None:
     """One device sums them in that order: only so are sums equal to the last bit.
 
-    Where sequences are split there is no such order on one device: their last pieces come first.
+    Where sequences are split there is no such order on one device: their last chunks come first.
     """
     program = result.program
     summed: dict[int, list[int | None]] = {stage: [] for stage in range(program.num_stages)}
@@ -88,9 +88,9 @@ def gradients_are_summed_in_the_order_of_microbatches(result: Simulation) -> Non
             summed[act.stage].append(act.microbatch)
     placement, splits = program.placement, program.num_splits
     order = [
-        piece
+        chunk
         for whole in range(0, program.num_microbatches, splits)
-        for piece in reversed(range(whole, whole + splits))
+        for chunk in reversed(range(whole, whole + splits))
     ]
     trains = program.name != "forward-only"
     assert summed == {

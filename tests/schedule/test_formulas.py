@@ -54,7 +54,7 @@ def test_split_sequences_for_any_microbatches_and_costs(
         build("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits),
         Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad),
     )
-    # A piece costs so much: of whole microbatches, the bubble is (P - 1) T / k.
+    # A chunk costs so much: of whole microbatches, the bubble is (P - 1) T / k.
     assert result.makespan == (microbatches * splits + ranks - 1) * sum(costs)
     assert result.peak_in_flight == tuple(
         min(microbatches * splits, ranks - rank + splits - 1) for rank in range(ranks)

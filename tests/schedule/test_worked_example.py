@@ -13,7 +13,7 @@ TABLE = [
     # name, V, makespan, bubble, span, peak per rank
     ("gpipe", 1, 33, 0.2727, 33, (8, 8, 8, 8)),
     ("1f1b", 1, 33, 0.2727, 33, (4, 3, 2, 1)),
-    # Two splits: the unit is a piece.
+    # Two splits: the unit is a chunk.
     ("seq1f1b", 1, 57, 0.1579, 57, (5, 4, 3, 2)),
     ("eager-1f1b", 1, 33, 0.2727, 33, (7, 5, 3, 1)),
     ("zb-h1", 1, 27, 0.1111, 27, (4, 4, 4, 4)),

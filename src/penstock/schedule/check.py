@@ -336,22 +336,18 @@ def _state_problems(program: Program) -> Iterator[Problem]:
     dropped = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
     for act, place in _places_of(program):
         if act.op in COMPUTE and states.get((act.stage, None)) == "sharded":
-            message = f"{act} needs the parameters: put {act.stage}UNSHARD before it"
-            yield _at(program, place, message)
+            yield _at(
+                program, place, f"{act} needs its parameters: put {act.stage}UNSHARD before it"
+            )
         key = act.stage, act.microbatch
         if act.op is Op.FORWARD:
             states[key] = "dropped" if key in dropped else "kept"
         elif act.op in _STATES:
-            what = (
-                "parameters"
-                if act.op in _REPEATABLE
-                else f"activations of {act.stage}F{act.microbatch}"
-            )
+            what = "parameters" if act.op in _REPEATABLE else "activations"
             state = states.get(key, "not made yet")
             wanted, states[key] = _STATES[act.op]
             if state != wanted:
-                message = f"the {what} are {state} here; {act} needs them {wanted}"
-                yield _at(program, place, message)
+                yield _at(program, place, f"{act} needs its {what} {wanted}; here they are {state}")
     for (stage, microbatch), state in sorted(states.items(), key=lambda item: item[0][0]):
         if microbatch is None and state == "unsharded":
             text, rank = f"{stage}RESHARD", program.placement.rank_of(stage)

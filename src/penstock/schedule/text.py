@@ -299,8 +299,8 @@ def _placement_of(ranks: tuple[tuple[Step, ...], ...]) -> Placement:
     missing = set(range(max(holders, default=0) + 1)) - holders.keys()
     if missing:
         raise ScheduleError(
-            f"stages {runs_of(sorted(missing))} are computed nowhere; the placement can't be "
-            "inferred from the text"
+            f"{'' if holders else 'no steps: '}stages {runs_of(sorted(missing))} are computed "
+            "nowhere; the placement can't be inferred from the text"
         )
     stage_ranks = tuple(holders[stage] for stage in range(len(holders)))
     one = Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)

@@ -1,4 +1,4 @@
-"""Programs that split sequences: what the rules ask of the pieces, and what keeps their number."""
+"""Programs that split sequences: what the rules ask of the chunks, and what keeps their number."""
 
 import pytest
 
@@ -20,9 +20,9 @@ def one_rank(text: str, num_splits: int) -> Program:
     return parse_csv(text, num_splits=num_splits)
 
 
-def test_pieces_of_one_sequence_need_each_other_and_no_others() -> None:
-    def needed(op: Op, piece: int) -> list[str]:
-        return [str(a) for a in prerequisites(action(0, op, piece), linear(1), num_splits=2)]
+def test_chunks_of_one_sequence_need_each_other_and_no_others() -> None:
+    def needed(op: Op, chunk: int) -> list[str]:
+        return [str(a) for a in prerequisites(action(0, op, chunk), linear(1), num_splits=2)]
 
     assert needed(Op.FORWARD, 2) == []
     assert needed(Op.FORWARD, 3) == ["0F2"]
@@ -32,7 +32,7 @@ def test_pieces_of_one_sequence_need_each_other_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("text", ["0F0,0F1,0B1,0B0", "0F2,0F3,0F0,0F1,0I3,0W3,0B2,0I1,0I0,0W0,0W1"])
-def test_sequences_may_go_in_any_order_and_pieces_in_theirs(text: str) -> None:
+def test_sequences_may_go_in_any_order_and_chunks_in_theirs(text: str) -> None:
     assert problems(one_rank(text, 2)) == ()
 
 
@@ -44,7 +44,7 @@ def test_sequences_may_go_in_any_order_and_pieces_in_theirs(text: str) -> None:
         ("0F0,0F1,0I0,0W0,0I1,0W1", "0I0 needs 0I1, which comes only at step 4"),
     ],
 )
-def test_pieces_out_of_order_are_refused_by_the_checker_and_the_simulator(
+def test_chunks_out_of_order_are_refused_by_the_checker_and_the_simulator(
     text: str, told: str
 ) -> None:
     assert problems(one_rank(text, 1)) == ()
@@ -76,7 +76,7 @@ def test_numbers_that_do_not_fit_are_refused(program: Program, told: str) -> Non
         check(program)
 
 
-def test_every_pass_and_file_keeps_the_number_of_pieces() -> None:
+def test_every_pass_and_file_keeps_the_number_of_chunks() -> None:
     lowered = lower(SPLIT, sharding=True)
     for made in (
         SPLIT,
@@ -93,12 +93,12 @@ def test_every_pass_and_file_keeps_the_number_of_pieces() -> None:
     assert from_json(to_json(SPLIT)) == SPLIT
 
 
-def test_files_from_before_there_were_pieces_are_read() -> None:
+def test_files_from_before_there_were_chunks_are_read() -> None:
     plain = build("1f1b", ranks=2, microbatches=2)
     assert from_json(to_json(plain).replace('"num_splits": 1, ', "")) == plain
 
 
-def test_jitter_and_slow_messages_keep_pieces_in_order() -> None:
+def test_jitter_and_slow_messages_keep_chunks_in_order() -> None:
     result = simulate(SPLIT, jitter=0.5, seed=3)
     ends = {span.action: span.end for span in result.trace.spans}
     starts = {span.action: span.start for span in result.trace.spans}
