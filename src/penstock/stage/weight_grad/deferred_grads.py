@@ -105,7 +105,8 @@ class DeferredGrads(TorchFunctionMode):
         self.records: list[Record | None] = []
         # In-place changes move a tensor to another place, so that it is no weight any more.
         self.expressions: dict[tuple[Node, int], Expression] = {}
-        self.proxies: dict[tuple[int, int], tuple[Weight, Tensor]] = {}  # by weight and memory
+        self.proxies: list[tuple[Weight, Tensor]] = []
+        self._latest_proxies: dict[int, Tensor] = {}  # by the weight's id
         self.running: set[Func] = set()  # functions whose bodies are running in the mode
         self._num_passes = 0  # 1 after F, 2 after I
         self._depth = 0
@@ -235,10 +236,11 @@ class DeferredGrads(TorchFunctionMode):
 
     def proxy(self, weight: Weight, tensor: Tensor) -> Tensor:
         """A leaf in place of ``tensor``; it gets the gradient in I, and W hands it over."""
-        key = (id(weight), tensor.data_ptr())
-        if key not in self.proxies:
-            self.proxies[key] = (weight, tensor.detach().requires_grad_())
-        return self.proxies[key][1]
+        proxy = self._latest_proxies.get(id(weight))
+        if proxy is None or proxy.data_ptr() != tensor.data_ptr():
+            proxy = self._latest_proxies[id(weight)] = tensor.detach().requires_grad_()
+            self.proxies.append((weight, proxy))
+        return proxy
 
     def _drop_late_grads(self) -> None:
         """Drop gradients that came between F and I: user code differentiated the outputs."""
@@ -264,7 +266,7 @@ class DeferredGrads(TorchFunctionMode):
         """Note the parameters that ``find_undeferred`` found in this forward."""
         weights = [weight for record in self.records if record for weight in record[1]]
         deferred: set[int] = set()
-        for weight in (*weights, *(weight for weight, _ in self.proxies.values())):
+        for weight in (*weights, *(weight for weight, _ in self.proxies)):
             deferred |= weight.leaves if isinstance(weight, Expression) else {id(weight)}
         unknown = None in self.records  # its weights are known with the gradient only
         self._mixed = [p for p in parameters if unknown or id(p) in deferred]
@@ -298,8 +300,8 @@ class DeferredGrads(TorchFunctionMode):
     @property
     def is_reached(self) -> bool:
         """True if a gradient has come since the forward: user code ran a backward of its own."""
-        proxies = (proxy for _, proxy in self.proxies.values())
-        return any(r and r[5] for r in self.records) or any(p.grad is not None for p in proxies)
+        proxied = any(proxy.grad is not None for _, proxy in self.proxies)
+        return proxied or any(record and record[5] for record in self.records)
 
     def accumulate(self) -> None:
         """Run W: accumulate all weight gradients into ``.grad``, and free everything.
@@ -309,11 +311,14 @@ class DeferredGrads(TorchFunctionMode):
         self._num_passes = 0
         self._mixed = ()
         records = [record for record in self.records if record and record[5]]
-        for weight, proxy in self.proxies.values():
-            if proxy.grad is not None:
-                records.append((proxy_grads, (weight,), None, 0, None, [proxy.grad]))
+        records += [
+            (proxy_grads, (weight,), None, 0, None, [proxy.grad])
+            for weight, proxy in self.proxies
+            if proxy.grad is not None
+        ]
         self.records = []
         self.proxies.clear()
+        self._latest_proxies.clear()
         self.expressions.clear()
         accumulate(records)
 
