@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import optree
 import torch
@@ -29,9 +29,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from penstock.stage.pytree import NAMESPACE, flatten, same_value, unflatten
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "Reducer",
@@ -202,12 +199,12 @@ def _split_leaf(
     return [part.data for part in parts]
 
 
-def _is_block_mask(value: object) -> TypeGuard[BlockMask]:
+def _is_block_mask(value: object) -> bool:
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
     return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
 
 
-def _split_block_mask(mask: BlockMask, chunks: int, spec: TensorChunkSpec) -> Sequence[BlockMask]:
+def _split_block_mask(mask: Any, chunks: int, spec: TensorChunkSpec) -> Sequence[Any]:
     """Split a mask of flex attention; the ``mask_mod`` of a part still gets the batch's rows."""
     rows = mask.kv_num_blocks.size(0)
     if spec.split_dim:

@@ -183,11 +183,8 @@ _outlining: ContextVar[bool] = ContextVar("outlining", default=False)
 
 
 def _is_container(cls: type[Any]) -> bool:
-    return dataclasses.is_dataclass(cls) or _is_mapping(cls) or pytree_node(cls) is not None
-
-
-def _is_mapping(cls: type[Any]) -> bool:
-    return issubclass(cls, Mapping) and not issubclass(cls, nn.Module)
+    is_mapping = issubclass(cls, Mapping) and not issubclass(cls, nn.Module)
+    return is_mapping or dataclasses.is_dataclass(cls) or pytree_node(cls) is not None
 
 
 def _register(cls: type[Any]) -> None:
@@ -208,7 +205,10 @@ def _register(cls: type[Any]) -> None:
 
 def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
     if cls is PackedSequence:
-        return lambda packed: (tuple(packed), None, None), _make_packed
+        return (
+            lambda packed: (tuple(packed), None, None),
+            lambda parts, _: PackedSequence(parts[0], parts[1].cpu(), *parts[2:]),
+        )
     # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
     if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         names = tuple(f.name for f in dataclasses.fields(cls))
@@ -221,11 +221,6 @@ def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
         open_, make = node
         return lambda value: (*open_(value), None), make
     return _of_dataclass(cls) if dataclasses.is_dataclass(cls) else _of_mapping(cls)
-
-
-def _make_packed(children: Sequence[Any], _: Any) -> PackedSequence:
-    data, sizes, *orders = children
-    return PackedSequence(data, sizes.cpu(), *orders)
 
 
 def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:

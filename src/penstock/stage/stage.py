@@ -282,7 +282,8 @@ class Stage:
             state.work = partial(self._run_backward, state, grads)
         else:
             self._run_backward(state, grads)
-            state.work = _nothing if self.dw_builder is None else self._built_work()
+            computed = self.dw_builder is None  # all gradients, by I
+            state.work = (lambda: None) if computed else self._built_work()
 
     def weight_grad(self, state: MicrobatchState) -> None:
         """Weight gradients of a microbatch, after its input gradients."""
@@ -317,10 +318,6 @@ def _as_int(name: str, number: object) -> int:
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError:
         raise StageError(f"{name} is {number!r}, expected a whole number") from None
-
-
-def _nothing() -> None:
-    """The no-op W after I has computed all gradients."""
 
 
 def alias(leaf: Tensor) -> Tensor:
