@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
+from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_trace import ForwardTrace, LeafCall, replaced_message
@@ -52,35 +53,34 @@ class ForwardPlan:
 
     def encode(self) -> bytes:
         """The plan as JSON, for ``decode`` on another rank; without the needs of its calls."""
-        calls = [
-            [c.leaf, c.output.encode().decode(), c.written, c.writes, c.changes] for c in self.calls
-        ]
-        crossing = [
-            [[r.kind.value, r.call, r.leaf, r.name] for r in refs] for refs in self.boundary_values
-        ]
-        inputs = self.inputs.encode().decode()
-        return json.dumps([inputs, calls, self.stages, crossing, self.written, self.draws]).encode()
+
+        def plain(value: Any) -> Any:
+            return value.encode().decode() if isinstance(value, BoundarySpec) else value.value
+
+        calls = [(c.leaf, c.output, c.written, c.writes, c.changes) for c in self.calls]
+        values = [[astuple(ref) for ref in refs] for refs in self.boundary_values]
+        fields = self.inputs, calls, self.stages, values, self.written, self.draws
+        return json.dumps(fields, default=plain).encode()
 
     @staticmethod
     def decode(data: bytes) -> ForwardPlan:
         """Decode the result of ``encode``."""
-        inputs, calls, stages, crossing, written, draws = json.loads(data)
+        inputs, calls, stages, values, written, draws = json.loads(data)
         return ForwardPlan(
             inputs=BoundarySpec.decode(inputs.encode()),
             calls=tuple(
                 LeafCall(
                     leaf=leaf,
-                    needs=frozenset(),
                     output=BoundarySpec.decode(output.encode()),
-                    written=tuple(leaves),
+                    written=tuple(written),
                     writes=tuple(writes),
                     changes=tuple(changes),
                 )
-                for leaf, output, leaves, writes, changes in calls
+                for leaf, output, written, writes, changes in calls
             ),
             stages=tuple(stages),
             boundary_values=tuple(
-                tuple(ValueRef(ValueKind(kind), *rest) for kind, *rest in refs) for refs in crossing
+                tuple(ValueRef(ValueKind(kind), *rest) for kind, *rest in refs) for refs in values
             ),
             written=tuple(written),
             draws=draws,

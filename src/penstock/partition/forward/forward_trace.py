@@ -71,8 +71,8 @@ class LeafCall:
     """One call of a leaf module; leaves are numbered in flattened order."""
 
     leaf: str
-    needs: frozenset[ValueRef]  # the provenance of its arguments
     output: BoundarySpec  # the result, and the values that hooks collected inside the module
+    needs: frozenset[ValueRef] = frozenset()  # the provenance of its arguments
     written: tuple[int, ...] = ()  # the leaves of the output that later code writes into
     writes: tuple[int, ...] = ()  # the leaves of its arguments that the module writes into
     changes: tuple[str, ...] = ()  # the buffers and attributes of its own that it changes
