@@ -45,7 +45,7 @@ def penstock(
         typer.echo(f"penstock {installed('penstock')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        out.stdout().print(context.get_help(), end="", markup=False)
+        out.console().print(context.get_help(), end="", markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str) -> None:
-    out.stdout(error=True).print(
+    out.console(error=True).print(
         f"[bold red]error:[/] {out.plain(message)}", highlight=False, soft_wrap=True
     )
     sys.exit(2)

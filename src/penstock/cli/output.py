@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 __all__ = [
-    "bytes_text", "escape_unencodable", "figures_json", "figures_text", "number", "over_limit",
-    "peaks_text", "per_rank", "plain", "print_table", "progress_bar", "seconds_text",
-    "stdout", "table", "warn",
+    "bytes_text", "console", "escape_unencodable", "figures_json", "figures_text", "number",
+    "over_limit", "peaks_text", "per_rank", "plain", "print_table", "progress_bar", "seconds_text",
+    "table", "warn",
 ]  # fmt: skip
 
 # The width for piped output, which Rich would wrap at 80 columns.
@@ -44,7 +44,7 @@ def escape_unencodable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def stdout(*, error: bool = False) -> Console:
+def console(*, error: bool = False) -> Console:
     """A console for results; with ``error``, for errors and progress."""
     stream = sys.stderr if error else sys.stdout
     piped = not stream.isatty() and "COLUMNS" not in os.environ
@@ -55,7 +55,7 @@ def stdout(*, error: bool = False) -> Console:
 def warn(message: str | None) -> None:
     """Print a line on standard error, in yellow; nothing for None."""
     if message is not None:
-        stdout(error=True).print(f"[yellow]{plain(message)}[/]", soft_wrap=True)
+        console(error=True).print(f"[yellow]{plain(message)}[/]", soft_wrap=True)
 
 
 def plain(text: str) -> str:
@@ -68,8 +68,8 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
     """A transient progress bar on standard error, drawn on a terminal only."""
     from rich.progress import Progress  # lazy, since few subcommands need it
 
-    console = stdout(error=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    shown = console(error=True)
+    return Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal)
 
 
 def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) -> Table:
@@ -83,16 +83,16 @@ def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) 
     return made
 
 
-def print_table(shown: Table, console: Console) -> None:
+def print_table(shown: Table, to: Console) -> None:
     """Print a table made by ``table``; numbers never wrap, even on a narrow console."""
     for column in shown.columns:
         unwrapped = column.no_wrap or column.justify == "right"
         kept = (*str(column.header).split(), *(column.cells if unwrapped else ()))
-        column.min_width = max((console.measure(text).maximum for text in kept), default=0)
+        column.min_width = max((to.measure(text).maximum for text in kept), default=0)
     least = sum((column.min_width or 0) + _GAP for column in shown.columns)
-    width, console.width = console.width, max(console.width, least)
-    console.print(shown, crop=False)
-    console.width = width
+    width, to.width = to.width, max(to.width, least)
+    to.print(shown, crop=False)
+    to.width = width
 
 
 # --- a simulated step ---------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
@@ -65,7 +63,7 @@ def schedules(
     for each in families():
         summary = f"{each.summary} [dim]{each.source}[/]"
         shown.add_row(f"[bold]{each.name}[/]", _rules(each), summary)
-    out.print_table(shown, out.stdout())
+    out.print_table(shown, out.console())
 
 
 def _rules(each: Family) -> str:
@@ -103,7 +101,7 @@ def simulate(
 def _print_timeline(result: Simulation) -> None:
     from penstock.view.terminal import legend, timeline
 
-    program, console = result.program, out.stdout()
+    program, console = result.program, out.console()
     coloured = console.color_system is not None
     shaded = console.color_system in ("256", "truecolor")
     chunks = f" of {program.num_splits} chunks" if program.num_splits > 1 else ""
@@ -122,16 +120,6 @@ def _print_timeline(result: Simulation) -> None:
 
 
 # --- compare ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """One schedule of the table; with costs per rank, peaks are in activations of a rank's part."""
-
-    label: str
-    result: Simulation
-    peaks: tuple[float, ...]
-    fault: str | None  # the ranks over the memory limit
 
 
 @with_options
@@ -162,17 +150,51 @@ def compare(
     """
     costs = settings.costs()
     _refuse_unused(schedules, settings)
-    rows = [_row(each, settings, costs, per) for each in schedules]
-    failed = [row for row in rows if isinstance(row, ScheduleError)]
-    if len(failed) == len(rows):
+    outcomes = [_outcome(each, settings, costs, per) for each in schedules]
+    failed = [each for each in outcomes if isinstance(each, ScheduleError)]
+    if len(failed) == len(outcomes):
         raise failed[0]
-    _print_rows(schedules, rows)
-    for row in rows:
-        if isinstance(row, _Row) and row.fault is not None:
-            out.warn(f"{row.label}: {row.fault}")
+    numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
+    shown = out.table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
+    fitting = [each[0].bubble_ratio for each in outcomes if isinstance(each, tuple) and not each[2]]
+    faults, reasons = [], []
+    for source, outcome in zip(schedules, outcomes, strict=True):
+        if isinstance(outcome, ScheduleError):
+            shown.add_row(out.plain(source), _REASON)
+            reasons.append(" ".join(message_of(outcome).split()).replace(f"{source}: ", "", 1))
+            continue
+        result, share, fault = outcome
+        label = source if ":" in source else result.program.name
+        bubble = f"{result.bubble_ratio:.2%}"
+        peaks = out.per_rank(tuple(peak / share for peak in result.peak_in_flight))
+        if fault is not None:
+            peaks = f"[yellow]{peaks} over[/]"
+            faults.append(f"{label}: {fault}")
+        elif result.bubble_ratio == min(fitting):
+            bubble = f"[bold green]{bubble}[/]"
+        shown.add_row(
+            out.plain(label),
+            out.number(result.program.num_stages / result.program.num_ranks),
+            out.number(result.makespan),
+            bubble,
+            out.number(result.span),
+            f"{result.span_bubble_ratio:.2%}",
+            peaks,
+            str(result.messages),
+        )
+    console = out.console()
+    with console.capture() as drawn:
+        out.print_table(shown, console)
+    # Rich has no cell that spans columns.
+    console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {reasons.pop(0)}", drawn.get()), end="")
+    for fault in faults:
+        out.warn(fault)
 
 
-def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | ScheduleError:
+def _outcome(
+    source: str, settings: Settings, costs: Costs, per: Per
+) -> tuple[Simulation, float, str | None] | ScheduleError:
+    """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
     try:
         program = load_program(source, settings, lenient=True)
         share = share_of(program) if per is Per.RANK else 1
@@ -182,12 +204,8 @@ def _row(source: str, settings: Settings, costs: Costs, per: Per) -> _Row | Sche
         return error
     # Bytes are already per stage; counted activations are the smaller ones of a stage.
     unit = share if costs.activation_bytes is None else 1
-    return _Row(
-        label=source if ":" in source else program.name,
-        result=result,
-        peaks=tuple(peak / share for peak in result.peak_in_flight),
-        fault=out.over_limit([peak / unit for peak in result.peak_bytes], settings.memory),
-    )
+    peaks = [peak / unit for peak in result.peak_bytes]
+    return result, share, out.over_limit(peaks, settings.memory)
 
 
 def _refuse_unused(sources: list[str], settings: Settings) -> None:
@@ -208,36 +226,6 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
         raise ScheduleError(
             f"none of {names} takes {', '.join(unused)}; `penstock schedules` lists what each takes"
         )
-
-
-def _print_rows(sources: Sequence[str], rows: Sequence[_Row | ScheduleError]) -> None:
-    numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
-    shown = out.table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
-    fitting = [row for row in rows if isinstance(row, _Row) and row.fault is None]
-    best = min((row.result.bubble_ratio for row in fitting), default=None)
-    reasons = []
-    for source, row in zip(sources, rows, strict=True):
-        if isinstance(row, ScheduleError):
-            shown.add_row(out.plain(source), _REASON)
-            reasons.append(" ".join(message_of(row).split()).replace(f"{source}: ", "", 1))
-            continue
-        fits, result, peaks = row.fault is None, row.result, out.per_rank(row.peaks)
-        bubble = f"{result.bubble_ratio:.2%}"
-        shown.add_row(
-            out.plain(row.label),
-            out.number(result.program.num_stages / result.program.num_ranks),
-            out.number(result.makespan),
-            f"[bold green]{bubble}[/]" if fits and result.bubble_ratio == best else bubble,
-            out.number(result.span),
-            f"{result.span_bubble_ratio:.2%}",
-            peaks if fits else f"[yellow]{peaks} over[/]",
-            str(result.messages),
-        )
-    console = out.stdout()
-    with console.capture() as drawn:
-        out.print_table(shown, console)
-    # Rich has no cell that spans columns.
-    console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {reasons.pop(0)}", drawn.get()), end="")
 
 
 # --- check --------------------------------------------------------------------------------------
@@ -263,7 +251,7 @@ def check(
     program = load(file, Settings())
     if isinstance(program, Trace):
         raise ScheduleError(f"{file}: a trace of what ran; check takes a program")
-    console = out.stdout()
+    console = out.console()
     try:
         checked = check_program(program, model)
         if not program.has_transfers:

@@ -119,6 +119,6 @@ def playground(
         ) from error
 
     def ready(url: str) -> None:
-        out.stdout().print(f"the playground is at [bold]{url}[/] (Ctrl-C ends it)", soft_wrap=True)
+        out.console().print(f"the playground is at [bold]{url}[/] (Ctrl-C ends it)", soft_wrap=True)
 
     serve(port=port, browser=browser, ready=ready)

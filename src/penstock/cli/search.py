@@ -98,7 +98,7 @@ def search(
 
 
 def _print(found: SearchResult, *, among_all: bool) -> None:
-    console = out.stdout()
+    console = out.console()
     among = "" if among_all else "without recomputation or offload, "
     proof = (
         f"[bold green]{among}no program of one copy of the model is better[/]"

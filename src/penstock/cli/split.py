@@ -193,7 +193,7 @@ def _show(plan: Plan, measured: Profile, counts: Sequence[int], terms: Terms) ->
     shown = out.table(*rows[0], numbers=_NUMBERS, title=title)
     for row in rows:
         shown.add_row(*row.values())
-    console = out.stdout()
+    console = out.console()
     out.print_table(shown, console)
     console.print(_slowest(measured, counts, terms), soft_wrap=True)
     typer.echo(f"layout {Layout.of(measured.blocks, counts)}")

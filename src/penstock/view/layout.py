@@ -164,8 +164,8 @@ class _Axes:
 
 
 def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
-    columns = list(zip(*rows, strict=True)) or ((),) * len(names)
-    return {name: list(column) for name, column in zip(names, columns, strict=True)}
+    listed = list(rows)
+    return {name: [row[i] for row in listed] for i, name in enumerate(names)}
 
 
 def _boxes(
@@ -188,11 +188,14 @@ def _boxes(
         left, right, name = axes.x(span.start), axes.x(span.end), str(act)
         fill = colours[span.rank, act.op, act.stage]
         number, label = "" if act.microbatch is None else str(act.microbatch), ""
-        waited = "nothing"
+        cause, waited = cause_of(span) if act.op in COMPUTE else None, "nothing"
+        if cause is not None and cause.rank == span.rank:
+            waited = f"its rank, busy with {cause.action}"
+        elif cause is not None:
+            idle = left - axes.x(free.get(span.rank, axes.origin))
+            waited = f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
         if act.op in COMPUTE:
             label = letter_of(act.op) + number
-            idle = left - axes.x(free.get(span.rank, axes.origin))
-            waited = _waited(span, cause_of(span), idle)
             free[span.rank] = span.end
         middle = (span.start + span.end) / 2
         if any(other.start < middle < other.end for other in pair if other is not span):
@@ -204,15 +207,6 @@ def _boxes(
             f"one block with {others}" if others else "", differences.get(name, ""),
             1.0 if span in path else _PALE,
         )  # fmt: skip
-
-
-def _waited(span: Span, cause: Span | None, idle: float) -> str:
-    """The tooltip's text on the cause of a span's start."""
-    if cause is None:
-        return "nothing"
-    if cause.rank == span.rank:
-        return f"its rank, busy with {cause.action}"
-    return f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
 
 
 def _path(path: Sequence[Span], axes: _Axes) -> Columns:

@@ -26,23 +26,15 @@ def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = Tr
     """
     if not colour:
         return Text(to_text(trace, width=width), end="", no_wrap=True)
-    heads, rows, labelled = grid(trace, width=width, brief=True)
     styles = _styles(trace, shaded=shaded)
-    text = Text(end="", no_wrap=True)
-    for head, row in zip(heads, rows, strict=True):
-        text.append(head)
-        for cell in row:
-            blank = " " * len(cell.text)
-            if cell.span is None:
-                text.append(blank)
-                continue
-            act = cell.span.action
-            label = cell.text if cell.begins and labelled else blank
-            if cell.joins:
-                label = "+" + label[1:]
-            text.append(label, styles[cell.span.rank, act.op, act.stage])
-        text.append("\n")
-    return text
+    drawing = Text(end="", no_wrap=True)
+    for head, lane in grid(trace, width=width, brief=True):
+        drawing.append(head)
+        for span, text in lane:
+            style = None if span is None else styles[span.rank, span.action.op, span.action.stage]
+            drawing.append(text, style)
+        drawing.append("\n")
+    return drawing
 
 
 def legend(trace: Trace, *, shaded: bool = True) -> Text:

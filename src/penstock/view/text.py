@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.trace import Span, Trace
 from penstock.view.layout import drawn
 from penstock.view.palette import letter_of
 
-__all__ = ["Cell", "grid", "to_text"]
+__all__ = ["grid", "to_text"]
 
 _SMALLEST_WIDTH = 20
 # Rounding makes sums of costs differ by less than this share of a cell.
 _ROUNDING = 1e-9
 _COPIES = {Op.OFFLOAD: "  to host", Op.RELOAD: "  back"}
+
+Lane: TypeAlias = list[tuple[Span | None, str]]
+"""The cells of a lane: the span of each, or None where it is idle, and its text."""
 
 
 def to_text(trace: Trace, *, width: int = 120) -> str:
@@ -58,47 +61,18 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         rank 0  F0 .. .. .. B0 --
         rank 1  .. F0 B0 -- .. ..
     """
-    heads, rows, labelled = grid(trace, width=width)
-    lines = []
-    for head, row in zip(heads, rows, strict=True):
-        line = head.removesuffix(" ") if labelled else head
-        for cell in row:
-            gap = ("+" if cell.joins else " ") if labelled else ""
-            line += gap + _text(cell, labelled)
-        lines.append(line.rstrip() + "\n")
-    return "".join(lines)
+    lanes = grid(trace, width=width)
+    lines = (head + "".join(text for _, text in lane) for head, lane in lanes)
+    return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _text(cell: Cell, labelled: bool) -> str:
-    if cell.span is None:
-        return "." * len(cell.text)
-    if not labelled:
-        return "+" if cell.joins else letter_of(cell.span.action.op)
-    return cell.text if cell.begins else "-" * len(cell.text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One unit of time of one lane."""
-
-    span: Span | None  # None where the lane is idle
-    begins: bool
-    joins: bool  # True if the span begins in this cell, as the second action of a pair
-    text: str  # the label, of equal length in all cells of a grid
-
-
-def grid(
-    trace: Trace, *, width: int, brief: bool = False
-) -> tuple[list[str], list[list[Cell]], bool]:
-    """A timeline in cells of equal time.
+def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, Lane]]:
+    """A timeline in cells of equal time: the name of each lane, and its cells.
 
     Args:
         trace: the trace.
         width: longest line allowed, in characters.
-        brief: if True, labels show only the microbatch, for coloured views.
-
-    Returns:
-        The names of the lanes, of equal length; the cells of each lane; and True if labels fit.
+        brief: if True, texts show only the microbatch, for coloured views.
     """
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
@@ -115,19 +89,37 @@ def grid(
         stage = str(act.stage) if several else ""
         return f" {act.microbatch}" if brief else f"{stage}{letter_of(act.op)}{act.microbatch}"
 
-    label_width = max((len(label(s.action)) for _, lane in lanes for s in lane), default=1)
+    size = max((len(label(s.action)) for _, lane in lanes for s in lane), default=1)
     count = math.ceil(trace.makespan / cell - _ROUNDING)
-    labelled = count * (label_width + (not brief)) - (not brief) <= room
+    labelled = count * (size + (not brief)) - (not brief) <= room
     if not labelled and count > room:
         count = room
         cell = trace.makespan / count
-    times = [origin + (i + 0.5) * cell for i in range(count)]
     # Cells with colours alone are easier to see if wide.
     if not labelled:
-        label_width = max(1, room // max(1, count)) if brief else 1
+        size = max(1, room // max(1, count)) if brief else 1
+
+    def text_of(span: Span | None, begins: bool, joins: bool) -> str:
+        """The text of a cell; ``joins`` for the first cell of a pair's second action."""
+        if brief:
+            text = label(span.action) if span and begins and labelled else ""
+            return ("+" + text[1:] if joins else text).ljust(size)[:size]
+        if span is None:
+            text = "." * size
+        elif not labelled:
+            text = "+" if joins else letter_of(span.action.op)
+        else:
+            text = label(span.action).ljust(size) if begins else "-" * size
+        return ("+" if joins else " ") * labelled + text
+
+    times = [origin + (i + 0.5) * cell for i in range(count)]
     pair_of = trace.pair_of()
-    rows = [_cells(lane, times, label, label_width, pair_of) for _, lane in lanes]
-    return [head.ljust(margin) for head, _ in lanes], rows, labelled
+    # Labels begin with a gap.
+    margin -= labelled and not brief
+    return [
+        (head.ljust(margin), [(cell[0], text_of(*cell)) for cell in _cells(lane, times, pair_of)])
+        for head, lane in lanes
+    ]
 
 
 def _lanes(trace: Trace) -> Iterator[tuple[str, Sequence[Span]]]:
@@ -142,21 +134,14 @@ def _lanes(trace: Trace) -> Iterator[tuple[str, Sequence[Span]]]:
 
 
 def _cells(
-    lane: Sequence[Span],
-    times: list[float],
-    label: Callable[[Action], str],
-    width: int,
-    pair_of: Mapping[Action, Overlap],
-) -> list[Cell]:
-    cells = []
+    lane: Sequence[Span], times: list[float], pair_of: Mapping[Action, Overlap]
+) -> Iterator[tuple[Span | None, bool, bool]]:
+    """The span at each time, and whether it begins there, as the second action of a pair."""
     before = None
     for time in times:
         index = bisect_right(lane, time, key=lambda span: span.start) - 1
         span = lane[index] if index >= 0 and time < lane[index].end else None
-        text = "" if span is None else label(span.action)
-        block, last = (pair_of.get(s.action) if s else None for s in (span, before))
+        pair, last = (pair_of.get(s.action) if s else None for s in (span, before))
         begins = span is not before
-        joins = begins and block is not None and block == last
-        cells.append(Cell(span=span, begins=begins, joins=joins, text=text.ljust(width)[:width]))
+        yield span, begins, begins and pair is not None and pair == last
         before = span
-    return cells
