@@ -226,10 +226,7 @@ def saved_through(
 
 
 def deferrable_now() -> bool:
-    """True if autograd, and no functional transform, records operations now.
-
-    Torch has no public query for ``torch.func`` transforms and forward-mode differentiation.
-    """
+    """True if autograd records operations now, and no transform does: torch has no query."""
     return _grad_enabled() and _interpreters() is None and forward_ad._current_level < 0
 
 
@@ -510,10 +507,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The function that calling ``module`` runs: an instance attribute, or its class's method.
-
-    Reads the dicts, since ``getattr`` fails for some classes of torch.jit.
-    """
+    """The function that calling ``module`` runs; ``getattr`` fails for classes of torch.jit."""
     owners = (module, *type(module).__mro__)
     return next(vars(owner)["forward"] for owner in owners if "forward" in vars(owner))
 

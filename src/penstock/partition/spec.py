@@ -98,11 +98,7 @@ class SplitSpec:
         )
 
     def resolve(self, model: nn.Module) -> SplitSpec:
-        """Check the spec against a model that is not a sequence, and find the blocks of ``counts``.
-
-        Raises:
-            PartitionError: the model lacks a name in the plan, or has another number of blocks.
-        """
+        """Check the spec against a model that is no sequence; find the blocks of ``counts``."""
         if self.plan is not None:
             self.plan.check(model)
         elif self.stages:
@@ -131,11 +127,7 @@ class SplitSpec:
         return tuple(n for names in self.stages for n in names) or self.blocks or self.starts
 
     def begins(self, order: Mapping[str, int]) -> tuple[str, ...]:
-        """The first modules of the stages after the first, for ``counts`` and ``starts``.
-
-        Args:
-            order: the modules that run, by first call.
-        """
+        """The first modules of later stages, given the place of each module's first call."""
         blocks = sorted(self.blocks, key=lambda name: order.get(name, len(order)))
         starts = list(accumulate(self.counts))[:-1]
         return self.starts or tuple(blocks[start] for start in starts)

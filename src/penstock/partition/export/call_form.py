@@ -99,14 +99,12 @@ class CallForm:
         try:
             leaves, tree = flatten(self._canonical(args, kwargs))
         except TypeError as error:
-            raise BoundaryError(
-                f"the inputs do not fit forward{self._signature}: {error}"
-            ) from error
+            problem = f"the inputs do not fit forward{self._signature}: {error}"
+            raise BoundaryError(problem) from error
         if tree != self._tree:
             raise BoundaryError(
                 f"the inputs are {_names(tree)}, but the model was captured with "
-                f"{_names(self._tree)}; pass the same arguments, or capture it with an example "
-                "like these"
+                f"{_names(self._tree)}; capture it with an example like these"
             )
         for path, leaf, expected in zip(self._paths, leaves, self._kinds, strict=True):
             if _kind(leaf) != expected:

@@ -224,6 +224,5 @@ def _refused_kind(value: Any) -> str | None:
 def described(node: fx.Node) -> str:
     """A value of the graph for messages, such as ``relu (float32[*,8]) of layers.0``."""
     modules = node.meta.get("modules", ())
-    value = node.meta.get("val")
-    shape = f" ({describe(value)})" if value is not None else ""
-    return f"{node.name}{shape}{f' of {modules[-1]}' if modules else ''}"
+    of = f" of {modules[-1]}" if modules else ""
+    return f"{node.name} ({describe(node.meta.get('val'))}){of}"

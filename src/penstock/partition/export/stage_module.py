@@ -155,12 +155,9 @@ class StageModule(nn.Module):
 def build_modules(
     model: nn.Module, modes: Mapping[bool, tuple[Captured, GraphCut]], missing: str
 ) -> list[StageModule]:
-    """Build the modules of all stages.
+    """Build the modules of all stages from the cut forwards of training (True) and evaluation.
 
-    Args:
-        model: the model, whose parameters and buffers the stages take.
-        modes: the captured and cut forwards of training (True) and evaluation (False).
-        missing: the reason why one of the two is missing.
+    ``missing`` is the reason why one of the two is missing.
     """
     [num_stages] = {cut.num_stages for _, cut in modes.values()}
     constants: dict[str, Any] = {}
