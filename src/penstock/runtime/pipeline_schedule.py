@@ -309,9 +309,7 @@ def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
 def _check_stages(stages: Sequence[PipelineStage]) -> None:
     """Require distinct stages of one model, in ascending order."""
     if isinstance(stages, PipelineStage):
-        raise ScheduleError(
-            "a PipelineStage was given alone, expected a list of this rank's stages"
-        )
+        raise ScheduleError("a PipelineStage was given alone, expected a list of them")
     if not stages:
         raise ScheduleError("a rank was given no stage; each rank of the group holds one at least")
     if strangers := [s for s in stages if not isinstance(s, PipelineStage)]:

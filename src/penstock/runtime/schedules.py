@@ -153,7 +153,7 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
             )
         try:
             inspect.signature(custom_function).bind("pair", "forward", "backward")
-        except TypeError:
+        except (TypeError, ValueError):  # a function written in C may have no signature
             raise ScheduleError(
                 f"{custom_function!r} does not take (pair, forward, backward), of which it calls "
                 "the last two; torch's functions take (action, ctx) of torch's runtime"
