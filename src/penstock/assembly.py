@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.cutting import ModelCut, cut_model
 from penstock.partition.materialize import materialize
+from penstock.partition.plan import Plan
 from penstock.partition.sequential import is_sequence, with_states
 from penstock.partition.spec import SplitSpec, own_loss
 from penstock.partition.ties import SharedBuffers, Tie, find_ties
@@ -122,10 +122,13 @@ def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> Model
     if split is not None and split.auto:
         from penstock.partition.profile import balanced_plan  # imports the profiler
 
-        given = (spec.model, program, spec.example)
-        measure = partial(balanced_plan, *given, device=spec.device, loss_fn=spec.loss_fn)
+        def measure() -> str:
+            return balanced_plan(
+                spec.model, program, spec.example, device=spec.device, loss_fn=spec.loss_fn
+            ).to_toml()
+
         # Measured on one rank only, since times differ between ranks.
-        split = SplitSpec.parse(from_first_rank(spec.group, measure))
+        split = SplitSpec.parse(Plan.from_toml(from_first_rank(spec.group, measure)))
     num = program.placement.num_model_stages
     cut = cut_model(
         spec.model, split, num, example=spec.example, device=spec.device, method=spec.method

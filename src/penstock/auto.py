@@ -10,6 +10,7 @@ Times differ between ranks. Therefore rank 0 alone measures and searches, and br
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import costs_of
 from penstock.partition.cutting import cut_model
-from penstock.partition.plan import split_by_counts
+from penstock.partition.plan import Plan, split_by_counts
 from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
 from penstock.runtime.comm.process_group import (
@@ -39,6 +40,7 @@ from penstock.runtime.comm.process_group import (
 from penstock.runtime.config import PipelineSpec
 from penstock.schedule.program import Program
 from penstock.schedule.registry import DEFAULT_MICROBATCHES
+from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 
 __all__ = ["Forecast", "find_program"]
@@ -56,25 +58,27 @@ class Forecast:
     Args:
         step_s: the time with all ranks in parallel.
         alone_s: the time in one process that runs all ranks in turn.
-        is_alone: whether one process runs all ranks.
+        is_alone: whether this process runs all ranks.
+        device: the device to synchronize.
         num_steps: the number of steps so far.
     """
 
     step_s: float
     alone_s: float
     is_alone: bool
+    device: torch.device
     num_steps: int = 0
 
     @contextmanager
-    def watch(self, device: torch.device) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Log the measured and the predicted time of each of the first few steps."""
         number, started = self.num_steps, time.perf_counter()
         self.num_steps += 1
         yield
         if number >= _NUM_LOGGED_STEPS:
             return
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         logger.info(
             "auto: step %d took %.4g s, %.4g s were predicted%s%s",
             number,
@@ -122,18 +126,25 @@ def find_program(
     if group is not None:
         with collective_call(control_group(group), "Pipeline()"):
             link = measure_link(group, spec.device)
-    return from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link))
+    found = json.loads(from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link)))
+    if found["plan"] is not None:
+        split = SplitSpec.parse(Plan.from_toml(found["plan"]))
+    times = {"step_s": found["step_s"], "alone_s": found["alone_s"]}
+    forecast = Forecast(**times, is_alone=group is None, device=spec.device)
+    return from_json(found["program"]), split, forecast
 
 
 def _find(
     spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, link: Link | None
-) -> tuple[Program, SplitSpec | None, Forecast]:
+) -> str:
+    """Search on the first rank and return the choice as JSON."""
     assert spec.example is not None
     num_stages = ranks * virtual
     measured = measure_model(spec.model, spec.example, device=spec.device, loss_fn=spec.loss_fn)
+    plan: Plan | None = None
     if split is not None and split.auto:
         counts = balance(measured, num_stages).counts
-        split = SplitSpec.parse(measured.plan(counts, made="balanced on this machine"))
+        plan = measured.plan(counts, made="balanced on this machine")
         groups = split_by_counts(measured.blocks, counts)
     else:
         groups = _by_stage(spec, split, measured, num_stages)
@@ -158,11 +169,13 @@ def _find(
         result.bound,
         result.peak,
     )
-    simulation = result.simulation
-    forecast = Forecast(
-        step_s=simulation.makespan, alone_s=simulation.busy, is_alone=spec.group is None
-    )
-    return result.program, split, forecast
+    found = {
+        "program": to_json(result.program),
+        "plan": None if plan is None else plan.to_toml(),
+        "step_s": result.simulation.makespan,
+        "alone_s": result.simulation.busy,
+    }
+    return json.dumps(found)
 
 
 def _sizes(num_stages: int | None, ranks: int | None, virtual: int | None) -> tuple[int, int]:

@@ -179,7 +179,7 @@ class Pipeline:
             # The model may compute its own loss from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         args, target, kwargs = self._moved(args, target, kwargs)
-        with nullcontext() if self._forecast is None else self._forecast.watch(self.device):
+        with nullcontext() if self._forecast is None else self._forecast.watch():
             self._schedule.step(*args, target=target, **kwargs)
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"

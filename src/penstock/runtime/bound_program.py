@@ -23,7 +23,7 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
 from penstock.runtime.loss import needs_target
 from penstock.runtime.overlap import DualStreams, PairFunction
-from penstock.runtime.shape_ids import ShapeIds, run_conditions, shapes_digest
+from penstock.runtime.shape_ids import condition_id, run_conditions, shape_ids
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
 from penstock.schedule.channels import acknowledgements
@@ -31,7 +31,6 @@ from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.device_streams import DeviceStreams
-from penstock.stage.rng import draw_step_seed
 from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["BoundProgram"]
@@ -73,7 +72,7 @@ class BoundProgram:
         self._exit_ranks = [placement.rank_of(stage) for stage in placement.exits]
         self._device = next(iter(stages.values())).device
         self._needs_target = train and needs_target(config.loss_fn)
-        self._shape_ids = ShapeIds()
+        self._num_begun = 0
         self._known_shapes: set[int] = set()
         # By the shape id of the first microbatch, which is another one under autocast.
         self._loss_dtypes: dict[int, torch.dtype | None] = {}
@@ -102,31 +101,27 @@ class BoundProgram:
         joined = " with outputs" if self._exchanges_outputs(step) else ""
         return f"{call}{joined}, after {num_steps} others"
 
-    def begin(self, step: StepState, num_steps: int) -> None:
-        """Begin a step on all ranks: broadcast the seed of its random streams and its shape ids.
+    def begin(self, step: StepState) -> None:
+        """Begin a step on all ranks: broadcast the shape ids, which are set in ``step``.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where
                 inputs enter were given different ones.
         """
+        self._num_begun += 1
         transport, first = self._transports[0], self._entry_ranks[0]
         # The first rank's keyword arguments are part of its inputs.
         kwargs = () if self._is_alone or transport.rank == first else step.kwargs
         conditions = run_conditions(self._stages.values(), self._device)
-        condition = self._shape_ids.condition(conditions, kwargs, num_steps)
-        gathered = tuple(transport.all_gather_ints(condition))
+        gathered = transport.all_gather_ints(condition_id(conditions, kwargs, self._num_begun))
         self._check_given(step)
-        ids, digest = [0] * self.program.num_microbatches, 0
         enters = self._is_alone or transport.rank in self._entry_ranks
+        ids = [0] * self.program.num_microbatches
         if enters and step.args is not None:
-            ids = self._shape_ids.of(step.args, step.kwargs, gathered, num_steps)
-            if len(set(self._entry_ranks)) > 1:
-                digest = shapes_digest(step.args, step.kwargs)
-        # Drawn on every rank; the first rank's counts.
-        seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
+            ids = shape_ids(step.args, step.kwargs, gathered, self._num_begun)
         for each in sorted(self._transports, key=lambda t: t.rank != first):
-            seed, other, *step.shape_ids = each.broadcast_ints([seed, digest, *ids], first)
-        if enters and other != digest:
+            step.shape_ids = each.broadcast_ints(ids, first)
+        if enters and step.shape_ids != ids:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {first}; each rank where "
                 "the model's inputs enter passes the whole batch"
@@ -135,10 +130,9 @@ class BoundProgram:
         forget = is_new and len(self._known_shapes) >= MAX_SHAPES
         if forget:
             self._known_shapes.clear()
-            self._shape_ids.clear()
             self._loss_dtypes.clear()
         self._known_shapes.update(step.shape_ids)
-        resends = [runner.begin(step, seed, forget=forget) for runner in self.runners.values()]
+        resends = [runner.begin(step, forget=forget) for runner in self.runners.values()]
         # Receives that wait for metadata are posted late, so that a bounded sender could deadlock.
         unbounded = self._config.dynamic_shapes or is_new or any(resends)
         for each in self._transports:

@@ -35,6 +35,7 @@ from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS
 from penstock.schedule.text import to_json
 from penstock.stage import device_streams
+from penstock.stage.rng import draw_step_seed
 from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
@@ -129,7 +130,9 @@ class Engine:
             self._is_sharded = is_sharded
             self.program = _lowered(self.requested, is_sharded, self._channels)
             self._train.rebind(self.program)
-        bound.begin(step, self._num_steps)
+        bound.begin(step)
+        if train and self.config.microbatch_rng:
+            self._share_step_seed()
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
@@ -187,6 +190,17 @@ class Engine:
             self._replicas = {i: found[id(s.submod)] for i, s in self.stages.items()}
             self._wrapped = wrapped
         return any(each is not None and each.sharded for each in self._replicas.values())
+
+    def _share_step_seed(self) -> None:
+        """Draw a seed on every rank; the first rank's seeds the microbatches' random streams."""
+        placement = self.program.placement
+        first = placement.rank_of(placement.entries[0])
+        seed = draw_step_seed()
+        for transport in sorted(self.transports, key=lambda t: t.rank != first):
+            (seed,) = transport.broadcast_ints([seed], first)
+        for runner in self._train.runners.values():
+            assert runner.rng is not None
+            runner.rng.step_seed = seed
 
     def _run_actions(self, bound: BoundProgram) -> None:
         for i, runner in bound.runners.items():

@@ -1,26 +1,25 @@
 """Ids of input shapes, by which stage runners cache boundary metadata.
 
-The rank of the first stage assigns an id to each microbatch and broadcasts the ids at the start of
-each step. Plain values among the inputs count as part of their shapes; objects of other types get
-a new id each step. Metadata also depends on *run conditions*: autocast, the modules' training mode,
-which parameters require grad, and the shapes of keyword arguments on other ranks. Equal shapes
-under other conditions have another id.
+The rank of the first stage computes an id per microbatch and broadcasts them at the start of each
+step. Plain values among the inputs count as part of their shapes; objects of other types get a new
+id each step. Metadata also depends on *run conditions*: autocast, the modules' training mode, which
+parameters require grad, and the shapes of keyword arguments on other ranks. An id is a digest of
+the shapes and of all ranks' conditions.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import count
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.stage.pytree import flatten, is_plain, tensors_of
+from penstock.stage.pytree import flatten, is_plain
 from penstock.stage.stage import Stage
 
-__all__ = ["ShapeIds", "run_conditions", "shapes_digest"]
+__all__ = ["condition_id", "run_conditions", "shape_ids"]
 
 
 def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
@@ -33,57 +32,48 @@ def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, 
     return (cast, *(module.training for module in modules), *trained)
 
 
-def shapes_digest(args: Sequence[Any], kwargs: Sequence[Any]) -> int:
-    """A checksum of the microbatches' shapes, equal on ranks with different ids."""
-    pairs = zip(args, kwargs, strict=True)
-    return zlib.crc32(repr([[t.shape for t in tensors_of(pair)] for pair in pairs]).encode())
+def condition_id(
+    conditions: tuple[Any, ...], kwargs: Sequence[Mapping[str, Any]], step: int
+) -> int:
+    """The id of a rank's conditions, with the shapes of its microbatches' keyword arguments."""
+    if any(kwargs):
+        conditions = (*conditions, *(_key((), named, step) for named in kwargs))
+    return _digest(conditions)
 
 
-class ShapeIds:
-    """The ids that one rank has assigned; none is used twice.
+def shape_ids(
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[Mapping[str, Any]],
+    conditions: Sequence[int],
+    step: int,
+) -> list[int]:
+    """Per microbatch the id of its inputs' shapes.
+
+    Args:
+        args: the microbatches' positional arguments.
+        kwargs: the microbatches' keyword arguments.
+        conditions: the ids of all ranks' run conditions.
+        step: the step's number.
 
     Example:
         >>> short, long = (torch.ones(3),), (torch.ones(5),)
-        >>> ShapeIds().of([short, long, short], [{}] * 3, (), 0)
-        [0, 1, 0]
+        >>> one, other, again = shape_ids([short, long, short], [{}] * 3, [0], 0)
+        >>> one == again, one == other
+        (True, False)
     """
+    found: list[int] = []
+    last: tuple[Any, ...] = ()
+    for positional, named in zip(args, kwargs, strict=True):
+        key = _key(positional, named, step)
+        # Most microbatches repeat the previous shapes, and comparing is faster than hashing.
+        found.append(found[-1] if key == last else _digest((*conditions, key)))
+        last = key
+    return found
 
-    def __init__(self) -> None:
-        self._ids: dict[Hashable, int] = {}
-        self._next = count()
 
-    def clear(self) -> None:
-        """Forget all ids."""
-        self._ids.clear()
-
-    def condition(
-        self, conditions: tuple[Any, ...], kwargs: Sequence[Mapping[str, Any]], step: int
-    ) -> int:
-        """The id of run conditions, with the shapes of ``kwargs`` per microbatch."""
-        keys = (_key((), named, step) for named in kwargs) if any(kwargs) else ()
-        return self._id((conditions, *keys))
-
-    def of(
-        self,
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[Mapping[str, Any]],
-        conditions: tuple[int, ...],
-        step: int,
-    ) -> list[int]:
-        """Per microbatch the id of its inputs' shapes, under all ranks' conditions."""
-        found: list[int] = []
-        last: tuple[Any, ...] = ()
-        for positional, named in zip(args, kwargs, strict=True):
-            key = _key(positional, named, step)
-            # Most microbatches repeat the previous shapes, and comparing is faster than hashing.
-            found.append(found[-1] if key == last else self._id((conditions, key)))
-            last = key
-        return found
-
-    def _id(self, key: Hashable) -> int:
-        if key not in self._ids:
-            self._ids[key] = next(self._next)
-        return self._ids[key]
+def _digest(key: object) -> int:
+    data = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(data) >> 1  # as a signed integer
 
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int) -> tuple[Any, ...]:

@@ -70,6 +70,7 @@ class StageRunner:
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
+        rng: its part of the microbatches' random streams, with ``microbatch_rng``.
     """
 
     def __init__(
@@ -108,26 +109,24 @@ class StageRunner:
         streams = device_streams.streams_of(stage.device) if self._offloaded else None
         self._copy_streams = CopyStreams(streams) if streams is not None else None
         self.replicas: Replicas | None = None
-        self._rng: RandomStream | None = None
+        self.rng: RandomStream | None = None
         if train and config.microbatch_rng:
             if stage.static_inputs is not None or stage.static_outputs is not None:
                 raise ScheduleError(
                     f"stage {stage.stage_index}: with microbatch_rng=True the generator's state "
                     "crosses boundaries too; leave input_args and output_args out"
                 )
-            self._rng = RandomStream(stage.device, first=self._is_first, last=self._is_last)
+            self.rng = RandomStream(stage.device, first=self._is_first, last=self._is_last)
         # Between steps an empty step, so that the last step's tensors can be freed.
         self._step = self._no_step = StepState(program.num_microbatches)
 
-    def begin(self, step: StepState, seed: int, *, forget: bool) -> bool:
+    def begin(self, step: StepState, *, forget: bool = False) -> bool:
         """Begin a step; returns True if cached metadata was dropped, all of it with ``forget``.
 
         Metadata that holds plain values is always dropped, at both ends of a boundary, and sent
         again, since values do not follow from the inputs' shapes.
         """
         self._step = step
-        if self._rng is not None:
-            self._rng.step_seed = seed
         dropped = False
         for side in (self._prev, self._next):
             for i in [i for i, spec in side.specs.items() if forget or spec.holds_values]:
@@ -290,7 +289,7 @@ class StageRunner:
 
     def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module, with the random stream and the sequence's state of the microbatch."""
-        mb, rng = state.microbatch, self._rng if is_grad_enabled() else None
+        mb, rng = state.microbatch, self.rng if is_grad_enabled() else None
         if state.in_sequence:
             before = self._states[mb - 1].sequence if mb % self._num_splits else None
             kwargs = {**kwargs, "state": None if before is None else before.take()}

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import optree
 import torch
 from torch import Tensor
 
@@ -25,11 +26,13 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.microbatch import merge_chunks, split_call, split_tree
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.stage.pytree import flatten, tensors_of, unflatten
+from penstock.stage.pytree import NAMESPACE, flatten, tensors_of, unflatten
 from penstock.stage.sequence_state import takes_state
 from penstock.stage.stage import Stage
 
 __all__ = ["BatchSplitter", "StepArgs", "StepState", "is_placed", "moved"]
+
+_Tree = TypeVar("_Tree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,20 +264,22 @@ def is_placed(tree: Any) -> bool:
     return any(tensor.device.type != "cpu" for tensor in tensors_of(tree))
 
 
-def moved(tree: Any, device: torch.device) -> Any:
+def moved(tree: _Tree, device: torch.device) -> _Tree:
     """Move the tensors of a tree, and objects with a method ``to`` (a packed sequence, a mask).
 
     Example:
         >>> moved({"x": torch.ones(2), "scale": 3}, torch.device("meta"))
         {'x': tensor(..., device='meta', size=(2,)), 'scale': 3}
     """
-    leaves, treedef = flatten(tree, _can_move)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[i] = leaf.to(device, non_blocking=True)
-        elif _can_move(leaf):
-            leaves[i] = leaf.to(device)
-    return unflatten(treedef, leaves)
+
+    def to_device(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return node.to(device, non_blocking=True)
+        return node.to(device) if _can_move(node) else node
+
+    flatten(tree)  # which registers its dataclasses
+    found: Any = optree.tree_map(to_device, cast(Any, tree), is_leaf=_can_move, namespace=NAMESPACE)
+    return cast(_Tree, found)
 
 
 def _can_move(node: Any) -> bool:

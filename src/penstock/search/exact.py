@@ -70,7 +70,7 @@ def improve(
         start: the warm start.
         effort_s: the limit in deterministic seconds of CP-SAT.
         clock_s: the limit in wall-clock seconds.
-        seed: the solver's seed.
+        seed: the random seed.
         at_least: a known lower bound.
         late_starts: if True, ranks may delay their start, as a bound on the span requires.
 
@@ -128,9 +128,11 @@ class _Model:
         """A time in units, rounded down except for floating-point error."""
         return int(time / self.unit + 1e-6)
 
-    def actions_of(self, kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The (kind, microbatch) pairs of a rank."""
-        return (divmod(each, self.problem.num_microbatches) for each in self.problem.ids(kinds))
+    def actions_of(self, kinds: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """The kind and the start of each action of a rank."""
+        for act in self.problem.ids(kinds):
+            kind, microbatch = divmod(act, self.problem.num_microbatches)
+            yield kind, self.starts[kind][microbatch]
 
     def starts_of(self, kind: int) -> list[Any]:
         """The variables of a kind's starts, with those of the warm start as hints."""
@@ -164,13 +166,11 @@ class _Model:
                 if microbatch:
                     self.model.add(start >= starts[microbatch - 1] + self.lengths[kind])
         for kinds in self.start.order:
-            intervals = []
-            for kind, microbatch in self.actions_of(kinds):
-                start, length = self.starts[kind][microbatch], self.lengths[kind]
-                name = f"i{kind}.{microbatch}"
-                interval = self.model.new_interval_var(start, length, start + length, name)
-                intervals.append(interval)
-            self.model.add_no_overlap(intervals)
+            timed = [(start, self.lengths[kind]) for kind, start in self.actions_of(kinds)]
+            self.model.add_no_overlap(
+                self.model.new_interval_var(start, length, start + length, f"i{number}")
+                for number, (start, length) in enumerate(timed)
+            )
 
     def keep_limits(self) -> None:
         """Add the memory limits: a stage holds an activation from F to W."""
@@ -241,8 +241,8 @@ class _Model:
         ranks = []
         for kinds in self.start.order:
             timed = []
-            for place, (kind, microbatch) in enumerate(self.actions_of(kinds)):
-                begins = solver.value(self.starts[kind][microbatch])
+            for place, (kind, start) in enumerate(self.actions_of(kinds)):
+                begins = solver.value(start)
                 timed.append((begins, begins + self.lengths[kind], place, kind))
             ranks.append(tuple(kind for *_, kind in sorted(timed)))
         return tuple(ranks)

@@ -9,10 +9,7 @@
 
 If neighbours u and v are critical, the longest path through both after their exchange follows from
 the ends before them and the tails behind them. No other path gets longer, so the result of an
-exchange is known in advance. As in simulated annealing, an exchange that makes the step slightly
-longer is accepted with falling probability.
-
-    9 orders ─► 3 tenths of the work ─► 3 ─► 3 tenths ─► 1 ─► 4 tenths ─► the best
+exchange is known in advance.
 
 Sources: Taillard, Parallel taboo search techniques for the job shop scheduling problem, 1994 (heads
 and tails); van Laarhoven, Aarts and Lenstra, Job shop scheduling by simulated annealing, 1992.
@@ -48,8 +45,7 @@ _T = TypeVar("_T")
 
 
 class ExchangedOrder:
-    """An order under exchange of neighbours, with its ends and tails. Actions are integers, as
-    ``SearchProblem.ids`` numbers them.
+    """An order under exchange of neighbours; actions are integers (``SearchProblem.ids``).
 
     Args:
         problem: the search problem.
@@ -118,10 +114,8 @@ class ExchangedOrder:
         return held + self._changes[second] <= self._problem.most
 
     def estimate(self, first: int, second: int) -> float:
-        """The longest path through two critical neighbours after their exchange.
-
-        The new objective is the greater of this length and the old objective.
-        """
+        """The longest path through two critical neighbours after their exchange: the new objective
+        if that exceeds the old one."""
         ends, tails, durations = self._ends, self._tails, self._durations
         rank, place = self._rank_of[first], self._place[first]
         acts = self._order[rank]
@@ -271,14 +265,8 @@ def exchange_in_rounds(
 ) -> None:
     """Improve the best orders of all placements in rounds; promising ones get more work.
 
-    The best initial order does not always lead to the best result.
-
-    Args:
-        state: the search state; receives the results.
-        share: the share of the total work to use.
-        keep_s: seconds to leave for later methods.
-        done_share: the share of the total work done before.
-        seed: the random seed.
+    ``share`` of the total work is used after ``done_share``, and ``keep_s`` seconds are left for
+    later methods. The best initial order does not always lead to the best result.
     """
     entrants, left = _entrants(state), sum(_ROUNDS)
     for number, part in enumerate(_ROUNDS):

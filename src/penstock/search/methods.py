@@ -46,23 +46,14 @@ _OVERLAPPED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The budget of one round of methods.
+    """The budget of one round of methods."""
 
-    Args:
-        share: the round's share of the total work.
-        seed: the random seed.
-        exact: True if CP-SAT is used.
-        size: actions of a program.
-        round_s: the time limit of this round on a slow machine, in seconds.
-        after_s: seconds to leave after this round.
-    """
-
-    share: float
+    share: float  # of the total work
     seed: int
-    exact: bool
-    size: int
-    round_s: float = 0.0
-    after_s: float = 0.0
+    exact: bool  # True if CP-SAT is used
+    size: int  # actions of a program
+    round_s: float = 0.0  # the time limit of this round on a slow machine
+    after_s: float = 0.0  # the time to leave after this round
 
     @property
     def takes_exact(self) -> bool:

@@ -181,10 +181,6 @@ class TriedPattern(NamedTuple):
 class PatternSearch:
     """A search for pattern parameters: known good ones, random ones, mutations of the best.
 
-    Args:
-        problem: the search problem with all microbatches.
-        seed: the random seed.
-
     Attributes:
         whole: the problem, with all microbatches.
         best: the best patterns so far, best first, without duplicates.

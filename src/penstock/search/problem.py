@@ -25,6 +25,7 @@ from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.schedule.program import Program
 from penstock.schedule.replay import DependencyReplay
+from penstock.simulate.bounds import least_memory
 from penstock.simulate.costs import Costs, as_number
 from penstock.simulate.memory import StageMemory, peaks
 
@@ -155,10 +156,7 @@ class SearchProblem:
     @property
     def least_memory(self) -> float:
         """The peak of the fullest rank if microbatches run one at a time: a lower bound."""
-        held = [0.0] * self.placement.num_ranks
-        for stage, rank in enumerate(self.placement.stage_ranks):
-            held[rank] += self.memory.activation[stage]
-        return max(held)
+        return least_memory(self.costs, placement=self.placement, microbatches=1)
 
     @property
     def is_feasible(self) -> bool:

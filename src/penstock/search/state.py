@@ -89,8 +89,7 @@ class SearchState:
         problems: one per placement, with the same limit.
         budget: the work and the time.
         progress: a callback for the progress.
-        reduced: True if programs may recompute or offload; bounds from the memory limit do not hold
-            for such programs.
+        reduced: True if programs may recompute or offload, and so evade bounds from the limit.
 
     Attributes:
         found: all programs, in the order of discovery.
@@ -140,18 +139,17 @@ class SearchState:
 
     def bound(self, problem: SearchProblem) -> float:
         """A lower bound on the objective of feasible programs on this placement."""
-        key = problem.placement, problem.limit
-        if key not in self.bounds:
-            unlimited = self._reduced or math.isinf(problem.limit)
+        placement, limit = problem.placement, problem.limit
+        if (placement, limit) not in self.bounds:
             bounds = lower_bounds(
                 problem.costs,
-                ranks=problem.placement.num_ranks,
+                ranks=placement.num_ranks,
                 microbatches=problem.num_microbatches,
-                placement=problem.placement,
-                memory_limit=None if unlimited else problem.limit,
+                placement=placement,
+                memory_limit=None if self._reduced or math.isinf(limit) else limit,
             )
-            self.bounds[key] = bounds.makespan if problem.objective == "makespan" else bounds.span
-        return self.bounds[key]
+            self.bounds[placement, limit] = getattr(bounds, problem.objective)
+        return self.bounds[placement, limit]
 
     def raise_bound(self, problem: SearchProblem, proven: float) -> None:
         """Record a bound on the programs of a placement that neither recompute nor offload."""
@@ -173,14 +171,8 @@ class SearchState:
         return not any(map(self.may_improve, self.problems)) or self.is_late()
 
     def is_late(self, *, times: int = 1) -> bool:
-        """True if no time is left to continue; never before the first program.
-
-        Args:
-            times: the number of checks of a winner that must still fit.
-        """
-        if self.best() is None:
-            return False
-        return self.budget.out_of_time(keep_s=times * self.closing_s)
+        """True if no time is left but for ``times`` checks; never before the first program."""
+        return self.best() is not None and self.budget.out_of_time(keep_s=times * self.closing_s)
 
     def note(self, problem: SearchProblem, program: Program, method: str) -> Candidate | None:
         """Simulate and keep a program; None for a large infeasible one."""
@@ -203,9 +195,12 @@ class SearchState:
         is_reduced: bool = False,
     ) -> Candidate:
         """Keep a simulated program."""
-        value = result.makespan if problem.objective == "makespan" else result.span
         found = Candidate(
-            program=result.program, value=value, peak=peak, method=method, is_reduced=is_reduced
+            program=result.program,
+            value=getattr(result, problem.objective),
+            peak=peak,
+            method=method,
+            is_reduced=is_reduced,
         )
         self.found.append(found)
         return found
@@ -229,13 +224,13 @@ class SearchState:
 
     def result(self, *, with_pareto: bool) -> SearchResult:
         """The search result, with checked programs."""
-        best = self.best()
+        best, problem = self.best(), self.problems[0]
         assert best is not None
         self.tell(1.0, best.method)
         return SearchResult(
             program=check(best.program),
-            simulation=simulate(best.program, self.problems[0].costs),
-            objective=self.problems[0].objective,
+            simulation=simulate(best.program, problem.costs),
+            objective=problem.objective,
             value=best.value,
             bound=min(best.value, self.bound_of_all()),
             peak=best.peak,

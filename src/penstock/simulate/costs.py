@@ -39,12 +39,7 @@ Cost: TypeAlias = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerEdge:
-    """A cost per pair of neighbouring stages: hashable, compared by value.
-
-    Args:
-        costs: sorted pairs of neighbouring stages, the lower one first, each with the cost in both
-            directions.
-    """
+    """A cost per pair of neighbouring stages, lower stage first, sorted; for both directions."""
 
     costs: tuple[tuple[tuple[int, int], float], ...]
 
@@ -150,10 +145,7 @@ class Costs:
                 if not isinstance(given, bool):
                     raise _wrong(name, f": {given!r} is not True or False")
             elif given is not None or field.default is not None:
-                value = _normal(name, given)
-                if name in _POSITIVE and 0.0 in _numbers(value):
-                    raise _wrong(name, ": 0 moves nothing; leave it out where it is no limit")
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, _normal(name, given))
 
     def of(self, op: Op, *, num_stages: int) -> tuple[float, ...]:
         """The cost of ``op`` on each stage; 0 for an op that takes no compute time.
@@ -369,14 +361,10 @@ def _per_edge(name: str, given: Mapping[tuple[int, int], float]) -> PerEdge:
     return PerEdge(costs=tuple(sorted(costs.items())))
 
 
-def _numbers(value: float | tuple[float, ...] | PerEdge) -> tuple[float, ...]:
-    if isinstance(value, PerEdge):
-        return tuple(cost for _, cost in value.costs)
-    return value if isinstance(value, tuple) else (value,)
-
-
 def _number(name: str, given: object) -> float:
     number = as_number(given)
+    if number == 0 and name in _POSITIVE:
+        raise _wrong(name, ": 0 moves nothing; leave it out where it is no limit")
     if not (math.isfinite(number) and number >= 0):
         shown = number if math.isinf(number) else given
         raise _wrong(name, f": {shown!r} is not a finite number ≥ 0")

@@ -111,10 +111,8 @@ class StageMemory:
     ) -> tuple[float, float]:
         """The memory that a step allocates at its start, and frees at its end.
 
-        Args:
-            step: an action or an overlapped pair.
-            recomputed: the stages and microbatches whose forwards are recomputed.
-            backward: True if the program has backwards; if False, F frees its memory at its end.
+        ``recomputed`` holds the stages and microbatches whose forwards are recomputed. In a program
+        without backwards, F frees its memory at its end.
         """
         taken = freed = 0.0
         for part in step.parts:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from sys import maxsize
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,6 @@ __all__ = [
     "measure_link",
     "process_group",
 ]
-
-_T = TypeVar("_T")
 
 # The time that a wait for a small message runs without a watchdog, and without sleeping.
 QUICK_S = 0.05
@@ -198,8 +196,8 @@ def _transport(
         transport.close()
 
 
-def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], _T]) -> _T:
-    """Broadcast the value, or the PenstockError, of ``make`` on the first rank, since its result
+def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) -> str:
+    """Broadcast the text, or the PenstockError, of ``make`` on the first rank, since its result
     may differ between ranks; ``group`` is None if all ranks are in this process."""
     if group is None:
         return make()
@@ -212,10 +210,10 @@ def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], _T]) -> 
     control = control_group(group)
     with collective_call(control, "Pipeline()"):
         dist.broadcast_object_list(shared, src=dist.get_global_rank(group, 0), group=control)
-    value, failure = shared
+    text, failure = shared
     if failure is not None:
         raise failure
-    return cast(_T, value)
+    return str(text)
 
 
 def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> dict[str, Any]:
